@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
@@ -20,7 +21,11 @@ from tests.dist.training import make_config
 from tests.hugging_face import make
 
 BEFORE, AFTER, BATCH = 6, 10, 8
-FAMILIES = {"llama": {}, "gpt": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, "qwen3_moe": {}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "qwen3_moe": {},
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +70,10 @@ def train_elsewhere(case: str, folder: Path) -> Continued:
     for key, value in opened.progress.keys.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
-    written = write_checkpoint(opened, Root.of(folder / "ours")).folder.local()
+    written = write_checkpoint(opened, Root.of(folder / "ours"), max_shard_bytes=20_000).folder
+    assert verify(written).sound
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return Continued(written, sections, losses[BEFORE:])
+    return Continued(written.local(), sections, losses[BEFORE:])
 
 
 def described(model: Any, folder: Path) -> dict[str, Any]:

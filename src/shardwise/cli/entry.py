@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ShardwiseError as error:
-        return _fail(error)
+        return _fail(error, arguments)
     except KeyboardInterrupt:
         return _fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
     except OSError as error:
@@ -90,18 +90,38 @@ def take_any_character() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _fail(error: ShardwiseError) -> int:
-    """Show an error and return its exit code."""
+def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
+    """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
     from shardwise.launch.first_failure import Failure, error_text, show_failure
 
     place = joined()
-    failure = Failure(place.rank if place is not None else 0, error_text(error), error.exit_code)
+    text = error_text(error)
+    if isinstance(error, ConfigError) and (corrected := _corrected(list(arguments))):
+        text = f"{text}\n{corrected}"
+    failure = Failure(place.rank if place is not None else 0, text, error.exit_code)
     show_failure(failure, place)
     if place is not None:
         from shardwise.launch.external_launchers import end_step
 
         end_step(failure)
     return error.exit_code
+
+
+def _corrected(arguments: list[str]) -> str:
+    """The command line as it was most likely meant; empty if none of its names is wrong."""
+    if not arguments or arguments[0] not in COMMANDS:
+        return ""
+    name = arguments.pop(0)
+    module = _imported(module_of(name))
+    if hasattr(module, "ACTIONS"):
+        if not arguments or arguments[0] not in module.ACTIONS:
+            return ""
+        module = _imported(module_of(name, arguments[0]))
+        name = f"{name} {arguments.pop(0)}"
+    from shardwise.cli.wrong_arguments import corrected_command
+
+    parser = _parser(name, module)
+    return corrected_command(parser, arguments, parser.keys)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,5 +1,9 @@
 """List the shipped recipes; with NAME print that recipe's commented YAML; with --write copy it to a file to edit.
 
+--from FILE makes a recipe of another program's file: a script with arguments of Megatron-LM, a config of torchtitan or
+OLMo-core, TrainingArguments of transformers, a script of Neuron's tutorials, DeepSpeed's JSON. It prints what carries
+over and what does not; nothing in the file is executed. Keys beside it, as key=value, count instead of the file's.
+
 --schema prints the JSON Schema of recipes, which editors use to complete keys and check values.
 """
 
@@ -7,23 +11,50 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
+from shardwise.base.registered import provided
 from shardwise.cli import output
-from shardwise.config import recipe_names, recipe_text
+from shardwise.cli.help import add_overrides
+from shardwise.config import dump_yaml, recipe_names, recipe_text
+
+_NEEDED = {
+    "model": "model.config=FOLDER",
+    "model.config": "model.config=FOLDER",
+    "optimizer": "optimizer.lr=VALUE",
+    "train": "train.steps=VALUE train.global_batch=VALUE train.sequence_length=VALUE",
+}
+"""What to give where a whole section is missing."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="a shipped recipe")
-    parser.add_argument("--write", metavar="FILE", type=Path, help="copy the recipe to FILE, which must not exist yet")
+    add_overrides(parser, "train.steps=100, with --from")
+    parser.add_argument(
+        "--from",
+        metavar="FILE",
+        dest="source",
+        help="make a recipe of another program's file; PATH.py:NAME of one config of several",
+    )
+    parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe to FILE, which must not exist yet")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
 
 
 def run(arguments: argparse.Namespace) -> int:
     name: str | None = arguments.name
     target: Path | None = arguments.write
+    if arguments.source is not None:
+        if arguments.schema or (name is not None and "=" not in name):
+            raise ConfigError(f"--from {arguments.source} goes with --write and key=value alone")
+        return _from_other(arguments.source, [*([name] if name else []), *arguments.overrides], target)
+    if arguments.overrides:
+        raise ConfigError(f"{arguments.overrides[0]} must go with --from FILE: a copy of a recipe is edited by hand")
     if arguments.schema:
         if name is not None or target is not None:
             raise ConfigError("--schema stands alone: it prints one schema for all recipes")
@@ -51,3 +82,57 @@ def run(arguments: argparse.Namespace) -> int:
 def _summary(name: str) -> str:
     """The first line of the recipe's opening comment."""
     return recipe_text(name).partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
+
+
+def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
+    """Print what a file of another program becomes, and print or write the recipe.
+
+    Raises:
+        ConfigError: the file cannot be read, or keys of the recipe are missing.
+    """
+    # Costly to import, for this option alone.
+    from shardwise.config.other_names import PROGRAMS
+    from shardwise.config.translation import setting_text
+
+    made = provided("recipe_of")(source, overrides)
+    program = PROGRAMS[made.program]
+
+    def block(title: str, rows: list[Any], cells: Callable[[Any], list[str]]) -> None:
+        if rows:
+            output.line(title)
+            output.table([[f"{row.name} = {setting_text(row.value)}", *cells(row)] for row in rows], indent=2)
+
+    carried = [row for row in made.rows if row.keys]
+    same = [row for row in made.rows if not row.keys and row.reason.startswith(("leave it out", "nothing"))]
+    without = [row for row in made.rows if not row.keys and row.reason and row not in same]
+    unknown = [row for row in made.rows if not row.keys and not row.reason]
+
+    def ours(row: Any) -> list[str]:
+        keys = " ".join(f"{key}={setting_text(value)}" for key, value in row.keys.items())
+        return [f"→ {keys}{' (its default)' if row.is_default else ''}"]
+
+    block(f"{program.title}: carried over", carried, ours)
+    block(
+        "nothing to set", same, lambda row: [row.reason.removeprefix("nothing to set").removeprefix("leave it out: ")]
+    )
+    block("no counterpart", without, lambda row: [row.reason])
+    block("not understood", unknown, lambda row: [])
+    output.prose(program.note)
+    if made.problems:
+        keys = dict.fromkeys(re.findall(r"^[a-z]+(?:\.\w+)*", "\n".join(made.problems), re.MULTILINE))
+        words = [_NEEDED.get(key, f"{key}=VALUE") for key in keys]
+        fix = f"give keys beside it: `shardwise recipes --from {shlex.quote(source)} {' '.join(words)} --write my.yaml`"
+        raise ConfigError([*made.problems, fix])
+    data = made.sections.get("data", {})
+    text = f"# Made of {Path(source).name} ({program.title}) by `shardwise recipes --from`.\n"
+    if not data.keys() & {"path", "blend", "dataset", "mixture"} and not made.sections.get("hooks", {}).get("data"):
+        output.line("missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`, or data.dataset")
+        text += "# Your own data: data.path=YOUR_TEXT.jsonl\n"
+    text += dump_yaml(made.sections)
+    if target is None:
+        output.raw(output.text(text.removesuffix("\n")))
+        return 0
+    write_new(target, text, "--write")
+    options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
+    output.line(f"wrote {target}; train it with: shardwise train {target}{options}")
+    return 0

@@ -89,7 +89,6 @@ _RULES: RuleTable = {
     "data.is_named": (
         "{=data.key} ({=data.name}) must be left out with {hooks.data}, which reads the samples: set it to null",
     ),
-    "model.is_own": ("{hooks.loss} must be left out with model.family {=model.family}, whose forward gives the loss",),
     "model.predicts_masked_tokens": (
         "{hooks.data} must be left out with model.family {=model.family}: it is for models that predict the next token",
         "{hooks.loss} must be left out with model.family {=model.family}: it is for models that predict the next token",

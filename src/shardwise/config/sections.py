@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -485,6 +485,26 @@ class LogConfig(Section):
         "needs no network), trackio (`shardwise[trackio]`) and MLflow (`shardwise[mlflow]`; MLFLOW_TRACKING_URI names "
         "its server)",
     )
+    project: str | None = Field(
+        default=None,
+        examples=["ablations"],
+        description="project of W&B and trackio, experiment of MLflow; null = the one of WANDB_PROJECT, "
+        "MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else shardwise",
+    )
+    run_name: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=128,
+        examples=["lr 3e-4"],
+        description="name of the run in the trackers; null = the name of its folder",
+    )
+    tags: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[["ablation"], ["ablation", "team=nlp"]],
+        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
+        "configuration of the run shows them",
+    )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
@@ -508,6 +528,22 @@ class LogConfig(Section):
             needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
             reject([f"log.profile ({shown}) {needs}"])
         return value
+
+    @model_validator(mode="after")
+    def _names_fit_every_tracker(self) -> Self:
+        """Refuse what a tracker would refuse after the start of the run, when it is left out."""
+        problems = []
+        if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
+            problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
+        part = r"\w[\w.: -]*"
+        problems += [
+            f"log.tags ({tag!r}) must have 1 to 64 characters: letters, digits, and _ - . : / or blanks after the "
+            "first; more after ="
+            for tag in self.tags
+            if len(tag) > 64 or not re.fullmatch(rf"{part}(/{part})*(=.*)?", tag)
+        ]
+        reject(problems)
+        return self
 
     @property
     def profile_steps(self) -> range | None:

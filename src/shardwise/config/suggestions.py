@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from difflib import get_close_matches
 
-from shardwise.base.errors import nearest_name
-from shardwise.config.other_names import OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
+from shardwise.base.errors import listing, nearest_name
+from shardwise.config.other_names import (
+    FACT_WORDS,
+    FACTS,
+    FAMILY_FACTS,
+    NO,
+    OTHER_NAMES,
+    OTHER_VALUES,
+    SECTIONS,
+    WITHOUT_KEY,
+)
 
 _NEAR = 0.65
 """Least similarity of names in one section, and of options."""
 _VERY_NEAR = 0.8
 """Least similarity of names anywhere."""
-_NO = ("false", "no", "off", "0")
 _OWN_MEANING = frozenset({
     "config", "data", "enabled", "every", "format", "keep", "load", "loss", "mode", "name", "nodes", "optimizer",
     "options", "path", "reduce", "resume", "schedule", "stages", "steps", "timeout",
@@ -25,15 +33,29 @@ def plain_name(name: str) -> str:
     return name.strip().lstrip("-").lower().replace("-", "_")
 
 
+def known_name(name: str) -> str | None:
+    """The name in the record of other programs' names that `name`, with or without its sections, stands for."""
+    names = _with_leaf(plain_name(name))
+    return next((known for known in names if known in OTHER_NAMES or known in WITHOUT_KEY or known in FACTS), None)
+
+
 def _with_leaf(name: str) -> list[str]:
     """A name, and its part after the last dot where that has the same meaning in each section."""
     leaf = name.rpartition(".")[2]
     return [name] if leaf in _OWN_MEANING else [name, leaf]
 
 
-def reason_without_key(name: str) -> str | None:
+def reason_without_key(name: str, value: object = None) -> str | None:
     """The reason why no key or option sets what `name` says; None for other names."""
-    return next((WITHOUT_KEY[known] for known in _with_leaf(plain_name(name)) if known in WITHOUT_KEY), None)
+    known = known_name(name)
+    if known in WITHOUT_KEY:
+        return WITHOUT_KEY[known]
+    if known not in FACTS:
+        return None
+    fact, _, told = FACTS[known].partition("=")
+    told = told or str(FACT_WORDS.get(str(value).lower(), value)).lower()
+    families = [family for family, facts in FAMILY_FACTS.items() if str(facts.get(fact)).lower() == told]
+    return f"the family of the model says it, such as model.family={listing(families or FAMILY_FACTS, 'or')}"
 
 
 def suggestions(
@@ -58,19 +80,21 @@ def suggestions(
     if f"{section}.{leaf}".lstrip(".") in keys:
         return [f"{section}.{leaf}".lstrip(".")]
     meant = next((OTHER_NAMES[known] for known in _with_leaf(plain) if known in OTHER_NAMES), ())
-    valid = [target for target in meant if _is_valid(target, keys, options)]
+    valid = [target for target in meant if is_valid(target, keys, options)]
     if not valid and (near := _most_similar(section, leaf, keys, plain_options, options)):
         valid = [near]
-    if str(value).lower() not in _NO:
+    if str(value).lower() not in NO:
         return valid
     # A target with a value switches on what the user switches off.
     return [target.replace("=true", "=false") for target in valid if "=" not in target or target.endswith("=true")]
 
 
-def _is_valid(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
+def is_valid(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
+    """Return whether a target of the record is a key or an option that a command has."""
     if target.startswith("--"):
         return options is None or target in options
-    return target.partition("=")[0] in keys
+    # A Hugging Face file stands in place of a model's keys.
+    return target.partition("=")[0] in keys or (target == "model.config" and "model.family" in keys)
 
 
 def _most_similar(
@@ -80,7 +104,7 @@ def _most_similar(
     near = {} if section else {**plain_options}
     far = {**plain_options}
     for name, targets in OTHER_NAMES.items():
-        valid = [target for target in targets if _is_valid(target, keys, options)]
+        valid = [target for target in targets if is_valid(target, keys, options)]
         if valid and "." not in name and name not in OTHER_VALUES:
             far[name] = valid[0]
     for key in keys:

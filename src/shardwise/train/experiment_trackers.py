@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted
-from shardwise.config import Config
+from shardwise.config import Config, LogConfig
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
 _PROJECT = "shardwise"
@@ -79,17 +79,24 @@ class TrackedRun:
         returns: how often the run went back to an earlier step by `checkpoint.resume`. Each time begins a curve of its
             own, as no tracker can take numbers back.
         settings: section → keys of the configuration, without secrets and facts of the machines.
+        log: `log.project`, `log.run_name` and `log.tags`.
     """
 
     folder: Path
     id: str | None
     returns: int
     settings: Mapping[str, Any]
+    log: LogConfig
+
+    @property
+    def group(self) -> str:
+        """The name of all curves of the run."""
+        return self.log.run_name or self.folder.resolve().name
 
     @property
     def name(self) -> str:
         """The name that is shown."""
-        return self.folder.resolve().name + self.suffix
+        return self.group + self.suffix
 
     @property
     def key(self) -> str | None:
@@ -168,10 +175,10 @@ class MlflowRun:
         if self._thread.is_alive():
             raise TimeoutError(f"no answer within {_MLFLOW_SECONDS:.0f} s")
 
-    def _experiment(self) -> str:
-        if "MLFLOW_EXPERIMENT_ID" in os.environ:
+    def _experiment(self, project: str | None) -> str:
+        if project is None and "MLFLOW_EXPERIMENT_ID" in os.environ:
             return os.environ["MLFLOW_EXPERIMENT_ID"]
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        name = project or os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         experiment = self._client.get_experiment_by_name(name)
         return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
@@ -184,7 +191,8 @@ class MlflowRun:
 
     def _created(self, experiment: str, run: TrackedRun) -> str:
         parent = self._found(experiment, run.id) if run.returns else None
-        tags = {name: value for name, value in ((_MLFLOW_TAG, run.key), (_MLFLOW_PARENT, parent)) if value is not None}
+        tags = dict(tag.partition("=")[::2] for tag in run.log.tags)
+        tags |= {name: value for name, value in ((_MLFLOW_TAG, run.key), (_MLFLOW_PARENT, parent)) if value is not None}
         run_id = str(self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
         parameters = [
             self._entities.Param(f"{section}.{key}", str(value)[:_MLFLOW_VALUE])
@@ -197,13 +205,13 @@ class MlflowRun:
 
     def _send(self, run: TrackedRun) -> None:
         try:
-            experiment = self._experiment()
+            experiment = self._experiment(run.log.project)
             run_id = self._found(experiment, run.key)
             last = 0
             if run_id is None:
                 run_id = self._created(experiment, run)
             else:
-                self._client.update_run(run_id, status="RUNNING")
+                self._client.update_run(run_id, status="RUNNING", name=run.name)
                 last = max((metric.step for metric in self._client.get_metric_history(run_id, _LOSS)), default=0)
             while (metrics := self._queue.get()) is not None:
                 metrics = [metric for metric in metrics if metric.step > last]
@@ -240,7 +248,7 @@ class ExperimentTrackers:
         self._trackers: dict[str, Any] = {}
         # `launch` has addresses and scheduler options of the machines.
         settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
-        tracked = TrackedRun(run.path, id_, returns, settings)
+        tracked = TrackedRun(run.path, id_, returns, settings, config.log)
         for name in config.log.trackers:
             with self._failure_reported(name):
                 self._trackers[name] = _start_tracker(name, tracked, warn)
@@ -287,9 +295,9 @@ class TrackioRun:
 
     def __init__(self, run: TrackedRun) -> None:
         trackio: Any = importlib.import_module("trackio")
-        group = "-".join([run.folder.resolve().name, *([] if run.id is None else [run.id[:8]])])
+        group = "-".join([run.group, *([] if run.id is None else [run.id[:8]])])
         self._run = trackio.init(
-            project=_PROJECT,
+            project=run.log.project or _PROJECT,
             name=group + run.suffix,
             group=group,
             config=run.settings,
@@ -323,7 +331,9 @@ def _start_wandb(run: TrackedRun, warn: Callable[[str], None]) -> Any:
     quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}
     private = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
     facts: dict[str, Any] = {"name": run.name, "config": run.settings, "dir": str(run.folder)}
-    facts["project"] = os.environ.get("WANDB_PROJECT") or _PROJECT
+    facts["project"] = run.log.project or os.environ.get("WANDB_PROJECT") or _PROJECT
+    # Without tags of its own a run has those of WANDB_TAGS.
+    facts["tags"] = run.log.tags or None
     if run.key is not None:
         facts |= {"id": run.key, "resume": "allow"}
 

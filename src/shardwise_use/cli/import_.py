@@ -32,6 +32,7 @@ from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.cli.help import count
 from shardwise.config.recipe_files import dump_yaml, parse_value
+from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.storage.root import Root
@@ -140,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{counted(done.files, 'file')}, {size(done.bytes)}"
     )
     if opened.progress is not None:
-        _tell_progress(opened.progress, done.folder, run_folder)
+        _tell_progress(opened, opened.progress, done.folder, run_folder)
         return 0
     if arguments.kind != _HUB:
         output.line("weights alone are imported: the state of the optimizer and of the schedule is left out")
@@ -156,6 +157,10 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
     path = user_path(dest)
     is_inside = (path / "checkpoints").is_dir() or (is_run and path.name != "checkpoints")
     folder = path / "checkpoints" if is_inside else path
+    if is_run and RunDirectory(folder.parent).holds_run:
+        raise ConfigError(
+            f"DEST ({dest}) must hold no run yet, in whose place the imported one is to go on: choose another"
+        )
     return answering_root(str(folder)), folder.parent if is_run else None
 
 
@@ -179,25 +184,27 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
     return replace(progress, samples=samples, tokens=progress.tokens if tokens is None else tokens)
 
 
-def _tell_progress(progress: ForeignProgress, folder: Root, run_folder: Path | None) -> None:
+def _tell_progress(opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None) -> None:
     """Print how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
     output.line(
         f"after step {progress.step:,}, {counted(progress.samples or 0, 'sample')} and {tokens}, with the optimizer's "
         f"{listing(sorted({weight.state for weight in progress.states}), 'and')}"
     )
-    keys = {"model.config": f"{folder / 'config.json'}", "optimizer.name": progress.optimizer, **progress.keys}
-    values: dict[str, dict[str, Any]] = {}
+    model = opened.config.model_dump(mode="json", exclude_defaults=True)
+    values: dict[str, dict[str, Any]] = {"model": {"family": opened.config.family, **model}}
+    keys = {"optimizer.name": progress.optimizer, **progress.keys}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     recipe = (run_folder or Path()) / _RECIPE
     write_atomic(recipe, dump_yaml(values))
-    words = [f"{key}={json.dumps(value)}" for key, value in progress.keys.items()]
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
     output.line(f"keys that carry the training over, in {recipe}: {shlex.join(words)}")
-    run = f"--run-dir {run_folder}" if run_folder else f"--run-dir RUN checkpoint.path={str(folder).rpartition('/')[0]}"
+    place = ["RUN", f"checkpoint.path={str(folder).rpartition('/')[0]}"] if run_folder is None else [str(run_folder)]
     missing = [f"{key}=N" for key in ("train.global_batch", "train.sequence_length") if key not in keys]
-    output.line(f"go on: shardwise train {recipe} {run} {' '.join(['data.path=DATA', *missing])}")
+    command = shlex.join(["shardwise", "train", str(recipe), "--run-dir", *place, "data.path=DATA", *missing])
+    output.line(f"go on: {command}")
 
 
 def _require_fitting(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.stored_tensors import lines_of_layers, mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
+from shardwise_use.importing.hugging_face import ForeignProgress
 from shardwise_use.importing.torch_dcp import METADATA, DcpFolder, LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -29,19 +30,18 @@ _MAKERS = (
     ("megatron", re.compile(r"(model\.)?(decoder\.layers|embedding\.word_embeddings)\..*")),
 )
 """Value of --from → names in its folders."""
-_GROUP_KEYS = {"betas": "optimizer.betas", "eps": "optimizer.eps"}
 
 
-def newest_step(source: Path) -> Path:
-    """The folder of a step: SOURCE, or the newest in it or in its folder `checkpoint`."""
-    if (source / METADATA).exists():
+def newest_step(source: Path, inside: str = METADATA) -> Path:
+    """The folder of a step, which has a file or folder `inside`: SOURCE, or the newest in it or in its `checkpoint`."""
+    if (source / inside).exists():
         return source
     steps = {
         int(match[1]): folder
         for parent in (source, source / "checkpoint")
         if parent.is_dir()
         for folder in parent.iterdir()
-        if (match := _STEP.fullmatch(folder.name)) and folder.is_dir()
+        if (match := _STEP.fullmatch(folder.name)) and (folder / inside).exists()
     }
     return steps[max(steps)] if steps else source
 
@@ -120,69 +120,70 @@ def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str
 
 def halves(head: Tensor) -> Tensor:
     """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
-    return head.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+    return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 
-def moment_names(folder: DcpFolder, prefix: str) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, dict[str, Any]]]:
-    """State → weight's name there → tensor; and weight's name there → options of its parameter group.
+def adamw_progress(
+    folder: DcpFolder, prefix: str, step: int, config: FamilyConfig, find: Callable[[Mapping[str, LazyTensor]], Found]
+) -> ForeignProgress | None:
+    """The progress of a model after `step` updates by AdamW; None where the folder has no such state.
 
-    `prefix`: `optimizer.` or `optim.`; the names are `PREFIX.state.NAME.STATE` and `PREFIX.param_groups.NAME.OPTION`.
+    Args:
+        prefix: `optimizer.` or `optim.`; the names are `PREFIX.state.NAME.STATE` and `PREFIX.param_groups.NAME.OPTION`.
+        find: function that finds the model's tensors among those of the folder's names.
+
+    Raises:
+        ConfigError: moments of weights are missing or misshapen, or one optimizer here cannot have their options.
     """
     states: dict[str, dict[str, LazyTensor]] = {}
     groups: dict[str, dict[str, Any]] = {}
-    start = f"{prefix}state."
-    for name, tensor in folder.tensors.items():
-        if name.startswith(start):
-            weight, _, state = name.removeprefix(start).rpartition(".")
-            states.setdefault(state, {})[weight] = tensor
-    start = f"{prefix}param_groups."
-    for name in [*folder.objects, *folder.tensors]:
-        if name.startswith(start):
-            weight, _, option = name.removeprefix(start).rpartition(".")
+    for name in [*folder.tensors, *folder.objects]:
+        weight, _, last = name.removeprefix(f"{prefix}state.").removeprefix(f"{prefix}param_groups.").rpartition(".")
+        if name.startswith(f"{prefix}state."):
+            states.setdefault(last, {})[weight] = folder.tensors[name]
+        elif name.startswith(f"{prefix}param_groups."):
             is_tensor = name in folder.tensors
             value = folder.tensors[name].read().tolist() if is_tensor else folder.object(name)
-            groups.setdefault(weight, {})[option] = value
-    return states, groups
+            groups.setdefault(weight, {})[last] = tuple(value) if isinstance(value, list | tuple) else value
+    if set(states) != {"step", *MOMENTS}:
+        return None
+    streamed = [
+        weight
+        for moment in MOMENTS
+        for weight in named_weights(folder.where, config, find(states[moment]), states[moment], moment)
+    ]
+    there = {name: source for name, source, _ in find(states["exp_avg"])}
+    counts = {name: int(states["step"][source].read().item()) for name, source in there.items()}
+    updates = counts if len({*counts.values()}) > 1 else next(iter(counts.values()))
+    keys = _optimizer_keys(folder.where, {name: groups.get(source, {}) for name, source in there.items()})
+    vectors = {name for name, shape in canonical_shapes(config).items() if len(shape) == 1}
+    if keys["optimizer.no_decay"] == _patterns(vectors, there):
+        del keys["optimizer.no_decay"]
+    return ForeignProgress(step, streamed, updates=updates, keys=keys)
 
 
-def optimizer_keys(
-    where: str, groups: Mapping[str, Mapping[str, Any]], weights: Mapping[str, Sequence[str]], shapes: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The keys of AdamW that carry over.
-
-    Args:
-        groups: weight's name there → options of its group.
-        weights: weight's name there → canonical names.
-        shapes: canonical name → shape.
-
-    Raises:
-        ConfigError: weights have different options, which one optimizer cannot have here.
-    """
+def _optimizer_keys(where: str, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of AdamW that carry over; `groups`: canonical name → options of its parameter group."""
     keys: dict[str, Any] = {}
-    used = {name: groups[name] for name in weights if name in groups}
-    for option, key in {"initial_lr": "optimizer.lr", **_GROUP_KEYS}.items():
-        values = {_plain(group.get(option, group.get("lr"))) for group in used.values()}
-        if len(values) == 1:
-            (value,) = values
-            keys[key] = list(value) if isinstance(value, tuple) else value
-        elif values:
+    for option, key in {"initial_lr": "lr", "betas": "betas", "eps": "eps"}.items():
+        values = {group.get(option, group.get("lr")) for group in groups.values()}
+        if len(values) > 1:
             raise ConfigError(
                 f"{where}: {option} must be the same for all weights, and there are {listing(map(str, values))}: no "
                 "optimizer here has several; --weights-only imports the weights alone"
             )
-    decays = {name: group.get("weight_decay", 0.0) for name, group in used.items()}
-    rates = {rate for rate in decays.values() if rate}
-    coupled = any(group.get("decoupled_weight_decay") is False for group in used.values()) and rates
+        (value,) = values
+        keys[f"optimizer.{key}"] = list(value) if isinstance(value, tuple) else value
+    rates = {group.get("weight_decay", 0.0) for group in groups.values()} - {0.0}
+    coupled = any(group.get("decoupled_weight_decay") is False for group in groups.values()) and rates
     if len(rates) > 1 or coupled:
         kind = "Adam's, in the gradients" if coupled else listing(map(str, sorted(rates)))
         raise ConfigError(
             f"{where}: weight_decay must be one rate of AdamW, and it is {kind}; --weights-only imports the weights"
         )
     keys["optimizer.weight_decay"] = rates.pop() if rates else 0.0
-    if keys["optimizer.weight_decay"]:
-        free = {name for there, names in weights.items() if not decays.get(there) for name in names}
-        if free != {name for name, shape in shapes.items() if len(shape) == 1}:
-            keys["optimizer.no_decay"] = _patterns(free, shapes)
+    free = {name for name, group in groups.items() if not group.get("weight_decay", 0.0)}
+    keys["optimizer.no_decay"] = _patterns(free, groups)
     return keys
 
 
@@ -192,17 +193,3 @@ def _patterns(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
     patterns = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in wanted})
     reached = {name for name in all_names if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return patterns if reached == wanted else sorted(wanted)
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else value
-
-
-def updates_of(
-    steps: Mapping[str, LazyTensor], weights: Mapping[str, Sequence[str]], shapes: Iterable[str]
-) -> int | dict[str, int]:
-    """The updates as the optimizer counts them, of all weights, or by canonical name where they differ."""
-    counts = {name: int(steps[there].read().item()) for there in steps for name in weights.get(there, ())}
-    if len(set(counts.values())) == 1:
-        return next(iter(counts.values()))
-    return {name: counts[name] for name in shapes if name in counts}

@@ -50,7 +50,9 @@ _RECORDS = {
         "SavePlan", "TensorWriteData", "BytesIOWriteData", "WriteItem", "WriteItemType",
     )),
     *("megatron.core.dist_checkpointing.strategies.torch." + name for name in ("MCoreMetadata", "MCoreSavePlan")),
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo", "olmo_core.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.Path", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
 }  # fmt: skip
 """What torch's writer names in `.metadata`; an object of it becomes a `Record`."""

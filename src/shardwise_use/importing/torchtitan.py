@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
@@ -24,15 +26,12 @@ from shardwise.checkpoint.format.model_files import read_model
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig
 from shardwise_use.importing.dcp_models import (
-    MOMENTS,
+    adamw_progress,
     halves,
-    moment_names,
     named_weights,
     newest_step,
     open_folder,
-    optimizer_keys,
     renamed,
-    updates_of,
     without_copy,
 )
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
@@ -77,6 +76,8 @@ def open_torchtitan(
     """
     folder = open_folder(newest_step(source), "torchtitan")
     path = config_file / "config.json" if config_file.is_dir() else config_file
+    if not path.is_file():
+        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     config = read_model(Root.of(path), ignore)
     if config.family not in _FAMILIES:
         raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")
@@ -87,85 +88,54 @@ def open_torchtitan(
     if config.tie_word_embeddings:
         without_copy(folder.where, stored, "tok_embeddings.weight", "lm_head.weight")
     weights = named_weights(folder.where, config, _tensors(config, stored), stored)
-    progress, notes = (None, []) if weights_only else _progress(folder, config, stored)
+    progress, notes = (None, []) if weights_only else _progress(folder, config)
     return ForeignModel(config, weights, notes=notes, progress=progress)
 
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     """Canonical name, name in the checkpoint and tensor, of all that are there."""
-    in_pairs = _FAMILIES[config.family]
     for name in canonical_shapes(config):
         there, _, expert = renamed(name, _NAMES).partition("#")
-        tensor = stored.get(there)
-        if tensor is None:
+        fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
+        if there in stored:
+            tensor = stored[there][int(expert)] if expert else stored[there]
+        elif fused in stored:
+            there, tensor = fused, _of_fused(stored[fused], config, there.rpartition(".")[0][-1])
+        else:
             continue
-        if expert:
-            tensor = tensor[int(expert)]
-        if in_pairs and re.search(r"\.[qk]_proj\.", name):
-            tensor = tensor.by_rows(config.head_dim, halves)
-        yield name, there, tensor
+        is_rotated = _FAMILIES[config.family] and re.search(r"\.[qk]_proj\.", name)
+        yield name, there, tensor.by_rows(config.head_dim, halves) if is_rotated else tensor
 
 
-# ---- progress
+def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTensor:
+    """The rows of q, k or v in a fused projection."""
+    size, kv_heads = config.head_dim, config.num_key_value_heads or config.num_attention_heads
+    rows = len(tensor) // kv_heads
+    stops = {"q": (0, rows - 2 * size), "k": (rows - 2 * size, rows - size), "v": (rows - size, rows)}
+    start, stop = stops[letter]
+    return LazyTensor.cat([tensor.rows(head * rows + start, head * rows + stop) for head in range(kv_heads)])
 
 
-def _progress(
-    folder: DcpFolder, config: FamilyConfig, weights: Mapping[str, LazyTensor]
-) -> tuple[ForeignProgress | None, list[str]]:
+def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
     """The progress, and sentences for the user."""
-    states, groups = moment_names(folder, "optimizer.")
-    if not states:
+    if not any(name.startswith("optimizer.") for name in folder.tensors):
         return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
-    if set(states) != {"step", *MOMENTS}:
-        return None, [
-            f"the optimizer of {folder.where} ({listing(sorted(states))}) is not AdamW: its state is left out"
-        ]
-    streamed = []
-    for moment in MOMENTS:
-        moments = dict(_apart(states[moment], config))
-        streamed += named_weights(folder.where, config, _tensors(config, moments), moments, moment)
-    names: dict[str, list[str]] = {}
-    for name, there, _ in _tensors(config, weights):
-        fused = re.sub(r"\.w[qkv]\.(weight|bias)$", r".wqkv.\1", there)
-        names.setdefault(fused if fused in groups else there, []).append(name)
-    shapes = canonical_shapes(config)
     step, tokens, ranks = (
         folder.object(name) if name in folder.objects else None
         for name in ("train_state.step", "train_state.ntokens_seen", "dataloader.world_size")
     )
     if type(step) is not int or step < 1:
         raise ConfigError(f"{folder.where} must have the step of its training, train_state.step, and has {step!r}")
+    progress = adamw_progress(folder, "optimizer.", step, config, partial(_tensors, config))
+    if progress is None:
+        return None, [f"the optimizer's state of {folder.where} is not AdamW's: the weights alone are imported"]
     notes = [
         "torchtitan's checkpoints do not tell the schedule of the rates (optimizer.schedule), clipping "
         "(optimizer.max_norm; there training.max_norm) and train.steps: give them as they were there"
     ]
-    is_counted = type(tokens) is int and type(ranks) is int
-    if is_counted:
+    if type(tokens) is int and type(ranks) is int:
+        progress = replace(progress, tokens=tokens * ranks)
         notes.append(
             f"{tokens:,} tokens on each of {ranks} data-parallel ranks: with context parallelism, give --tokens"
         )
-    return ForeignProgress(
-        step,
-        streamed,
-        tokens=tokens * ranks if is_counted else None,
-        updates=updates_of(states["step"], names, shapes),
-        keys=optimizer_keys(folder.where, groups, names, shapes),
-    ), notes
-
-
-def _apart(moments: Mapping[str, LazyTensor], config: FamilyConfig) -> Iterator[tuple[str, LazyTensor]]:
-    """Name of a weight → its moment; that of a fused projection is cut into those of its three."""
-    size, kv_heads = config.head_dim, config.num_key_value_heads
-    for name, tensor in moments.items():
-        fused = re.fullmatch(r"(.+\.)wqkv(\.weight|\.bias)", name)
-        if fused is None:
-            yield name, tensor
-            continue
-        rows = len(tensor) // kv_heads
-        for letter, start, stop in (
-            ("q", 0, rows - 2 * size),
-            ("k", rows - 2 * size, rows - size),
-            ("v", rows - size, rows),
-        ):
-            heads = [tensor.rows(head * rows + start, head * rows + stop) for head in range(kv_heads)]
-            yield f"{fused[1]}w{letter}{fused[2]}", LazyTensor.cat(heads)
+    return progress, notes

@@ -13,23 +13,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, error_text, listing
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
-from shardwise.checkpoint.format.writing import StreamedWeight
+from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise.config.optimizer import RatePoint
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
-from shardwise_use.importing.torch_dcp import LazyTensor
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -37,7 +40,7 @@ _ARGUMENTS = "training_args.bin"
 _PACKAGES = ("transformers.", "accelerate.", "trl.")
 """Packages whose classes a training_args.bin may name: each object becomes a record."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_LEAVE = "or import the weights alone by --weights-only"
+_LEAVE = "import the weights alone by --weights-only"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
 _LOSSES = 32
@@ -59,21 +62,21 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         return replace(opened, notes=(*opened.notes, note))
     try:
         saved = read_record(folder / _STATE)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason_of(error)}): put it back, "
-            f"{_LEAVE}"
+            f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
+            f"or {_LEAVE}"
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"{folder / _STATE} is damaged ({error}): put a copy of it back, {_LEAVE}") from None
     groups, states = _read_optimizer(folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
     try:
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
-        ) from None
+        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
+        raise ConfigError(problem) from None
     return replace(opened, progress=progress, notes=(*opened.notes, *notes))
 
 
@@ -97,6 +100,18 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
+    model = read_record(folder / CONFIG)
+    if model.get("output_router_logits"):
+        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
+        notes.append(
+            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
+            "batch, and metrics.jsonl has it beside the loss"
+        )
+    if opened.config.family == "gpt":
+        notes.append(
+            "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
+            "by their S + 1 labels"
+        )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
     progress = ForeignProgress(
@@ -128,7 +143,7 @@ def _read_optimizer(path: Path) -> tuple[_Groups, _States]:
     if kept != wanted or not all(state.keys() == wanted for state in states.values()):
         raise ConfigError(
             f"{path} must hold the state of AdamW ({listing(sorted(wanted))}), and it holds {listing(sorted(kept))}, "
-            f"of another optimizer: go on where it was made, {_LEAVE}"
+            f"of another optimizer: go on where it was made, or {_LEAVE}"
         )
     for group in groups:
         if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
@@ -150,7 +165,8 @@ def _by_name(
     """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
-    found = [tuple(states[number]["exp_avg"].shape) if number in states else None for number in numbers]
+    of_both = [{tuple(states[number][state].shape) for state in _MOMENTS if number in states} for number in numbers]
+    found = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
     # Some families have the router of a layer before its experts.
     for router_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, router_first=router_first)
@@ -160,16 +176,12 @@ def _by_name(
         if [parameter.shape for parameter in parameters] == found:
             break
     else:
-        names = [next(iter(parameter.parts)) for parameter in parameters]
-        differing = next((at for at, (a, b) in enumerate(zip(parameters, found, strict=False)) if a.shape != b), None)
-        where = ""
-        if differing is not None:
-            shape = found[differing]
-            there = "has no state" if shape is None else f"has shape {list(shape)}"
-            where = f"; {names[differing]} {list(parameters[differing].shape)} {there} there"
+        pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, found, strict=False)]
+        differing = [f"; {name} {list(a)} is {list(b)} there" for name, a, b in pairs if a != b]
         raise ConfigError(
-            f"{path} must hold the state of all {len(parameters)} parameters of the {opened.config.family} model, and "
-            f"it holds {len(states)} of {len(found)}{where}: it is of another model, or a part was frozen; {_LEAVE}"
+            f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
+            f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
+            f"frozen; {_LEAVE}"
         )
     streamed: list[StreamedWeight] = []
     updates: dict[str, int] = {}
@@ -177,10 +189,18 @@ def _by_name(
         for name, place in parameter.parts.items():
             updates[name] = int(states[number]["step"])
             for state in _MOMENTS:
-                part = LazyTensor.of(states[number][state][place])
-                streamed.append(StreamedWeight(name, part.entry.dtype, shapes[name], part.segments, state))
+                moment = states[number][state][place]
+                dtype = DTYPE_NAMES[moment.dtype]
+                streamed.append(StreamedWeight(name, dtype, shapes[name], partial(_segments, moment), state))
     common = set(updates.values())
     return streamed, common.pop() if len(common) == 1 else updates
+
+
+def _segments(tensor: Tensor) -> Iterator[Buffer]:
+    """The bytes of a tensor in a mapped file: they are not copied."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), STREAM_BYTES):
+        yield data[start : start + STREAM_BYTES]
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:
@@ -233,10 +253,10 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     try:
         record = pickled.load(path, records=_PACKAGES)
     except ConfigError as error:
-        fix = f"move {path.name} away to import without its rates, {_LEAVE}"
+        fix = f"move {path.name} away to import without its rates, or {_LEAVE}"
         raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
     if not isinstance(record, pickled.Record):
-        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, {_LEAVE}")
+        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {_LEAVE}")
     return {name: value.value if isinstance(value, pickled.Record) else value for name, value in record.fields.items()}
 
 

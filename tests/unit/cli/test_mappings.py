@@ -47,6 +47,7 @@ OTHERS: dict[str, list[str]] = {
     "launch.sbatch": ["launch.sbatch=[--qos=high]"],
     "launch.environment": ["launch.environment={NCCL_DEBUG: WARN}"],
     "log.trackers": ["log.trackers=[wandb]"],
+    "log.tags": ["log.tags=[ablation,team=nlp]"],
     "log.profile_ranks": ["log.profile=2:4", "log.profile_ranks=[0]"],
 }
 

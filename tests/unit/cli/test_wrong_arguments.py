@@ -21,24 +21,53 @@ MISTAKES = {
     "--verison": "`shardwise --version`",
     # options
     TRAIN + "--run_dir runs/a": "--run-dir",
-    TRAIN + "--step 20": "train.steps=VALUE",
-    TRAIN + "--batch_size 8": "train.global_batch=VALUE or train.micro_batch=VALUE",
+    TRAIN + "--step 20": "train.steps=20",
+    TRAIN + "--batch_size 8": "train.global_batch=8 or train.micro_batch=8",
     TRAIN + "--no-compile": "compile.enabled=false",
-    "evaluate runs/latest --batch-size 4": "train.micro_batch=VALUE",
+    "evaluate runs/latest --batch-size 4": "train.micro_batch=4",
     "generate runs/latest --prompt a --max_new_tokens 5": "--max-tokens",
     # names of other programs, as options and as keys
-    TRAIN + "--tensor-model-parallel-size 2": "parallel.tensor=VALUE",
+    TRAIN + "--tensor-model-parallel-size 2": "parallel.tensor=2",
     TRAIN + "model.n_embd=64": "model.hidden_size",
     TRAIN + "optimizer.moe_z_loss=0.001": "optimizer.router_z_loss",
     TRAIN + "moe.z_loss_coeff=0.001": "optimizer.router_z_loss",
-    TRAIN + "--expert-model-parallel-size 2": "parallel.expert=VALUE",
-    TRAIN + "--zero_optimization.stage=2": "optimizer.zero=VALUE",
+    TRAIN + "--expert-model-parallel-size 2": "parallel.expert=2",
+    TRAIN + "--zero_optimization.stage=2": "optimizer.zero=2",
     TRAIN + "--resume_from_checkpoint=out/checkpoint-10": "--run-dir",
     # slips
     TRAIN + "train.global_bacth=8": "train.global_batch",
     TRAIN + "parallelism.tensor_parallel_degree=2": "parallel",
     TRAIN + "optimizer.muon.momentm=0.9": "optimizer.muon.momentum",
     "train gpt-tiny train.dropout=0.1": "model.resid_pdrop",
+}
+NOT_SURE = {TRAIN + "--batch_size 8", TRAIN + "--resume_from_checkpoint=out/checkpoint-10"}
+"""Names that mean two things, or a checkpoint of another program."""
+CORRECTED = {
+    # units, words and pairs
+    TRAIN + "--lr-warmup-fraction 0.1": TRAIN + "optimizer.warmup_steps=2",
+    TRAIN + "--train-samples 400": TRAIN + "train.steps=50",
+    TRAIN + "--lr-decay-iters 15": TRAIN + "optimizer.constant_steps=5",
+    TRAIN + "--lr_scheduler.decay_ratio=0.5": TRAIN + "optimizer.schedule=wsd optimizer.decay_steps=9",
+    TRAIN + "--gradient_accumulation_steps 4": TRAIN + "'train.global_batch=8 per 1 rank'",
+    TRAIN + "--gradient_accumulation_steps 4 parallel.tensor=2": TRAIN
+    + "parallel.tensor=2 'train.global_batch=8 per 1 rank'",
+    TRAIN + "--total-batch-size 1024": TRAIN + "train.global_batch=16",
+    TRAIN + "--distributed-timeout-minutes 10": TRAIN + "launch.timeout=600",
+    TRAIN + "--adam-beta1 0.8 --adam-beta2 0.95": TRAIN + "'optimizer.betas=[0.8,0.95]'",
+    TRAIN + "--min_lr_ratio 0.1": TRAIN + "optimizer.min_lr=0.0001",
+    TRAIN + "--clip-grad 0.0": TRAIN + "optimizer.max_norm=null",
+    TRAIN + "--dtype bfloat16 --optim adamw_torch": TRAIN + "precision.mode=mixed optimizer.name=adamw",
+    # what is sure, with what is left out
+    "train --bf16 llama2-tiny --fp8-format hybrid": TRAIN + "precision.mode=mixed precision.matmul=fp8",
+    TRAIN + "--output_dir x --run-dir=y --do_train": TRAIN + "--run-dir x --run-dir=y",
+    TRAIN + "--no-compile train.lr=3e-4 -- --bs": TRAIN + "compile.enabled=false optimizer.lr=3e-4 -- --bs",
+    TRAIN + "launch.environment.A=1 --lr 1": TRAIN + "launch.environment.A=1 optimizer.lr=1",
+}
+WITHOUT = {
+    TRAIN + "--lr 1 --fp16 --zzz 3": f"corrected (without --fp16 and --zzz): shardwise {TRAIN}optimizer.lr=1",
+    TRAIN + "--hidden-dropout 0.1 --lr 1": f"corrected (without --hidden-dropout): shardwise {TRAIN}optimizer.lr=1",
+    TRAIN + "--lr_scheduler_type exotic --lr 1": f"corrected (without --lr_scheduler_type): shardwise {TRAIN}"
+    "optimizer.lr=1",
 }
 
 
@@ -47,7 +76,35 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
     assert main(shlex.split(line)) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert re.fullmatch(rf"shardwise: \S.+did you mean {re.escape(MISTAKES[line])}\?\n", said.err), said.err
+    answer, _, corrected = said.err.partition("\n")
+    assert re.fullmatch(rf"shardwise: \S.+did you mean {re.escape(MISTAKES[line])}\?", answer), said.err
+    # A wrong option or key is followed by the whole command, which has no wrong name.
+    is_name = re.match(r"(train|evaluate|generate) .*( --|\.\w+=)", line) is not None
+    assert bool(corrected) == (is_name and line not in NOT_SURE), said.err
+    if corrected:
+        meant = corrected.strip().removeprefix("corrected: shardwise ")
+        assert set(shlex.split(line)) & set(shlex.split(meant)) >= {*line.split()[:2]}
+        main([*shlex.split(meant), "--no-such-option"])
+        assert re.fullmatch(r"shardwise: unknown option --no-such-option\b.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("line", CORRECTED)
+def test_a_refused_command_line_ends_with_the_corrected_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"corrected: shardwise {CORRECTED[line]}".strip()
+
+
+@pytest.mark.parametrize("line", WITHOUT)
+def test_a_corrected_command_names_what_it_leaves_out(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == WITHOUT[line]
+
+
+@pytest.mark.parametrize("line", [TRAIN + "train.steps=-1", TRAIN + "--fp16", TRAIN + "--zzz", "train nope --nproc 2"])
+def test_without_a_sure_correction_there_is_no_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(line)) == 2
+    assert "corrected" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -61,7 +118,8 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
         (TRAIN + "moe.aux_loss_coeff=0.01", "moe.aux_loss_coeff: unknown key; balance losses are those of the global "),
         (TRAIN + "model.router_aux_loss_coef=0.01", "model.router_aux_loss_coef: unknown key; balance losses are "),
         (TRAIN + "--moe-aux-loss-coeff 0.01", "unknown option --moe-aux-loss-coeff: balance losses are those of the "),
-        (TRAIN + "--overwrite_output_dir", "unknown option --overwrite_output_dir; `shardwise train --help` lists"),
+        (TRAIN + "--overwrite_output_dir", "unknown option --overwrite_output_dir: leave it out: each run has a new "),
+        (TRAIN + "--no-such-option", "unknown option --no-such-option; `shardwise train --help` lists"),
         ("zzz", "unknown command 'zzz'; `shardwise --help` lists what there is"),
         ("data zzz", "unknown action 'zzz'; `shardwise data --help` lists what there is"),
         (TRAIN + "zzz.a=1", "zzz.a: unknown key; the sections are model, parallel, train, "),
@@ -78,8 +136,9 @@ def test_every_unknown_option_is_told(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(f"{TRAIN} --lr 1 --nodes 2 --gpus 2 -- --bs".split()) == 2
     assert capsys.readouterr().err == (
         "shardwise: 2 errors\n"
-        "- unknown option --lr: did you mean optimizer.lr=VALUE?\n"
+        "- unknown option --lr: did you mean optimizer.lr=1?\n"
         "- unknown option --gpus: did you mean --nproc?\n"
+        "corrected: shardwise train llama2-tiny --nodes 2 --nproc 2 optimizer.lr=1 -- --bs\n"
     )
 
 
@@ -96,7 +155,7 @@ def test_a_command_line_that_names_nothing_prints_help(
 def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
     keys = {*known_paths()}
     targets = {target for targets in OTHER_NAMES.values() for target in targets}
-    assert {target.partition("=")[0] for target in targets if not target.startswith("--")} <= keys
+    assert {target.partition("=")[0] for target in targets if not target.startswith("--")} <= {*keys, "model.config"}
     assert {target for target in targets if target.startswith("--")} == {"--run-dir", "--nproc", "--max-tokens"}
     assert set(SECTIONS.values()) <= keys
     assert set(OTHER_NAMES) >= OTHER_VALUES

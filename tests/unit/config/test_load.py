@@ -110,6 +110,9 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("train.steps=1_", "train.steps ('1_') must be a whole number"),
         ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
         ("log.profile=1:" + 5000 * "9", "log.profile ('1:99"),
+        ("log.project=a/b", "log.project ('a/b') must have 1 to 128 characters, and none of / \\ # ? % :"),
+        ("log.tags=[a, b/]", "log.tags ('b/') must have 1 to 64 characters: letters, digits, and _ - . : / or blanks"),
+        ('log.run_name=""', "log.run_name ('') must"),
         ('model.config="a\\0b"', "model.config: the path a\\x00b must have no zero character"),
         ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
         ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),
@@ -200,21 +203,18 @@ def test_recipe_files(tmp_path: Path) -> None:
     assert any(text.startswith("model is missing") for text in problems(recipe=str(path)))
     path.write_bytes(b"\xff\xfe\x00")
     assert problems(recipe=str(path))[0].startswith(f"the recipe file {path} cannot be read")
-    assert problems(recipe="acme/none") == [
-        "there is no recipe file acme/none; a model of the hub is named by checkpoint.load=acme/none beside a recipe"
-    ]
     assert problems(recipe=str(tmp_path / "none.yaml")) == [f"there is no recipe file {tmp_path / 'none.yaml'}"]
-    assert problems(recipe=str(tmp_path) + "/")[0].startswith("the recipe file")
-    (tmp_path / "config.json").write_text("{}")
-    for model in (tmp_path, tmp_path / "config.json"):
-        (problem,) = problems(recipe=str(model))
-        assert f"must be a recipe, and it is a model: `shardwise train RECIPE model.config={tmp_path} " in problem
+    assert problems(recipe=str(tmp_path / "none")) == [f"there is no recipe file {tmp_path / 'none'}"]
+    assert problems(recipe=f"{tmp_path}/") == [
+        f"RECIPE ({tmp_path}/) must be a recipe or a model, and the folder holds no config.json"
+    ]
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
     assert problems(recipe="quikstart") == [
         "unknown recipe 'quikstart': did you mean quickstart? "
-        f"shipped recipes are {listing(recipe_names())}; a path to your own ends with .yaml"
+        f"shipped recipes are {listing(recipe_names())}; a path to your own ends with .yaml, and a model of the hub "
+        "reads owner/name"
     ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
@@ -32,33 +34,44 @@ from shardwise.runs.folder import RunDirectory
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
-for number, (id_, first, last, returns) in enumerate(json.loads(sys.argv[3])):
-    curves = ExperimentTrackers(tracked(), RunDirectory(Path(sys.argv[1])), id_, first, told.append, returns)
+for number, (id_, first, last, returns, *log) in enumerate(json.loads(sys.argv[3])):
+    curves = ExperimentTrackers(tracked(*log), RunDirectory(Path(sys.argv[1])), id_, first, told.append, returns)
     for step in range(first, last + 1):
         curves.add(step, {"train": {"loss": 3.0 / step + number, "mfu": None}})
     curves.close()
 print(*told)
 """
 ID = "0123456789abcdef"
-OTHER = "fedcba9876543210"
+OTHER, NAMED = "fedcba9876543210", "00ff00ff00ff00ff"
 STARTS = [(ID, 1, 2, 0), (ID, 2, 3, 0), (ID, 2, 3, 1), (ID, 4, 4, 1), (OTHER, 1, 1, 0)]
 """A run that does a step again after a crash, goes back, and continues; another run in a folder of the same name."""
 
 
-def tracked() -> Config:
-    chosen = config(tensorboard=False, trackers=sys.argv[2].split(","))
+NAMES = {"project": "ablations", "run_name": "lr 3e-4", "tags": ["small", "team=nlp"]}
+"""The keys of `log` by which trackers know a run."""
+
+
+def tracked(log: Any = None) -> Config:
+    chosen = config(tensorboard=False, trackers=sys.argv[2].split(","), **(log or {}))
     return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": SECRET})})
 
 
 def test_wandb_records_the_curve_and_no_secret(tmp_path: Path) -> None:
-    """W&B has no key here, so it records in the run's folder; a variable names its project."""
+    """W&B has no key here, so it records in the run's folder; a variable names its project, or the run's own keys do.
+
+    A resumed run goes on under the same id, project and name.
+    """
     pytest.importorskip("wandb")
-    record_with("wandb", tmp_path, [(ID, 1, 2, 0), (ID, 2, 3, 1)], WANDB_PROJECT="ours")
-    first, second = sorted((tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb"), key=lambda path: len(path.name))
-    assert (first.name, second.name) == (f"run-{ID}.wandb", f"run-{ID}-2.wandb")
-    for written in (first, second):
+    starts = [(ID, 1, 2, 0), (ID, 2, 3, 1, NAMES), (ID, 4, 4, 1, NAMES)]
+    record_with("wandb", tmp_path, starts, WANDB_PROJECT="ours", WANDB_TAGS="theirs")
+    files = sorted((tmp_path / "runs/one/wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    runs = [wandb_run(written) for written in files]
+    assert [(run.run_id, run.project, run.display_name, list(run.tags)) for run in runs] == [
+        (ID, "ours", "one", ["theirs"]),
+        *[(f"{ID}-2", "ablations", "lr 3e-4-2", ["small", "team=nlp"])] * 2,
+    ]
+    for written in files:
         assert b"train/loss" in written.read_bytes()
-        assert b"ours" in written.read_bytes()
     require_no_secret(tmp_path)
 
 
@@ -75,7 +88,9 @@ def test_wandb_records_in_the_folder_where_its_server_is_away(tmp_path: Path) ->
 @pytest.mark.slow
 def test_trackio_continues_its_own_run_alone(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
-    record_with("trackio", tmp_path, STARTS)
+    record_with("trackio", tmp_path, [*STARTS, (ID, 1, 1, 0, NAMES), (ID, 2, 2, 0, NAMES)])
+    named = f"{NAMES['run_name']}-{ID[:8]}"
+    assert trackio_rows(tmp_path, "ablations") == [(named, 1, 8.0), (named, 2, 7.5)]
     assert trackio_rows(tmp_path) == [
         ("one-01234567", 1, 3.0),
         ("one-01234567", 2, 1.5),
@@ -92,8 +107,10 @@ def test_trackio_continues_its_own_run_alone(tmp_path: Path) -> None:
 def test_mlflow_has_each_step_of_a_curve_once(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     store = tmp_path / "store"
-    record_with("mlflow", tmp_path, STARTS, MLFLOW_TRACKING_URI=store.as_uri(), MLFLOW_ALLOW_FILE_STORE="true")
-    found = {}
+    starts = [*STARTS, (NAMED, 1, 1, 0, NAMES), (NAMED, 2, 2, 0, NAMES)]
+    variables = {"MLFLOW_TRACKING_URI": store.as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    record_with("mlflow", tmp_path, starts, **variables, MLFLOW_EXPERIMENT_NAME="theirs")
+    found: dict[str, Any] = {}
     for metric in store.glob("*/*/metrics/train/loss"):
         tags = metric.parents[2] / "tags"
         rows = [tuple(line.split()[1:]) for line in metric.read_text().splitlines()]
@@ -102,7 +119,13 @@ def test_mlflow_has_each_step_of_a_curve_once(tmp_path: Path) -> None:
         ID: [("3.0", "1"), ("1.5", "2"), ("2.0", "3")],
         f"{ID}-2": [("3.5", "2"), ("3.0", "3"), ("3.75", "4")],
         OTHER: [("7.0", "1")],
+        NAMED: [("8.0", "1"), ("7.5", "2")],
     }
+    own = {name: (found[NAMED][0] / name).read_text() for name in ("mlflow.runName", "small", "team")}
+    assert own == {"mlflow.runName": "lr 3e-4", "small": "", "team": "nlp"}
+    experiments = [found[key][0].parents[1] / "meta.yaml" for key in (ID, NAMED)]
+    names = [next(line for line in path.read_text().splitlines() if line.startswith("name")) for path in experiments]
+    assert names == ["name: theirs", "name: ablations"]
     tags = found[ID][0]
     assert (found[f"{ID}-2"][0] / "mlflow.parentRunId").read_text() == tags.parent.name
     assert [(found[key][0] / "mlflow.runName").read_text() for key in (ID, f"{ID}-2")] == ["one", "one-2"]
@@ -154,8 +177,20 @@ def record_with(trackers: str, at: Path, starts: list[Any], **variables: str) ->
     return done.stdout.strip()
 
 
-def trackio_rows(at: Path) -> list[tuple[str, int, float]]:
-    with sqlite3.connect(at / "trackio/shardwise.db") as base:
+def wandb_run(written: Path) -> Any:
+    """The run that a file of W&B records: a log of LevelDB after 7 bytes, whose records are protocol buffers."""
+    records: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    content, at = written.read_bytes(), 7
+    while True:
+        (length,) = struct.unpack("<H", content[at + 4 : at + 6])
+        record = records.Record.FromString(content[at + 7 : at + 7 + length])
+        if record.WhichOneof("record_type") == "run":
+            return record.run
+        at += 7 + length
+
+
+def trackio_rows(at: Path, project: str = "shardwise") -> list[tuple[str, int, float]]:
+    with sqlite3.connect(at / f"trackio/{project}.db") as base:
         rows = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY run_name, step").fetchall()
     base.close()
     return [(name, step, json.loads(values)["train/loss"]) for name, step, values in rows]

@@ -22,6 +22,7 @@ from shardwise_watch.report.numbers import columns
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.step_metrics import PARTS, Column, Curve
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+from tests.unit.watch.test_compare import by_batch
 
 HOSTILE = "<script>alert('x')</script>"
 BROWSER = next(
@@ -35,7 +36,7 @@ class Text(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.text, self.tags, self.loaded = "", list[str](), list[str]()
-        self.charts, self.ranks, self.dots = list[Any](), list[Any](), 0
+        self.charts, self.ranks, self.dots, self.places = list[Any](), list[Any](), 0, {}
         self.feed(page)
 
     def handle_data(self, data: str) -> None:
@@ -46,6 +47,7 @@ class Text(HTMLParser):
         self.tags.append(tag)
         self.charts += [json.loads(found["data-chart"] or "")] if "data-chart" in found else []
         self.ranks += [json.loads(found["data-ranks"] or "")] if "data-ranks" in found else []
+        self.places = json.loads(found.get("data-places") or "null") or self.places
         self.dots += str(found.get("class")).startswith("dots")
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
@@ -101,6 +103,86 @@ def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captur
     largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert compared["largest"] == largest
     assert not [*a.glob("report.html"), *b.glob("report*.html")], "the page of one run stays"
+
+
+def test_many_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ten runs, one diverged, one has experts, one has a step, one began as a branch; two have the same name."""
+    a = write_run(tmp_path / "a", [Start(0, 24)], mesh=DATA_PARALLEL)
+    lost = dict.fromkeys(range(21, 25), math.nan)
+    odd = write_run(tmp_path / "odd", [Start(0, 24)], mesh=TENSOR_PARALLEL, losses=lost)
+    one = write_run(tmp_path / "one", [Start(0, 1)], mesh=DATA_PARALLEL, losses={1: 9.0})
+    sparse = write_run(tmp_path / "sparse", [Start(0, 24)], mesh=DATA_PARALLEL, experts=True)
+    branch = write_run(tmp_path / "deep/a", [Start(10, 24)], mesh=DATA_PARALLEL, losses={24: 3.5})
+    (branch / "branch.json").write_text(json_text({"parent": str(a), "step": 10, "changes": ["lr 1 → 2"]}))
+    others = [write_run(tmp_path / f"more-{number}", [Start(0, 24)], mesh=DATA_PARALLEL) for number in range(5)]
+    runs = [*map(str, (a, odd, one, sparse, branch, *others))]
+    file = tmp_path / "many.html"
+    assert main(["report", *runs, "--output", str(file)]) == 0
+    written = file.read_text()
+    page = Text(written)
+    assert "10 runs, compared with a" in page.text
+    assert "E: a: branch of a at step 10:\nlr 1 → 2." in page.text
+    assert "not finite from step 21" in page.text
+    for row in (f"C: onefinished1 of 1{9.0:.4f}–{abs(loss_of(1) - 9) / 9:.3g} at step 1", "train.steps24241242424"):
+        assert row in page.text.replace("\n", ""), row
+    charts = [data for data in page.charts if "percent" in data]
+    assert [*charts[0]["curves"]] == [*"ABCDEFGHIJ"], "the page opens with the loss of all"
+    assert charts[0]["breaks"] == {"B": [21, 24]}
+    of_experts = [data for data in charts if [*data["curves"]] == ["D"]]
+    assert of_experts
+    assert all(data["looks"]["D"] == "c3" for data in of_experts), "a curve has the same colour in all charts"
+    assert 'class="key c3">D</span>' in written, "and its name"
+    for look in ("c0", "c7", "c0 d1", "c1 d1"):
+        assert f'class="curve {look}"' in written, "the ninth curve is dashed"
+    (minus,) = (data["by"] for data in page.charts if "by" in data)
+    assert [*minus["step"]] == [*"BCDEFGHIJ"]
+    assert minus["step"]["B"] == [[step, 0] for step in range(1, 21)]
+    assert minus["step"]["C"] == [[1, 9 - loss_of(1)]]
+    assert minus["tokens"]["E"][-1] == [24 * 8192, pytest.approx(3.5 - loss_of(24), abs=1e-4)]
+    found = numbers(capsys, *runs)
+    assert [report["run"] for report in found["runs"]] == [Path(run).name for run in runs]
+    assert [pair["steps"] for pair in found["compared"]["pairs"]] == [24, 1, 24, 14, *[24] * 5]
+    assert found["compared"]["pairs"][0]["not_finite"]["step"] == 21
+    assert found["compared"]["layouts"] == ["DP 2", "TP 2 + SP", *["DP 2"] * 8]
+    assert ["train.steps", 24, 24, 1, *[24] * 7] in found["compared"]["config"]
+    assert main(["report", *runs[:4]]) == 0
+    assert (a / "report-with-odd-one-sparse.html").exists()
+    long = [str(write_run(tmp_path / (letter * 90), [Start(0, 1)], mesh=DATA_PARALLEL)) for letter in "bc"]
+    assert main(["report", str(one), *long]) == 0
+    assert (one / f"report-with-{'b' * 90}-and-1-more.html").exists()
+
+
+def test_runs_with_other_batches_differ_by_tokens_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The loss is a function of the tokens: by them the difference is 0."""
+    small = by_batch(str(tmp_path / "small"), 1, 40)
+    large = by_batch(str(tmp_path / "large"), 2, 20)
+    compared = numbers(capsys, str(small), str(large))["compared"]
+    assert [column[0] for column in compared["differences"]["tokens"][0]] == [2 * 8192 * step for step in range(1, 21)]
+    assert {column[2] for column in compared["differences"]["tokens"][0]} == {0.0}
+    assert compared["differences"]["step"][0][-1] == [20, *[loss_of(40) - loss_of(20)] * 3]
+    assert compared["pairs"] == [{name: compared[name] for name in ("steps", "largest", "not_finite")}]
+    # A second a step, and half a second more after each checkpoint.
+    assert compared["differences"]["time"][0][-1][0] == pytest.approx(20.5)
+    page = Text(report(small, str(large)))
+    assert page.places["places"]["B"][-1] == [20, 40 * 8192, 20.5]
+    assert "Training loss of B minus A" in page.text
+
+
+def test_only_tokens_may_be_common(tmp_path: Path) -> None:
+    """Where no step is in both, the differences are drawn over the first axis that has some."""
+    early = write_run(tmp_path / "early", [Start(0, 10)], mesh=DATA_PARALLEL)
+    late = by_batch(str(tmp_path / "late"), 1, 20, [Start(10, 20)])
+    lines = [json.loads(line) for line in (late / "metrics.jsonl").read_text().splitlines()]
+    for event in lines:
+        if event["event"] == "step":
+            event["tokens"] -= 10 * 8192
+    (late / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in lines))
+    page = Text(report(early, str(late)))
+    assert "no step in common" in page.text
+    (minus,) = (data for data in page.charts if "by" in data)
+    assert minus["axis"] == "tokens"
+    assert len(minus["by"]["tokens"]["B"]) == 10
+    assert minus["by"]["step"] == {}
 
 
 TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)
@@ -359,6 +441,8 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "file").touch()
     for arguments, told in (
         ([tmp_path / "none"], r"RUN \(.*none\) must be"),
+        ([run, run], r"RUN \(.*run\) must be named once: it is there twice"),
+        ([run, tmp_path / "none"], r"RUN \(.*none\) must be"),
         ([run, "--output", tmp_path / "no/r.html"], "r.html cannot be written: .*; --output chooses another file"),
         ([run, "--output", tmp_path / "pipe"], "and it is a device or a pipe: name another file"),
         ([run, "--png", tmp_path / "file"], r"--png \(.*file\) cannot be written: File exists"),
@@ -469,6 +553,7 @@ def test_axes_have_round_numbers() -> None:
     )
     assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
     assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert short([100_000.0, 400_000.0]) == ["100 k", "400 k"]
     assert short([3e-5]) == ["3e-05"]
     assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
     assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
@@ -534,24 +619,99 @@ for (const width of [390, 1280]) {
 </script></body>"""
 
 
-@pytest.mark.slow
-def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
-    """On a phone and a desktop, in the dark, and by the keyboard; in one browser, whose start takes seconds."""
+def browsed(folder: Path, probe: str) -> list[Any]:
+    """What a page tells, which frames report.html in `folder`; a browser's start takes seconds."""
     if BROWSER is None:
         assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
         pytest.skip("Chromium is not installed")
-    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
-    page = tmp_path / "report.html"
-    page.write_text(report(run), encoding="utf-8")
-    (tmp_path / "probe.html").write_text(PROBE)
+    (folder / "probe.html").write_text(probe)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     options += ["--enable-logging=stderr", "--blink-settings=preferredColorScheme=0"]
     # Without what a browser does besides for its user, and in one process: its start takes a second.
     options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options += ["--disable-default-apps", "--disable-extensions", "--no-zygote", "--single-process"]
-    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'probe.html'}"]
+    command = [BROWSER, *options, f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'probe.html'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    is_dark, *frames = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
+    assert "CONSOLE" not in done.stderr, done.stderr
+    told: list[Any] = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
+    return told
+
+
+CHOICES = """<body><script>
+const frame = document.createElement("iframe"), told = [];
+frame.width = 1280;
+frame.height = 900;
+frame.src = "report.html";
+frame.onload = () => {
+  const page = frame.contentDocument, form = page.querySelector(".controls");
+  const figures = [...page.querySelectorAll("[data-chart]")].filter((one) => one.dataset.chart.includes('"by"'));
+  const [loss, minus] = [page.querySelector("[data-chart]"), figures[0]];
+  const text = (figure) => figure.querySelector("output").textContent;
+  const first = (figure) => {
+    figure.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
+    return text(figure);
+  };
+  const shown = (figure) => [...figure.querySelectorAll("svg text")].map((one) => one.textContent);
+  told.push(form.hidden, text(loss), text(minus));
+  for (const [x, smoothing, log] of [["tokens", 0, 0], ["time", 0, 0], ["tokens", 0.5, 1], ["step", 0, 0]]) {
+    form.x.value = x;
+    form.smoothing.value = smoothing;
+    form.logX.checked = form.logY.checked = log;
+    form.dispatchEvent(new Event("input", {bubbles: true}));
+    const lines = [...loss.querySelectorAll(".curve:not(.raw)")].map((one) => one.getAttribute("points"));
+    const points = (line) => line.split(" ").map((point) => point.split(",").map(Number));
+    told.push([first(loss), first(minus), shown(loss), lines.map(points)]);
+  }
+  told.push(...[".dots", ".mark", ".cursor"].map((style) => loss.querySelectorAll(style).length));
+  document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
+};
+document.body.append(frame);
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_a_reader_chooses_axes_and_smoothing(tmp_path: Path) -> None:
+    """The script draws by tokens, by time, smoothed, on logarithmic axes, and by steps again."""
+    small = by_batch(str(tmp_path / "small"), 1, 40, [Start(0, 20, None), Start(20, 40)])
+    runs = [small, by_batch(str(tmp_path / "large"), 2, 20), by_batch(str(tmp_path / "odd"), 3, 10)]
+    assert main(["report", *map(str, runs), "--output", str(tmp_path / "report.html")]) == 0
+    hidden, loss, minus, by_tokens, by_time, smoothed, by_steps, *counts = browsed(tmp_path, CHOICES)
+    assert not hidden
+    assert loss == f"step 40: A {loss_of(40):.5g}, B –, C –"
+    assert minus == f"step 20: B {loss_of(40) - loss_of(20):.5g}, C –"
+    assert by_tokens[0] == f"tokens 8,192: A {loss_of(1):.5g}, B {loss_of(2):.5g}, C {loss_of(3):.5g}"
+    assert by_tokens[1] == "tokens 16,380: B 0, C 0", "four digits, as on the axis"
+    assert {"tokens", "100 k", "200 k", "300 k"} <= {*by_tokens[2]}
+    a, b, c = by_tokens[3]
+    assert [len(line) for line in (a, b, c)] == [40, 20, 10]
+    assert b == a[1::2], "equal losses at equal tokens lie upon each other"
+    assert c == [a[at] for at in range(2, 30, 3)]
+    assert by_time[0].startswith(f"time 1 s: A {loss_of(1):.5g}, B {loss_of(2):.5g}, C")
+    assert {"time", "10 s", "20 s"} <= {*by_time[2]}
+    places = [x for x, _ in by_time[3][0]]
+    # A checkpoint after the steps 10 and 30 takes half a second; that after the step 20 is before the second start.
+    times = [at - 1 + 0.5 * (at > 10) + 0.5 * (at > 30) for at in range(1, 41)]
+    assert places == pytest.approx([62 + 568 * time / 40 for time in times], abs=0.06)
+    assert {"tokens", "10,000", "100 k"} <= {*smoothed[2]}
+    xs = [x for x, _ in smoothed[3][0]]
+    assert xs == pytest.approx([62 + 568 * math.log(at) / math.log(40) for at in range(1, 41)], abs=0.06)
+    # Places lie 2.5 hundredths of the axis apart, so a value weighs by 0.5 ** 2.5 for each step that it is older.
+    kept = 0.5 ** (100 / 39)
+    weights = [kept**at for at in range(40)][::-1]
+    last = sum(weight * loss_of(at) for at, weight in enumerate(weights, 1)) / sum(weights)
+    ends = [math.log(value) for value in (loss_of(40), loss_of(1))]
+    assert smoothed[3][0][-1][1] == pytest.approx(10 + 264 * (ends[1] - math.log(last)) / (ends[1] - ends[0]), abs=0.1)
+    assert by_steps[0] == f"step 1: A {loss_of(1):.5g}, B {loss_of(2):.5g}, C {loss_of(3):.5g}"
+    assert counts == [7, 1, 1], "evaluations, the continuation of the first run, the cursor"
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
+    """On a phone and a desktop, in the dark, and by the keyboard; in one browser."""
+    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
+    page = tmp_path / "report.html"
+    page.write_text(report(run), encoding="utf-8")
+    is_dark, *frames = browsed(tmp_path, PROBE)
     assert is_dark
     assert sorted(frame[0] for frame in frames) == [390, 1280]
     for width, fits, shown, loaded, background, last, touched, is_open, load in frames:
@@ -563,5 +723,4 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
         assert touched == "rank 77 on node-009, pp 0 dp 4 tp 13, 15.20 GiB, 2.00 × the work of the best", "by touch"
         assert is_open, "on paper the configuration is hidden"
         assert load == "expert 2: block 1, 4 × the mean"
-    assert "CONSOLE" not in done.stderr, done.stderr
     assert page.stat().st_size < 400 * 1024

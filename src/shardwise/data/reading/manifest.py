@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.base.files import write_atomic
 from shardwise.base.parsing import json_value
+from shardwise.data.reading.raw_tokens import Metadata
 
 KIND = "shardwise.prepared"
 VERSION = 1
@@ -35,7 +36,9 @@ def of_folder(folder: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The record; None if there is none, or a file of that name is another thing."""
+    """The record; None if there is none, or a file of that name is another thing. Of datatrove, the tokenizer alone."""
+    if path.suffix == ".metadata":
+        return {"tokenizer": {"name": Metadata.read(path).tokenizer, "sha256": None}} if path.is_file() else None
     try:
         manifest = json_value(path.read_bytes())
     except (OSError, ValueError):

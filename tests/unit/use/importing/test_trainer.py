@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +18,8 @@ from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
 from shardwise_use.importing.trainer import curve_points, with_progress
-from tests.hugging_face import CASES, make
+from tests.hugging_face import CASES
+from tests.unit.use.importing.trainer_files import save
 
 
 def opened(folder: Path) -> ForeignModel:
@@ -31,32 +33,6 @@ def moments(found: ForeignModel, state: str) -> dict[str, torch.Tensor]:
         for tensor in found.progress.states
         if tensor.state == state
     }
-
-
-def save(case: str, folder: Path, groups: int = 2, **arguments: Any) -> Any:
-    """What the Trainer would have saved after three steps, with a moment of each weight that tells which it is of."""
-    from transformers import Trainer, TrainingArguments
-
-    options = {"output_dir": str(folder), "report_to": [], "use_cpu": True, "max_steps": 9, "learning_rate": 1e-3}
-    trainer = Trainer(model=make(case), args=TrainingArguments(**options | arguments))
-    optimizer = trainer.create_optimizer()
-    scheduler = trainer.create_scheduler(9, optimizer)
-    trainer.lr_scheduler = scheduler
-    for _ in range(3):
-        # Without gradients nothing is updated.
-        optimizer.step()
-        scheduler.step()
-    if groups == 1:
-        optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            value = parameter.detach().clone()
-            optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": value, "exp_avg_sq": value**2}
-    trainer.state.global_step, trainer.state.max_steps, trainer.state.train_batch_size = 3, 9, 8
-    trainer._save_checkpoint(trainer.model, None)
-    saved = folder / "checkpoint-3"
-    torch.save(optimizer.state_dict(), saved / "optimizer.pt")
-    return saved
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -134,6 +110,18 @@ def test_a_schedule_without_counterpart_is_told(tmp_path: Path) -> None:
     assert note.startswith("the schedule (inverse_sqrt) has no counterpart here: its next rate is 0.000")
 
 
+def test_the_balance_loss_goes_on(tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    assert "optimizer.router_pooled_loss" not in opened(folder).progress.keys  # type: ignore[union-attr]
+    config = json.loads((folder / "config.json").read_text())
+    balanced = config | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    (folder / "config.json").write_text(json.dumps(balanced))
+    found = opened(folder)
+    assert found.progress is not None
+    assert found.progress.keys["optimizer.router_pooled_loss"] == 0.02
+    assert "the Trainer's loss contains the balance loss" in found.notes[0]
+
+
 def test_what_is_missing_is_told(saved: Path) -> None:
     for rank in range(4):
         (saved / f"rng_state_{rank}.pth").touch()
@@ -180,7 +168,7 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
 
     file.write_bytes(content[: len(content) // 2])
     refused(r"optimizer.pt is truncated")
-    none = r"optimizer.pt must be the state of an optimizer after a step, and is none: or import"
+    none = r"optimizer.pt must be the state of an optimizer after a step, and is none: import"
     for value in ([], {"state": {}, "param_groups": []}, held | {"state": {0: 1}}, held | {"param_groups": [{}]}):
         refused(none, value)
     rows = {"step": 3, "exp_avg_sq_row": torch.ones(2), "exp_avg_sq_col": torch.ones(2)}
@@ -192,18 +180,20 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     adam = [decay | {"decoupled_weight_decay": False, "weight_decay": 0.1}, vectors]
     refused(r"must be of AdamW, and is of Adam with weight decay in its gradients", held | {"param_groups": adam})
     state = {number: kept for number, kept in held["state"].items() if number != 1}
-    query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] has no state there"
+    query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] is \[\] there"
     refused(rf"it holds 20 of 21; {query}", held | {"state": state})
+    halves = held["state"] | {1: held["state"][1] | {"exp_avg_sq": torch.ones(32, 16)}}
+    refused(rf"it holds 21 of 21; {query}", held | {"state": halves})
     shorter = [decay | {"params": decay["params"][:-1]}, vectors]
-    refused(r"all 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
+    refused(r"the 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
     refused(
         r"as a Trainer saves it: KeyError: 'betas'",
-        held | {"param_groups": [{"lr": 1.0, **{k: decay[k] for k in ("params", "weight_decay", "eps")}}, vectors]},
+        held | {"param_groups": [{name: decay[name] for name in ("params", "weight_decay", "eps", "lr")}, vectors]},
     )
     (saved / "trainer_state.json").write_text('{"global_step": 12, "max_steps": 9}')
     refused(r"must have a global_step \(12\) from 1 to its max_steps \(9\)")
     (saved / "trainer_state.json").write_text("{")
-    refused(r"trainer_state.json is damaged")
+    refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read \(Expecting")
     (saved / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 9, "log_history": [{"loss": "a"}]}')
     refused(r"as a Trainer saves it: ValueError")
     (saved / "trainer_state.json").unlink()

@@ -1,0 +1,290 @@
+"""Settings of another program in keys of recipes, by the record of `other_names.yaml`."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from shardwise.base.parsing import scalar
+from shardwise.config.error_texts import known_paths
+from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
+from shardwise.config.recipe_files import parse_value
+
+_UNSET = (None, "", -1, "auto")
+"""Values by which programs say that a setting is left out."""
+_VALUE = "VALUE"
+_MOST_BASE = 1024
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of another program, and what became of it.
+
+    Attributes:
+        name: its name there.
+        value: its value there.
+        keys: our keys and options with their values.
+        reason: why there is none, or none with this value; empty if the name is not known.
+        is_default: True if the program does so where the setting is left out.
+    """
+
+    name: str
+    value: Any
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+    is_default: bool = False
+
+
+class NoCounterpartError(Exception):
+    """A value has none here; the text says why."""
+
+
+def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
+    """The value of an expression of numbers, texts, lists and mappings, and of quantities by their dotted names.
+
+    Raises:
+        KeyError: a quantity is not known. ValueError: the expression has something else in it, such as a call.
+    """
+    if isinstance(expression, str):
+        expression = ast.parse(expression.replace("×", "*").strip(), mode="eval").body
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name() | ast.Attribute():
+                return quantities[ast.unparse(node)]
+            case ast.List() | ast.Tuple():
+                return [value(element) for element in node.elts]
+            case ast.Dict() if None not in node.keys:
+                return {value(key): value(inner) for key, inner in zip(node.keys, node.values, strict=True) if key}
+            case ast.Subscript():
+                return value(node.value)[value(node.slice)]
+            case ast.UnaryOp(op=ast.USub()):
+                return -value(node.operand)
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                first, second = value(node.left), value(node.right)
+                if not isinstance(first, int | float) or not isinstance(second, int | float):
+                    raise ValueError("no numbers")
+                if isinstance(node.op, ast.Pow) and max(abs(first), abs(second)) > _MOST_BASE:
+                    raise ValueError("too large a power")
+                return _OPERATORS[type(node.op)](first, second)
+            case ast.IfExp(test=ast.Compare(left=left, ops=[ast.GtE()], comparators=[least])):
+                return value(node.body if value(left) >= value(least) else node.orelse)
+        raise ValueError(f"{ast.unparse(node)} is no value")
+
+    try:
+        return value(expression)
+    except (TypeError, IndexError, ArithmeticError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def equation(name: str, target: str, value: object) -> str:
+    """What a name with a value means, for a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
+    shown = _VALUE if value in (None, "", True) else str(value)
+    key, _, fixed = target.partition("=")
+    formula = FORMULAS.get((name, target))
+    if formula is not None:
+        return f"{target} = {formula.replace(_VALUE, shown)}"
+    if fixed or target.startswith("--"):
+        return target
+    try:
+        keys = _by_words(key, value) if key in WORDS and shown != _VALUE else {key: shown}
+    except NoCounterpartError:
+        keys = {key: _VALUE}
+    return " ".join(f"{key}={setting_text(ours)}" for key, ours in keys.items())
+
+
+def setting_text(value: Any) -> str:
+    """A value as a command line has it after `key=`."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(setting_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {setting_text(inner)}' for key, inner in value.items())}}}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def word_of(value: Any) -> str:
+    """A value as the record has it among words: in lower case, 0.0 as 0."""
+    number = _number(value)
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    return f"{number:g}" if is_number else str(value).lower()
+
+
+def _by_words(owner: str, value: Any) -> dict[str, Any]:
+    """Our keys for a value that is written otherwise here; `owner`: our key, or a name with words of its own."""
+    words = WORDS[owner]
+    word = word_of(value)
+    ours = words.get(word, words.get(word.rpartition("/")[2], words.get("*", NoCounterpartError)))
+    if ours is NoCounterpartError:
+        raise NoCounterpartError(f"{owner} has nothing like {value}")
+    if isinstance(ours, dict) and all("." in key for key in ours):
+        return ours
+    if isinstance(ours, str) and " " in ours:
+        raise NoCounterpartError(ours)
+    return {owner: value if ours == _VALUE else ours}
+
+
+def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
+    """Our keys and options with their values for a name of the record.
+
+    Raises:
+        NoCounterpartError: there is none. KeyError: a formula needs a quantity that is not known.
+    """
+    if name in WORDS and {word_of(value), word_of(value).rpartition("/")[2]} & WORDS[name].keys():
+        ours = _by_words(name, value)
+        if ours == {name: None}:
+            return {}
+    else:
+        ours = {}
+    targets = OTHER_NAMES.get(name, ())
+    if not ours and not targets:
+        raise NoCounterpartError(WITHOUT_KEY.get(name, f"{name} has nothing like {value}"))
+    for target in filter(has, targets):
+        key, _, fixed = target.partition("=")
+        if key in ours:
+            continue
+        if name in UNSURE and (len(targets) == 1 or all(map(has, targets))):
+            raise NoCounterpartError(f"it may mean {' or '.join(targets)}")
+        if fixed:
+            is_off = str(value).lower() in NO
+            if not is_off or fixed in ("true", "false"):
+                ours[key] = (fixed == "false") if is_off else parse_value(fixed, key)
+        elif formula := FORMULAS.get((name, target)):
+            ours[key] = _by_formula(key, formula, {**quantities, _VALUE: _number(value)})
+        elif key in WORDS:
+            ours |= {key: None} if value is None else _by_words(key, value)
+        elif key == "data.path" and isinstance(value, list):
+            ours |= {key: value[0]} if len(value) == 1 else {"data.blend": value}
+        else:
+            ours[key] = value
+    if targets and not any(map(has, targets)) and all(ABSENT.get(target, ours) != value for target in targets):
+        family = quantities.get("model.family")
+        raise NoCounterpartError(f"the family {family} has no key for it" if family else "no key sets it")
+    return ours
+
+
+def _number(value: Any) -> Any:
+    return scalar(value) if isinstance(value, str) else value
+
+
+def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
+    """The value of our key by a formula, or by two with `per` between them, whose value is a rule for the batch."""
+    first, _, per = formula.partition(" per ")
+    try:
+        value = computed(first, quantities)
+        ranks = computed(per, quantities) if per else None
+    except ValueError as error:
+        raise NoCounterpartError(str(error)) from None
+    if isinstance(value, float) and (value.is_integer() or counts(key)):
+        if not value.is_integer() and key.endswith("_batch"):
+            raise NoCounterpartError(f"{key} ({value:g}) must be a whole number of sequences")
+        value = max(0, int(value + 0.5))
+    elif isinstance(value, float):
+        value = float(f"{value:.12g}")  # such as 0.1 × 3e-4
+    if ranks is not None:
+        return f"{value} per {ranks} rank{'' if ranks == 1 else 's'}"
+    return value
+
+
+def counts(key: str) -> bool:
+    """Return whether a key of ours has whole numbers alone."""
+    found = known_paths().get(key)
+    return found is not None and found.annotation in (int, int | None)
+
+
+def _needs(formula: str) -> set[str]:
+    return set(re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula))
+
+
+def translate(
+    settings: Mapping[str, Any],
+    program: str | None,
+    known: Mapping[str, Any],
+    has: Callable[[str], bool],
+    find: Callable[[str], str | None],
+) -> Iterator[Row]:
+    """Yield what becomes of each setting, and of what the program does where settings are left out.
+
+    Args:
+        settings: values by names of the program, in lower case with underscores.
+        program: the program's name in the record; None if it is not known.
+        known: values of keys of ours that count where no setting says otherwise.
+        has: returns whether one of our targets is valid, as keys of a model depend on its family.
+        find: returns the name in the record that a setting's name stands for; None if there is none.
+    """
+    spec = PROGRAMS.get(program or "")
+    found: dict[str, Any] = {}
+    whole: set[str] = set()
+    defaults = {name: value for name, value in (spec.defaults if spec else {}).items() if name not in settings}
+    pending = [(name, value, False) for name, value in settings.items() if value not in _UNSET]
+    pending.sort(key=lambda item: item[0] not in WORDS)  # such as what switches evaluation off
+    pending += [(name, value, True) for name, value in defaults.items()]
+    base = {key: ours.default for key, ours in known_paths().items() if ours.default is not PydanticUndefined}
+    base |= (spec.keys if spec else {}) | dict(known)
+
+    def formulas(name: str) -> list[str]:
+        record = find(name) or name
+        return [FORMULAS[record, target] for target in OTHER_NAMES.get(record, ()) if (record, target) in FORMULAS]
+
+    def waits(name: str, is_default: bool) -> bool:
+        """Return whether a formula reads, or a default gives, what another formula still gives."""
+        own = set(_targets(find(name)))
+        later = {key for other, _, _ in pending if other != name for key in _targets(find(other))}
+        given = {key for other, _, kind in pending if not kind for key in _targets(find(other))}
+        reads = set().union(*map(_needs, formulas(name))) - own - found.keys()
+        return bool(reads & later or (is_default and own & given))
+
+    def row(name: str, value: Any, is_default: bool) -> Row:
+        record = find(name)
+        try:
+            is_told = program is None and record in WITHOUT_KEY
+            if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
+                return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
+            ours = _meaning(record, value, {**base, **found}, has)
+        except NoCounterpartError as error:
+            return Row(name, value, reason=str(error), is_default=is_default)
+        except KeyError as error:
+            return Row(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
+        read = set().union(*map(_needs, formulas(name)))
+        if is_default and any(key in found and (key in whole or key not in read) for key in ours):
+            return Row(name, value, is_default=True)
+        taken = {key for key in ours if found.get(key, ours[key]) != ours[key] and (key in whole or key not in read)}
+        if taken and len(taken) == len(ours):
+            told = "" if is_default else f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting"
+            return Row(name, value, reason=told, is_default=is_default)
+        ours = {key: ours[key] for key in ours if key not in taken}
+        found.update(ours)
+        whole.update(ours if not formulas(name) else ())
+        return Row(name, value, ours, "" if ours else "nothing to set", is_default)
+
+    # Formulas come last, in the order of what they read, and what is given before what a program does by default.
+    for is_default in (False, True):
+        for name, value, kind in [item for item in pending if item[2] == is_default and not formulas(item[0])]:
+            pending.remove((name, value, kind))
+            yield row(name, value, kind)
+    while pending:
+        item = next((item for item in pending if not waits(item[0], item[2])), pending[0])
+        pending.remove(item)
+        yield row(*item)
+
+
+def _targets(name: str | None) -> list[str]:
+    return [target.partition("=")[0] for target in OTHER_NAMES.get(name or "", ())]

@@ -1,0 +1,243 @@
+"""A recipe made of the settings of another program, with a row for each of them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.base.files import read_small, user_path
+from shardwise.base.parsing import NotReadError, json_value, yaml_value
+from shardwise.config import Config, apply_overrides, config_from
+from shardwise.config.error_texts import known_paths
+from shardwise.config.other_names import (
+    FACT_WORDS,
+    FACTS,
+    FAMILY_FACTS,
+    OTHER_NAMES,
+    PROGRAMS,
+    WITHOUT_KEY,
+    WORDS,
+)
+from shardwise.config.suggestions import is_valid
+from shardwise.config.translation import Row, counts, translate
+from shardwise_use.porting.python_configs import UnknownValue, python_settings
+from shardwise_use.porting.shell_scripts import commands
+
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, -1)
+
+
+class Translation(NamedTuple):
+    """A recipe, and where it comes from.
+
+    Attributes:
+        program: name of the program in the record.
+        sections: the recipe.
+        rows: the program's settings and what became of them.
+        problems: what is missing in the recipe or breaks a rule.
+        options: options of `shardwise train` with their values.
+    """
+
+    program: str
+    sections: dict[str, dict[str, Any]]
+    rows: list[Row]
+    problems: list[str]
+    options: dict[str, Any]
+
+
+def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
+    """The recipe that does what a file of another program says.
+
+    Args:
+        file: its path; of a Python file with several configs, `PATH:NAME`.
+        overrides: keys of ours, as `key=value`, that count instead.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of none of the programs or of two.
+    """
+    program, settings = _settings(file)
+    family, told = _family(program, settings)
+
+    def has(target: str) -> bool:
+        return is_valid(target, known_paths(family), None)
+
+    def find(name: str) -> str | None:
+        names = (f"{program}:{name}", name)
+        return next((known for known in names if known in OTHER_NAMES or known in WORDS or known in WITHOUT_KEY), None)
+
+    known = {} if family in ("", *told) else {"model.family": family}
+    asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
+    readable = {name: value for name, value in asked.items() if not _is_unknown(value)}
+    # A config of torchtitan's package has values that the defaults of its classes are not.
+    is_whole = "config" not in settings
+    rows = list(translate(readable, program if is_whole else None, known, has, find))
+    for name, value in asked.items():
+        if name not in readable:
+            rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
+    rows += [
+        Row(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
+        for name, value in settings.items()
+        if name in FACTS and not find(name)
+    ]
+    keys = {**{key: ours for key, ours in PROGRAMS[program].keys.items() if has(key)}, **known}
+    for row in rows:
+        keys |= row.keys
+    rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
+    options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
+    sections = _sections(keys)
+    problems = apply_overrides(sections, overrides)
+    try:
+        config_from(sections, problems, typed=[override.partition("=")[0] for override in overrides])
+        problems = []
+    except ConfigError as error:
+        problems = error.problems
+    return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+
+
+def _is_unknown(value: Any) -> bool:
+    """True if a value is code, or a variable that the file does not set."""
+    return isinstance(value, UnknownValue) or "$" in str(value)
+
+
+def _is_told(row: Row, program: str) -> bool:
+    """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
+    says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
+    return bool(row.keys) or not (row.is_default or row.value in _EMPTY or says_nothing)
+
+
+def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
+    for key, value in sorted(keys.items(), key=lambda item: item[0] != "model.family"):
+        section, _, name = key.partition(".")
+        if isinstance(value, float) and value.is_integer() and counts(key):
+            value = int(value)
+        sections[section][name] = value.replace(" ", "") if key == "data.split" else value
+    return {name: section for name, section in sections.items() if section}
+
+
+def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
+    """The family of the model, empty if nothing says it, and the families that a setting names itself."""
+    named: list[str] = []
+    for name, value in settings.items():
+        words = WORDS.get(name, {}).get(str(value).lower())
+        if isinstance(words, dict) and "model.family" in words:
+            named.append(words["model.family"])
+        elif "model.family" in OTHER_NAMES.get(name, ()):
+            named += [ours for ours in [WORDS["model.family"].get(str(value).lower())] if isinstance(ours, str)]
+    named += [family for key, family in PROGRAMS[program].keys.items() if key == "model.family"]
+    if named:
+        return named[-1], tuple(named)
+    facts: dict[str, Any] = {}
+    for source in (PROGRAMS[program].defaults, settings):
+        for name, value in source.items():
+            fact, _, fixed = FACTS.get(name, "").partition("=")
+            if fact and (source is settings or name not in settings) and value is not None:
+                is_on = str(value).lower() not in ("false", "none")
+                said = FACT_WORDS.get(str(value).lower(), value) if not fixed else fixed if is_on else not fixed
+                facts[fact] = str(said).lower()
+    fits = [
+        family
+        for family, own in FAMILY_FACTS.items()
+        if facts and all(str(own.get(fact, said)).lower() == said for fact, said in facts.items())
+    ]
+    return (fits[0] if fits else ""), ()
+
+
+def _settings(file: str) -> tuple[str, dict[str, Any]]:
+    """The program and the settings of a file."""
+    path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
+    place = user_path(path)
+    try:
+        with place.open("rb") as opened:
+            text = read_small(opened, place).decode()
+    except (OSError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"--from ({file}) cannot be read: {error}") from None
+    candidates = list(_candidates(text, place, wanted))
+    scores = [(max(_scores(settings).values()), settings) for settings in candidates]
+    best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
+    if best == 0:
+        programs = listing((program.title for program in PROGRAMS.values()), "or")
+        raise ConfigError(
+            f"--from ({file}) must have arguments or a config of {programs}, and none of their names is in it"
+        )
+    # The last of equal commands trains; the ones before it often compile.
+    settings = [settings for score, settings in scores if score == best][-1]
+    program = _program(settings)
+    found = {_program(other) for score, other in scores if score > 1 or score == best}
+    found |= {name for name in PROGRAMS if len(_marks(settings, name) - PROGRAMS[program].names) > 1}
+    if len(found) > 1:
+        titles = listing(sorted(PROGRAMS[name].title for name in found))
+        raise ConfigError(f"--from ({file}) must be of one program, and it has settings of {titles}: keep those of one")
+    return program, settings
+
+
+def _marks(settings: Mapping[str, Any], program: str) -> set[str]:
+    return {name for name in settings if name in PROGRAMS[program].marks}
+
+
+def _scores(settings: Mapping[str, Any]) -> dict[str, int]:
+    return {name: len(_marks(settings, name)) for name in PROGRAMS}
+
+
+def _program(settings: Mapping[str, Any]) -> str:
+    scores = _scores(settings)
+    return max(scores, key=lambda name: scores[name])
+
+
+def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]:
+    """The settings that a file may have, by its ending or by what it looks like."""
+    kind = place.suffix.lower()
+    try:
+        if kind == ".json" or (kind not in (".sh", ".py", ".toml", ".yaml", ".yml") and text.lstrip().startswith("{")):
+            yield _completed(_flat(json_value(text)), place)
+        elif kind == ".toml":
+            yield _completed(_flat(tomllib.loads(text)), place)
+        elif kind in (".yaml", ".yml"):
+            yield _completed(_flat(yaml_value(text, str(place))), place)
+        elif kind == ".py":
+            yield _completed(python_settings(text, str(place), wanted), place)
+        else:
+            for settings in commands(text, place.parent):
+                yield _completed(settings, place)
+    except ConfigError:
+        raise
+    except (ValueError, NotReadError, RecursionError) as error:
+        raise ConfigError(f"--from ({place}) cannot be read: {error}") from None
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings by dotted names; a list of mappings by its first one and its length."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {f"{path}.count": len(value), **_flat(value[0], path)}
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    if set(value) - {"_CLASS_"} == {"value", "unit"}:  # a duration of OLMo-core
+        return {f"{path}.{value['unit']}": value["value"]}
+    found: dict[str, Any] = {}
+    for name, inner in value.items():
+        name = "class" if name == "_CLASS_" else str(name).lower().replace("-", "_")
+        inner = str(inner).rpartition(".")[2] if name == "class" else inner
+        found |= _flat(inner, f"{path}.{name}".lstrip("."))
+    return found
+
+
+def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
+    """Settings with those that several of them, or files beside theirs, say together."""
+    module = (
+        settings.get("module") or settings.get("model.name") or (place.parent.name if place.suffix == ".py" else "")
+    )
+    flavor = settings.get("model_spec.model_registry") or settings.get("model.flavor") or settings.get("config")
+    if f"model_spec.{module}" in WORDS and flavor:
+        settings[f"model_spec.{module}"] = str(flavor).lower().removeprefix(f"{module}_")
+    policy = {name.rpartition(".")[2] for name in settings if name.startswith("activation_checkpoint.")}
+    if "preserve_rng_state" in policy and "force_recompute_mm_shapes_by_fqns" not in policy:
+        # torchtitan saves the fields of a policy without its name.
+        settings["activation_checkpoint.mode"] = "budget" if "memory_budget" in policy else "full"
+    is_trainers = "global_step" in settings or "per_device_train_batch_size" in settings
+    if is_trainers and place.suffix == ".json" and (place.parent / "config.json").is_file():
+        settings.setdefault("config_folder", str(place.parent))
+    return settings

@@ -1,0 +1,139 @@
+"""Arguments of training commands in shell scripts, without running anything.
+
+Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file. Conditions are not
+decided: what all branches assign counts, the last one most, where its value is known.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.files import read_plain
+from shardwise.config.recipe_files import parse_value
+from shardwise.config.translation import computed
+
+_STATEMENT = re.compile(
+    r"""^[ \t]*(?:export[ \t]+|local[ \t]+|declare[ \t]+(?:-\w+[ \t]+)?)?(?P<name>\w+)(?P<more>\+?)=
+    (?P<value>"(?:[^"\\]|\\.)*"|'[^']*'|\([^()]*(?:\([^()]*\)[^()]*)*\)|\$\([^\n]*\)|\$\{[^{}\n]*\}|[^\s;"'(]*)
+    [ \t]*;?[ \t]*$
+    |^(?P<command>[^\n]+)$""",
+    re.MULTILINE | re.VERBOSE,
+)
+_DEFAULT = re.compile(r"^[ \t]*:?[ \t]*\"?\$\{(\w+):?=([^{}]*)\}\"?[ \t]*$")
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_COMMENT = re.compile(r"(?m)(^|\s)#(?!!).*$")
+_END_OF_COMMAND = re.compile(r"\d?[|&;>]")
+_PASSES = 8
+"""How often variables inside of the values of variables are filled in."""
+
+
+def commands(
+    text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield the settings of each command line of a script, and of the scripts beside it that it runs.
+
+    Args:
+        folder: the script's.
+        variables: those of the script that runs it.
+        inner: the scripts that were read already.
+    """
+    is_whole = variables is None
+    variables = {"HOME": "~"} if variables is None else variables
+    inner = [] if inner is None else inner
+    for statement in _STATEMENT.finditer(_COMMENT.sub(r"\1", text.replace("\r", "")).replace("\\\n", " ")):
+        if name := statement["name"]:
+            # The usual way to name the script's own folder.
+            is_folder = statement["value"].startswith("$(") and "dirname" in statement["value"]
+            _assign(variables, name, str(folder) if is_folder else statement["value"], more=bool(statement["more"]))
+        elif found := _DEFAULT.match(statement["command"]):
+            variables.setdefault(found[1], _filled(found[2], variables))
+        else:
+            words = _words(_filled(statement["command"], variables))
+            for script in (folder / word for word in words if word.endswith(".sh")):
+                if script not in inner and script.is_file():
+                    inner.append(script)
+                    yield from commands(_text_of(script), folder, variables, inner)
+            yield settings_of(words)
+    if is_whole:
+        # A file may hold the arguments alone, for another script.
+        yield settings_of(_words(_filled(" ".join(value for value in variables.values() if "--" in value), variables)))
+
+
+def _text_of(script: Path) -> str:
+    try:
+        return read_plain(script).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{script} cannot be read: {error}") from None
+
+
+def _assign(variables: dict[str, str], name: str, value: str, *, more: bool) -> None:
+    literal = value.startswith("'")
+    value = value[1:-1] if value.startswith(('"', "'", "(")) else value
+    value = value if literal else _filled(value, variables)
+    if more:
+        value = f"{variables.get(name, '')} {value}"
+    if "$" not in value or name not in variables:
+        variables[name] = value
+
+
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    """A text with the values of variables and of arithmetic in it, as far as they are known."""
+
+    def variable(match: re.Match[str]) -> str:
+        value = variables.get(match[1] or match[3])
+        return value if value is not None else match[2].strip("\"'") if match[2] is not None else match[0]
+
+    def arithmetic(match: re.Match[str]) -> str:
+        numbers = {name: int(value) for name, value in variables.items() if re.fullmatch(r"-?\d{1,18}", value)}
+        try:
+            return str(int(computed(re.sub(r"\$\{?(\w+)\}?", r"\1", match[1]).replace("/", "//").strip(), numbers)))
+        except (KeyError, ValueError, TypeError, SyntaxError):
+            return match[0]
+
+    for _ in range(_PASSES):
+        filled = _VARIABLE.sub(variable, _ARITHMETIC.sub(arithmetic, text))
+        if filled == text or len(filled) > 10**6:
+            break
+        text = filled
+    return text
+
+
+def _words(line: str) -> list[str]:
+    """The words of the first command of a line."""
+    try:
+        words = shlex.split(line.replace("\n", " "))
+    except ValueError:
+        return []
+    end = next((place for place, word in enumerate(words) if _END_OF_COMMAND.match(word)), len(words))
+    return [word for word in words[:end] if word not in ("$@", "$*")]
+
+
+def settings_of(words: list[str]) -> dict[str, Any]:
+    """Settings by their names: `--name value …`, `--name=value`, `--name` and Hydra's `section.name=value`."""
+    given: dict[str, list[str]] = {}
+    name: str | None = None
+    for word in words:
+        before, equals, value = word.partition("=")
+        if word.startswith("--") and len(word) > 2:
+            name = before[2:].lower().replace("-", "_")
+            given[name] = [value] if equals else []
+            name = None if equals else name
+        elif equals and re.fullmatch(r"\+{0,2}[A-Za-z_]\w*(\.\w+)+", before):
+            given[before.lstrip("+").lower()] = [value]
+            name = None
+        elif word.endswith((".py", ".sh")) or re.match(r"-[A-Za-z]", word):
+            name = None
+        elif name is not None:
+            given[name].append(word)
+    return {name: _value(values) for name, values in given.items()}
+
+
+def _value(words: list[str]) -> Any:
+    values = [word if "$" in word else parse_value(word, f"the value {word!r}") for word in words]
+    return True if not values else values[0] if len(values) == 1 else values

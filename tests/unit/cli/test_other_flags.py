@@ -1,0 +1,48 @@
+"""Each flag of eleven other programs, typed alone, is answered by what means the same here, or by why nothing does."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+
+RECORD = Path(__file__).parent / "other_flags.txt"
+TYPED = Path(__file__).parents[4] / "shared" / "data" / "flags.txt"
+"""The flags as they were collected, where they are."""
+ROWS = [
+    tuple(cell.strip() for cell in line.split("|"))
+    for line in RECORD.read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+
+
+def said_to(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["train", "llama2-tiny", *shlex.split(flag)]) == 2
+    return capsys.readouterr().err.strip().splitlines()
+
+
+@pytest.mark.parametrize("program", sorted({program for program, _, _ in ROWS}))
+def test_each_flag_is_answered_rightly(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _, flag, answer in (row for row in ROWS if row[0] == program):
+        first, *rest = said_to(flag, capsys)
+        if answer.startswith("…"):
+            assert answer.removeprefix("… ") in first, (flag, first)
+            # What can be left out is left out of the corrected command.
+            left_out = ["corrected: shardwise train llama2-tiny"] if answer.startswith("… leave it out") else []
+            assert rest == left_out, (flag, rest)
+        else:
+            assert rest == [f"corrected: shardwise train llama2-tiny {answer}"], (flag, first)
+
+
+def test_the_record_has_every_program() -> None:
+    assert len(ROWS) == 202
+    assert len({program for program, _, _ in ROWS}) == 11
+
+
+@pytest.mark.skipif(not TYPED.is_file(), reason="the collected flags are not here")
+def test_every_collected_flag_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = TYPED.read_text(encoding="utf-8").splitlines()
+    assert [f"{program} {flag}" for program, flag, _ in ROWS] == lines
+    unanswered = [line for line in lines if "lists the options" in said_to(line.partition(" ")[2], capsys)[0]]
+    assert unanswered == []
