@@ -35,7 +35,7 @@ from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import GPTConfig
-from shardwise_use.importing import megatron_dist, pickled
+from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, MegatronConfig, choose_vocabulary, is_count, read_args
 from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
@@ -112,7 +112,9 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     """
     folder = _iteration(source)
     if is_dcp(folder):
-        return megatron_dist.open_megatron_dist(folder, vocab_size)
+        from shardwise_use.importing.megatron_dist import open_megatron_dist
+
+        return open_megatron_dist(folder, vocab_size)
     states = {rank: _open(file) for rank, file in _ranks(folder).items()}
     return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 

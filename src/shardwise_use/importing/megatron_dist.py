@@ -246,7 +246,7 @@ def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]
     """The tensors in the buckets of a rank by role, of these shapes; {} where these do not fill the buckets."""
     found: dict[str, LazyTensor] = {}
     number = at = 0
-    for role in reversed(shapes):
+    for role in reversed(list(shapes)):
         size = math.prod(shapes[role])
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
         if number < len(buckets) and at >= len(buckets[number]):
@@ -287,7 +287,7 @@ def _progress(
     """The progress that common.pt tells, and sentences on what has no counterpart."""
     args = vars(common["args"])
     held = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
-    groups = next(_found([common.get("optimizer"), *held[:1]], "param_groups"), [])
+    groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *held[:1]], "param_groups"), [])
     updates = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
     step, batch, length = int(common["iteration"]), int(args["global_batch_size"]), int(args["seq_length"])
     samples = int(args["consumed_train_samples"])
