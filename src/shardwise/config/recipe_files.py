@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,19 @@ _OWN_DATA = r"Your own data: +((?:data\.\S+ ?)+)"
 _RATE_COMMENT = r"(?m)^ *# (Learning rate: .+(?:\n *#  +.+)*)"
 
 
+@cache
+def _shipped() -> frozenset[str]:
+    return frozenset(path.stem for path in _RECIPES.glob("*.yaml"))
+
+
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
-    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+    return sorted(_shipped())
 
 
 def is_model(recipe: str) -> bool:
     """Return whether a model stands in place of a recipe: a `config.json`, a folder that holds one, or a hub id."""
-    if not recipe or recipe.endswith(_SUFFIXES) or ("/" not in recipe and (_RECIPES / f"{recipe}.yaml").is_file()):
+    if not recipe or recipe.endswith(_SUFFIXES) or recipe in _shipped():
         return False
     path = user_path(recipe)
     if path.is_dir():
@@ -59,7 +65,7 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
         comment, sections = comment_and_sections(recipe, recipe_name(recipe), recipe_names(), cached=cached)
         return f"{comment}\n{dump_yaml(sections)}"
     is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
-    if not is_file and recipe not in recipe_names():
+    if not is_file and recipe not in _shipped():
         near = nearest_name(recipe, recipe_names(), cutoff=0.4)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
