@@ -105,7 +105,7 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     others = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
     advice = f"right with it: {listing(others)}" if others else "no program that was tried is right with it"
     raise ConfigError(
-        f"{title} must compute what the model does, and {reasons}; {advice}{see('checkpoints#read-otherwise')}"
+        f"{title} must compute what the model does, and {listing(reasons)}; {advice}{see('checkpoints#read-otherwise')}"
     )
 
 

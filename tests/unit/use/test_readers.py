@@ -63,8 +63,8 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
         readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
     by = readers.record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
     assert str(caught.value).startswith(
-        "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with model.sliding_window "
-        f"(8) are off by {by:.2g}; right with it: transformers"
+        "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with "
+        f"model.sliding_window (8) are off by {by:.2g}; right with it: transformers"
     )
     with pytest.raises(ConfigError, match=r"refuses olmo2 with default values \(ValueError: No conver.*\); "):
         readers.require_readable(model("olmo2", num_key_value_heads=2), "ctranslate2")
