@@ -1,4 +1,4 @@
-"""A config that OLMo-core saves becomes a recipe with the model, the batch and, at every step, the rate of OLMo-core."""
+"""A config that OLMo-core saves becomes a recipe with its model, its batch and, at every step, its rate."""
 
 import json
 from pathlib import Path
