@@ -33,6 +33,7 @@ SECTIONS = {
     "when named)",
     "data_prepare": "data prepare of 100 MB beside the bare batch encoder (slow: only when named)",
     "data_reading": "opening, indexing and reading data, and what llama-small waits for them",
+    "importing": "a checkpoint of torch's distributed format, read as checkpoint import does, beside safetensors",
     "start_up": "what commands take before they do what they are for",
     "metrics": "measuring and recording every step against none (slow: only when named)",
     "watching": "what ls, monitor and a first reading take, of a run of 1,024 ranks and 100,000 steps",

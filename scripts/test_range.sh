@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly extras=completion,datasets,hdf5,http,mlflow,parquet,plot,s3,sentencepiece,tasks,trackio,wandb
+readonly extras=completion,datasets,hdf5,http,mlflow,pandas,parquet,plot,s3,sentencepiece,tasks,trackio,wandb
 readonly tools=(pytest pytest-timeout pytest-xdist hypothesis jsonschema import-linter 'moto[s3,server]' 'setuptools<82' 'pyparsing<3.3')
 readonly end=${1:?usage: scripts/test_range.sh lowest|newest}
 shift

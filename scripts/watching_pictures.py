@@ -1,4 +1,6 @@
-"""Make the pictures of docs/watching.md from a real run: `gpt3-tiny` at TP 2 × PP 2 × DP 2, on eight CPU ranks.
+"""Make the pictures of docs/watching.md from real runs: `gpt3-tiny` at TP 2 × PP 2 × DP 2, on eight CPU ranks.
+
+The report of several runs is of four of `llama2-tiny`, each in one process.
 
     .venv/bin/python scripts/watching_pictures.py [--run DIR]
 
@@ -40,6 +42,36 @@ def train(folder: Path) -> Path:
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([*command, "--run-dir", "runs/gpt3-tiny"], cwd=folder, env=variables, check=True)
     return folder / "runs/gpt3-tiny"
+
+
+SEVERAL = {
+    "base": ["train.steps=80"],
+    "lr-low": ["train.steps=80", "optimizer.lr=4e-4"],
+    "batch-x2": ["train.steps=40", "train.global_batch=16"],
+    "warmup": ["train.steps=80", "optimizer.warmup_steps=20"],
+}
+"""Keys of the runs that are compared."""
+CHOSEN = """<script>{
+const form = document.querySelector(".controls");
+form.x.value = "tokens";
+form.smoothing.value = 0.5;
+form.dispatchEvent(new Event("input"));
+}</script></body>"""
+"""What a reader of the page chooses there."""
+
+
+def several(folder: Path) -> Path:
+    """Train some runs; returns the report that compares them, by tokens and smoothed."""
+    program = [sys.executable, "-m", "shardwise"]
+    shared = ["train.eval_every=20", "checkpoint.every=0", "log.sample_tokens=0", "log.every=1", "--nproc", "1"]
+    for name, keys in SEVERAL.items():
+        command = [*program, "train", "llama2-tiny", *keys, *shared, "--run-dir", f"runs/{name}"]
+        subprocess.run(command, cwd=folder, check=True)
+    page = folder / "several.html"
+    runs = [f"runs/{name}" for name in SEVERAL]
+    subprocess.run([*program, "report", *runs, "--output", str(page)], cwd=folder, check=True)
+    page.write_text(page.read_text(encoding="utf-8").replace("</body>", CHOSEN), encoding="utf-8")
+    return page
 
 
 async def screen(run: Path) -> str:
@@ -101,6 +133,8 @@ def main() -> None:
         command = [sys.executable, "-m", "shardwise", "report", str(run), "--output", str(page)]
         subprocess.run(command, check=True)
         asyncio.run(photograph(f"file://{page}", IMAGES / "report.png", 1280, 1760, 4))
+        of_runs = several(Path(temporary))
+        asyncio.run(photograph(f"file://{of_runs}", IMAGES / "report-of-runs.png", 1280, 1000, 4))
         tensorboard(run, IMAGES / "tensorboard.png")
 
 

@@ -1,7 +1,7 @@
 """Write the documentation that comes from the code and from results.
 
-These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the table of
-docs/devices.md, the names of other programs in docs/porting.md, and the signatures in docs/api.md.
+These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, and the signatures in docs/api.md.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
+from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -32,6 +33,7 @@ DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
 _NEVER_RUN = "**Nothing has been run on ROCm, XPU, Trainium or MPS yet, and nothing over NCCL.**"
+READERS = ROOT / "docs" / "readers.md"
 _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 
 INTRODUCTION = """\
@@ -206,6 +208,39 @@ def devices_page() -> str:
     return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"
 
 
+def readers_page() -> str:
+    """docs/readers.md, with what each program computes of each family."""
+    head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
+    record = readers.record()
+    names = list(record["readers"])
+    titles = [f"{r['title']} {r['version']} (`{name}`)" for name, r in record["readers"].items()]
+    lines = [f"| family | {' | '.join(titles)} |", f"|---{'|---' * len(names)}|"]
+    reasons = []
+    for family, of_family in record["lines"].items():
+        plain = of_family[readers.PLAIN]
+        able = [name for name in names if readers.is_right(plain.get(name))]
+        ordered = sorted(of_family, key=lambda line: line != readers.PLAIN)
+        for line in ordered:
+            results = of_family[line]
+            if line == readers.PLAIN or any(name in results and not readers.is_right(results[name]) for name in able):
+                label = f"**{family}**" if line == readers.PLAIN else f"{family}, `{line}`"
+                lines.append(f"| {label} | {' | '.join(_result(results.get(name)) for name in names)} |")
+        refused = [f"{name} ({plain[name]['says']})" for name in names if "says" in plain.get(name, {})]
+        if refused:
+            reasons.append(f"- {family}: {'; '.join(refused)}".replace("<", "&lt;"))
+    lines += ["", "Families that a program refuses, with its words:", "", *reasons]
+    behind = rest.partition("<!-- readers:end -->")[2]
+    return "\n".join([f"{head}<!-- readers:begin -->", *lines, f"<!-- readers:end -->{behind}"])
+
+
+def _result(result: dict[str, object] | None) -> str:
+    if result is None:
+        return "–"
+    if "says" in result:
+        return "refused"
+    return "right" if readers.is_right(result) else f"{result['by']:.2g}"
+
+
 def porting_page() -> str:
     """docs/porting.md, with the record of other programs' names, by our keys and by what no key sets."""
     same: dict[str, list[str]] = {}
@@ -295,6 +330,7 @@ def _first_paragraph(value: object) -> str:
 if __name__ == "__main__":
     API.write_text(api_page(), encoding="utf-8")
     DEVICES.write_text(devices_page(), encoding="utf-8")
+    READERS.write_text(readers_page(), encoding="utf-8")
     PORTING.write_text(porting_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")

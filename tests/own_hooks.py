@@ -39,6 +39,10 @@ def wrong_ids(config: Config, part: str) -> list[list[int]]:
     return [[1, config.model.vocab_size]] * 8
 
 
+def sum_of_squares(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
+    return logits_SBV[targets_SB != -100].square().sum()
+
+
 def cross_entropy(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
     """The family's own loss."""
     return F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), ignore_index=-100, reduction="sum")

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
     from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
+    from shardwise.models.batch_first import batch_first
     from shardwise.optim.lamb import LAMB
     from shardwise.optim.muon import Muon
     from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -70,6 +71,7 @@ __all__ = [
     "ShardwiseError",
     "StoppedError",
     "ZeroRedundancyOptimizer",
+    "batch_first",
     "canonical_tensors",
     "export_checkpoint",
     "linear_cross_entropy",
@@ -114,6 +116,7 @@ _HOME = {
     "ShardwiseError": "shardwise.base.errors",
     "StoppedError": "shardwise.base.errors",
     "ZeroRedundancyOptimizer": "shardwise.optim.zero",
+    "batch_first": "shardwise.models.batch_first",
     "canonical_tensors": "shardwise.checkpoint.canonical_tensors",
     "export_checkpoint": "shardwise.api.checkpoints",
     "linear_cross_entropy": "shardwise.layers.loss",

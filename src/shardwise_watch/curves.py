@@ -14,6 +14,9 @@ from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_that_counts
+from shardwise_watch import overlay
+from shardwise_watch.run import RunView
+from shardwise_watch.step_metrics import StepSeries
 
 LOSSES = ("loss", "train/loss", "reduced_train_loss", "train_loss", "step loss", "step_loss", "lm loss", "value")
 """What a curve's loss may be called; the first of these that a curve has is read."""
@@ -22,6 +25,34 @@ _UNNAMED = {1: ("loss",), 2: ("step", "loss"), 3: ("time", "step", "loss")}
 """What the columns are that have no names, by their number; TensorBoard exports three."""
 
 _Rows = Iterable[Mapping[str, Any]]
+
+
+def read_loss(path: Path, name: str | None, x: str, shift: int = 0) -> tuple[dict[float, float], list[float]]:
+    """The finite losses of a curve over an axis of `overlay.AXES`, and the places of a run's losses that are not.
+
+    Args:
+        path, name: as for `read_curve`; over another axis than steps a run's folder or its metrics.jsonl.
+        shift: added to the steps.
+
+    Raises:
+        ConfigError: as for `read_curve`, or the places on the axis are not known.
+    """
+    folder = path.parent if path.name == RunDirectory(path).metrics.name else path
+    series = StepSeries()
+    if name is None and RunDirectory(folder).metrics.exists():
+        series = RunView(folder, all_steps=True).series
+    elif x != "step":
+        raise ConfigError(
+            f"{path} must be a run's folder for --x {x}, without --loss: a curve in a file has steps alone"
+        )
+    pairs = zip(overlay.places_of(series, x), series.numbers["loss"], strict=True)
+    placed = [(place + shift, loss) for place, loss in pairs if math.isfinite(place)]
+    points = {place: loss for place, loss in placed if math.isfinite(loss)}
+    if series.steps and not placed:
+        raise ConfigError(f"{path} must record {overlay.AXES[x]} in its steps for --x {x}, and it does not")
+    # A run without a loss is refused in the words for other curves.
+    points = points or {step + shift: loss for step, loss in read_curve(path, name).items()}
+    return points, [place for place, loss in placed if not math.isfinite(loss)]
 
 
 def read_curve(path: Path, name: str | None = None) -> dict[int, float]:

@@ -306,6 +306,7 @@ class RunView:
             if kind == "start":
                 self._first_recent = len(self.series.steps)
                 self.before_starts.append(seconds_of(self.last))
+                self.series.began = seconds_of(event)
                 layout = event.get("layout")
                 self._layout = short_layout(layout) if isinstance(layout, dict) else ""
             if kind == "resume":

@@ -85,6 +85,8 @@ class StepSeries:
     Attributes:
         steps: numbers of the steps, growing.
         seconds: time at which each step was recorded, in seconds since the epoch; NaN if it is unknown.
+        elapsed: seconds of training up to each step, without those between two starts and of steps that were undone.
+        began: time of the last start, in seconds since the epoch; NaN if it is unknown.
         numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
         parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
         sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
@@ -93,6 +95,8 @@ class StepSeries:
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
+    elapsed: array[float] = field(default_factory=lambda: array("d"))
+    began: float = math.nan
     numbers: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in STEP_METRIC_NAMES})
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
     sources: dict[str, array[float]] = field(default_factory=dict)
@@ -104,7 +108,9 @@ class StepSeries:
         if self.steps and self.steps[-1] >= step:
             self.undo_after(step - 1)
         self.steps.append(step)
-        self.seconds.append(seconds_of(event))
+        at = seconds_of(event)
+        self.elapsed.append(elapsed_at(at, self.began, self.seconds, self.elapsed))
+        self.seconds.append(at)
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
         _append_fields(self.parts, split if isinstance(split, dict) else {})
@@ -127,7 +133,13 @@ class StepSeries:
             kept_count -= 1
         if kept_count < len(self.steps):
             del self.steps[kept_count:]
-            for columns in (self.numbers, self.parts, self.sources, self.balance, {"": self.seconds}):
+            for columns in (
+                self.numbers,
+                self.parts,
+                self.sources,
+                self.balance,
+                {"": self.seconds, "elapsed": self.elapsed},
+            ):
                 for values in columns.values():
                     del values[kept_count:]
 
@@ -135,6 +147,18 @@ class StepSeries:
         """Return the mean seconds of each of `PARTS` over a range of positions; {} if its steps recorded none."""
         means = {name: mean(finite_values(values[begin:stop])) for name, values in self.parts.items()}
         return {name: seconds for name, seconds in means.items() if seconds is not None}
+
+
+def elapsed_at(at: float, began: float, seconds: Sequence[float], elapsed: Sequence[float]) -> float:
+    """Return the seconds of training up to a record: those up to the record before, and those since it.
+
+    Args:
+        at: time of the record.
+        began: time of the last start; after the record before, only the time since it counts.
+        seconds, elapsed: times of the records before that count, and the seconds of training up to each.
+    """
+    since = max((time for time in (began, *seconds[-1:]) if time <= at), default=at)
+    return (elapsed[-1] if elapsed else 0.0) + at - since
 
 
 def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any]) -> None:
@@ -210,7 +234,9 @@ def column_width(span: tuple[int, int], count: int) -> float:
     return max(1, last - first + 1) / count
 
 
-def columns_of(steps: Sequence[int], values: Sequence[float], ranges: Sequence[tuple[int, int]]) -> list[Column | None]:
+def columns_of(
+    steps: Sequence[float], values: Sequence[float], ranges: Sequence[tuple[int, int]]
+) -> list[Column | None]:
     """Reduce each range of positions to its last step and to the least, mean and largest finite value in it."""
     columns: list[Column | None] = []
     for begin, stop in ranges:

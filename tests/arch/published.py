@@ -1,7 +1,8 @@
 """The published numbers of the tutorials' models and runs, as their recipes must have them.
 
 From the tutorials and scripts of AWS Neuron (neuronx-distributed and aws-neuron-samples), the models' own files on the
-Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names.
+Hugging Face hub, and, where those disagree or are silent, the papers and configurations that the recipe names. Keys
+of a recipe that no publication gives are not here.
 """
 
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ _BERT = _keys(
     tie_word_embeddings=True,
 ) | {"train.seed": 12349, "optimizer.eps": 1e-6}
 
+_LLAMA3 = {
+    **_keys("model", num_key_value_heads=8, rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False),
+    "train.sequence_length": 8192,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 8000,
+}
+_QWEN3 = {
+    **_keys("model", num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6),
+    "train.sequence_length": 4096,
+}
+
 PUBLISHED = {
     "llama2-7b": Published(
         world=128,
@@ -134,6 +146,78 @@ PUBLISHED = {
             **_rate(1.5e-4, 2000, 476_837, "cosine", (0.9, 0.95), decay=0.1),
             "optimizer.min_lr": 1.5e-5,
             "optimizer.eps": 1e-5,
+        },
+    ),
+    "llama3.1-8b": Published(
+        world=128,
+        data=128,
+        parameters=8_030_261_248,
+        keys={
+            **_sizes(32, 4096, 32, 14336, 128256, 131072),
+            **_LLAMA3,
+            **_keys("optimizer", lr=3e-4, min_lr=3e-6),
+        },
+    ),
+    "llama3.1-70b": Published(
+        world=512,
+        data=16,
+        parameters=70_553_706_496,
+        keys={
+            **_sizes(80, 8192, 64, 28672, 128256, 131072),
+            **_LLAMA3,
+            **_keys("optimizer", lr=1.5e-4, min_lr=1.5e-6),
+        },
+    ),
+    "qwen3-0.6b": Published(
+        world=8,
+        data=8,
+        parameters=596_049_920,
+        keys={**_sizes(28, 1024, 16, 3072, 151936, 40960), **_QWEN3, "model.tie_word_embeddings": True},
+    ),
+    "qwen3-8b": Published(
+        world=64,
+        data=64,
+        parameters=8_190_735_360,
+        keys={**_sizes(36, 4096, 32, 12288, 151936, 40960), **_QWEN3, "model.tie_word_embeddings": False},
+    ),
+    "olmo3-7b": Published(
+        world=256,
+        data=256,
+        parameters=7_298_011_136,
+        keys={
+            **_sizes(32, 4096, 32, 11008, 100278, 65536),
+            **_keys("model", num_key_value_heads=32, sliding_window=4096, rms_norm_eps=1e-6, rope_theta=500000.0),
+            **_layout(1, False, 3),
+            **_batch(512, 1, 8192),
+            # int(5e12) // (8192 · 512)
+            **_rate(3e-4, 2000, 1_192_092, "cosine", (0.9, 0.95), decay=0.1),
+            "optimizer.min_lr": 3e-5,
+            "optimizer.eps": 1e-8,
+        },
+    ),
+    "smollm3-3b": Published(
+        world=384,
+        data=192,
+        parameters=3_075_098_624,
+        keys={
+            **_sizes(36, 2048, 16, 11008, 128256, 65536),
+            **_keys("model", num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=5e6, tie_word_embeddings=True),
+            **_layout(2, True, 0),
+            **_batch(576, 3, 4096),
+            **_rate(2e-4, 2000, 4_720_000, "wsd", (0.9, 0.95), decay=0.1),
+            **_keys("optimizer", decay_steps=522_000, decay_shape="linear", min_lr=0.0, eps=1e-8),
+            "train.seed": 6,
+        },
+    ),
+    "gemma3-1b": Published(
+        world=64,
+        data=32,
+        parameters=999_885_952,
+        keys={
+            **_sizes(26, 1152, 4, 6912, 262144, 32768),
+            **_keys("model", num_key_value_heads=1, head_dim=256, query_pre_attn_scalar=256, sliding_window=512),
+            **_keys("model", rms_norm_eps=1e-6, rope_theta=1e6, rope_local_base_freq=1e4, tie_word_embeddings=True),
+            "train.sequence_length": 32768,
         },
     ),
     "olmoe-1b-7b": Published(

@@ -32,6 +32,13 @@ HUB_MODELS = {
     "gpt-neox-20b": "gpt-neox-20b",
     "gpt-neox-20b-pp4": "gpt-neox-20b",
     "llama2-7b": "Llama-2-7b",
+    "llama3.1-8b": "Llama-3.1-8B",
+    "llama3.1-70b": "Llama-3.1-70B",
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-8b": "Qwen3-8B",
+    "olmo3-7b": "Olmo-3-7B",
+    "smollm3-3b": "SmolLM3-3B",
+    "gemma3-1b": "gemma-3-1b",
     "bert-large": "bert-large-uncased",
     "bert-large-phase2": "bert-large-uncased",
     "olmoe-1b-7b": "OLMoE-1B-7B-0924",
@@ -51,7 +58,7 @@ sys.exit(code)
 
 def ranks_of_one_copy(config: Config) -> int:
     """Of a sparse model, the ranks that divide its experts have one copy of these together."""
-    return config.parallel.tensor * config.parallel.pipeline * config.parallel.expert
+    return config.parallel.ranks * config.parallel.expert
 
 
 def value(config: Config, key: str) -> Any:
@@ -181,6 +188,33 @@ def test_gpt3_pads_its_vocabulary_as_megatron_does(recipe: str, rows: int, padde
     parallel = load_config(recipe).parallel
     assert vocabulary_rows(50257, parallel.tensor, parallel.vocab_multiple) == rows
     assert rows * parallel.tensor == padded
+
+
+# Tokens of the published training, in trillions, at the layout that the recipe states for GPUs of 80 GB.
+OF_80_GB = {
+    "llama3.1-8b": 15.0,
+    "llama3.1-70b": 15.0,
+    "qwen3-0.6b": 30.0,
+    "qwen3-8b": 30.0,
+    "olmo3-7b": 5.0,
+    "smollm3-3b": 11.136,
+    "gemma3-1b": 2.0,
+}
+
+
+@pytest.mark.parametrize("recipe", OF_80_GB)
+def test_a_current_model_fits_its_devices_and_trains_the_published_tokens(recipe: str) -> None:
+    """A tenth of 80 GB stays free, as `shardwise plan` asks for."""
+    config, world = load_config(recipe), PUBLISHED[recipe].world
+    memory = expected_memory(config, check_layout(config, world), True)
+    assert memory is not None
+    assert memory.total < 0.9 * 80e9, f"{recipe} needs {memory.total / 1e9:.1f} GB on a rank"
+    train = config.train
+    assert train.steps * train.global_batch * train.sequence_length == pytest.approx(OF_80_GB[recipe] * 1e12, rel=1e-4)
+    text = (PACKAGE / f"config/recipes/{recipe}.yaml").read_text(encoding="utf-8")
+    assert f"{world // 8} node" in text
+    for keys in re.findall(r"# Before longer texts: +((?:model\.\S+ )+)", text):
+        assert parameter_count(load_config(recipe, keys.split()).model) == PUBLISHED[recipe].parameters
 
 
 GPT3 = ("gpt3-23b", "gpt3-46b", "gpt3-175b")

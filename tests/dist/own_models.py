@@ -35,6 +35,13 @@ class NeedsKey(Dropping):
         return super().forward(ids_SB, targets_SB)
 
 
+class Pairs(Dropping):
+    """Returns logits and the loss, as many models do."""
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        return self.head(self.embedding(ids_SB)), super().forward(ids_SB, targets_SB)  # type: ignore[return-value]
+
+
 class Mean(Dropping):
     """Returns the mean, as most models do."""
 

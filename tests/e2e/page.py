@@ -1,4 +1,4 @@
-"""What docs/data.md and docs/data-formats.md show, run as a reader would run it."""
+"""What docs/data.md, docs/data-formats.md and docs/token-files.md show, run as a reader would run it."""
 
 import re
 import shlex
@@ -14,7 +14,9 @@ def run_section(heading: str, at: Path) -> tuple[Outcome, list[Outcome]]:
 
     What is trained has two blocks, to save time.
     """
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("data.md", "data-formats.md")]
+    pages = [
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("data.md", "data-formats.md", "token-files.md")
+    ]
     section = "\n".join(pages).partition(f"\n## {heading}")[2].partition("\n## ")[0]
     (program,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     (commands,) = re.findall(r"^```sh\n(.*?)^```", section, re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ from tests.arch.source import ROOT, config_fields
 from tests.e2e import processes
 from tests.e2e.command import environment, metrics, outcome, start
 from tests.hugging_face import save
-from tests.unit.use.importing import megatron_shards, nemo_shards, neuronx_shards
+from tests.unit.use.importing import megatron_shards, nemo_shards, neuronx_shards, trainer_files
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(sh|python)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -42,6 +42,7 @@ def write_shards(at: Path) -> None:
     experiment = at / "nemo_experiments/megatron_gpt/2023-06-10_00-22-42/checkpoints"
     nemo_shards.write(nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt)), experiment, tp=2, pp=2, xser=True)
     neuronx_shards.write(save("bert", at / "bert-large-uncased"), at / "output", tp=2, old=True)
+    trainer_files.save("llama", at / "out").rename(at / "out/checkpoint-500")
 
 
 @pytest.fixture(scope="module")
@@ -99,5 +100,6 @@ def test_keys_of_the_page_exist() -> None:
     sections = "|".join({key.partition(".")[0] for key in config_fields()})
     named = {key.rstrip(".") for key in re.findall(rf"`((?:{sections})\.[a-z_]+)", PAGE)}
     assert {"checkpoint.every", "checkpoint.resume", "train.skip_batches"} <= named
-    known = {*config_fields(), "model.config"}
+    # A list of points has fields of its own; the last two are files.
+    known = {*config_fields(), "model.config", "optimizer.points", "optimizer.pt", "model.safetensors"}
     assert named <= known, named - known

@@ -38,6 +38,16 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
     assert "data.path (stories) holds text, which is read with the model's tokenizer: name it by data.tokenizer" in said
 
 
+def test_token_files(tmp_path: Path) -> None:
+    """Rows get the ends that they lack; flat files are evaluated as they lie."""
+    _, (rows, flat, inspected) = run_section("Rows and flat files", tmp_path)
+    assert " 400 rows, " in rows.out
+    assert "in 2 files (uint16, as a vocabulary of 512 is" in flat.out
+    assert "part-0.npy" not in inspected.err
+    assert "2 files" in inspected.out
+    assert evaluated("runs/flat", tmp_path, "--part", "test")["loss"] < 8
+
+
 def test_streams_go_on(tmp_path: Path) -> None:
     """.jsonl.gz and .parquet are streamed; a run stops, and goes on at another data-parallel degree."""
     _, (first, _) = run_section("Streams", tmp_path)

@@ -1,6 +1,7 @@
 """What a run fetches from the hub: a published tokenizer, and a data set."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,62 @@ def test_a_tokenizer_from_the_hub(files: dict[str, bytes], tmp_path: Path) -> No
     text = shardwise("generate", "runs/latest", "--prompt", "fox", "--max-tokens", "2", at=tmp_path, HF_HUB_OFFLINE="1")
     assert text.code == 0, text.err
     assert text.out.startswith("fox")
+
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def test_a_model_of_the_hub_in_place_of_a_recipe(tmp_path: Path) -> None:
+    """Its config.json alone is fetched; without a network, one sentence names the recipe of the same shape."""
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": b"weights", "tokenizer.json": b"{}"}
+    with serve({"main": files}) as site:
+        variables = user_of(site.address, str(tmp_path / "hf"))
+        command = ("plan", "acme/tiny", "--device", "h100:1", "--tokens", "1B", "--json")
+        said = shardwise(*command, at=tmp_path, **variables)
+        assert said.code == 0, said.err
+        assert site.fetched == ["config.json"]
+    plan = json.loads(said.out)
+    assert plan["plans"][0]["tokens"] == pytest.approx(1e9, rel=1e-4)
+    assert said.err.startswith("the model has the shape of acme/tiny and the tokenizer is that of acme/tiny; its ")
+    assert len(said.err.splitlines()) == 1
+    variables["HF_HUB_OFFLINE"] = "1"
+    assert "tokenizer: acme/tiny" in shardwise("recipes", "acme/tiny", at=tmp_path, **variables).out, "from the cache"
+    refused = shardwise("plan", "Qwen/Qwen3-8B", "--device", "h100:8", at=tmp_path, **variables).failed(2)
+    assert refused.startswith("shardwise: RECIPE (Qwen/Qwen3-8B) cannot be fetched: HF_HUB_OFFLINE is set, and the ")
+    assert refused.endswith("; the recipe qwen3-8b has the shape of this model\n")
+    assert len(refused.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_trained_with_new_weights(files: dict[str, bytes], tmp_path: Path) -> None:
+    """The launcher fetches its config.json and tokenizer, which the ranks find in the cache, and no weights."""
+    keys = ("data.dataset=tiny", "train.steps=2", "train.global_batch=4", "parallel.tensor=2")
+    with serve({"main": {**files, "config.json": json.dumps(CONFIG).encode()}}) as site:
+        variables = user_of(site.address, str(tmp_path / "hf"))
+        said = shardwise("train", "acme/tiny", *keys, at=tmp_path, **variables)
+        assert said.code == 0, said.err
+        assert sorted(site.fetched) == ["config.json", "merges.txt", "vocab.json"], "each file once"
+    assert said.err.count("the model has the shape of acme/tiny") == 1
+    run = (tmp_path / "runs/latest").resolve()
+    assert run.name.startswith("tiny-")
+    # An untrained model of 300 tokens knows nothing.
+    assert metrics(run, "step")[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    config = json.loads((run / "checkpoints/step-00000002/config.json").read_text())
+    assert {key: config[key] for key in CONFIG} == CONFIG
+    variables["HF_HUB_OFFLINE"] = "1"
+    again = shardwise("train", "--run-dir", str(run), "train.steps=3", at=tmp_path, **variables)
+    assert again.code == 0, again.err
+    assert len(metrics(run, "step")) == 3
 
 
 @pytest.mark.slow

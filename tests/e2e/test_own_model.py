@@ -100,7 +100,7 @@ def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
     (code,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
     scope: dict[str, Any] = {}
     exec(compile(code, "own-model.md", "exec"), scope)
-    model = scope["SequenceFirst"](64, 16, 32, 1, 2)
+    model = scope["Trained"](64, 16, 32, 1, 2)
     ids, targets = torch.randint(64, (2, 3, 8))
     targets[0, :5] = -100
     plain_model = scope["Decoder"](64, 16, 32, 1, 2)

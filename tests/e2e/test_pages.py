@@ -50,6 +50,7 @@ ELSEWHERE = {
         "Text files",
     ): "tests/e2e/test_data_pages.py::test_text",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_data_pages.py::test_hugging_face_datasets",
+    ("docs/token-files.md", "Rows and flat files"): "tests/e2e/test_data_pages.py::test_token_files",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_data_pages.py::test_streams_go_on",
     (
         "docs/documents.md",

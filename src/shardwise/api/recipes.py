@@ -21,8 +21,9 @@ def load_recipe(recipe: str | os.PathLike[str] | Mapping[str, Any] | Config, /, 
     Face `config.json`. Paths, tuples and numbers of numpy are taken as the text, lists and numbers that YAML has.
 
     Args:
-        recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, a mapping of sections, or a
-            configuration, of which a changed copy is returned.
+        recipe: a shipped recipe's name (`shardwise recipes` lists them), a YAML file, a model (a hub id, its folder
+            or its `config.json`, see docs/recipes.md), a mapping of sections, or a configuration, of which a changed
+            copy is returned.
         overrides: sections with keys, or dotted keys. docs/configuration.md has all of them.
 
     Returns:

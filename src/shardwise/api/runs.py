@@ -14,6 +14,7 @@ from shardwise.api.arguments import config_problems, require_path
 from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_object
+from shardwise.base.registered import optional_library, provided
 from shardwise.base.user_code import given, name_of
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from
@@ -66,6 +67,59 @@ class Run:
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"event ({event!r}) must be {listing(EVENTS, 'or')}{hint}")
         return self._directory.steps() if event == "step" else list(self._directory.events(event))
+
+    def frame(self, event: str = "step") -> Any:
+        """The events of one kind as a `pandas.DataFrame`, with a row an event, as `metrics` has them.
+
+        The index is the step, or for events without steps the row's number. Fields of fields are columns such as
+        `split_seconds.forward`; `time` is a timestamp (UTC); a number that is not finite is NaN or an infinity, and one
+        that an event does not have is NaN.
+
+        Args:
+            event: as for `metrics`.
+
+        Raises:
+            ConfigError: there is no such event.
+            DataError: pandas is not installed.
+        """
+        events = self.metrics(event)
+        pandas = optional_library("pandas", "Run.frame needs", "pandas")
+        frame = pandas.json_normalize([_numbers(each) for each in events]).drop(columns="event", errors="ignore")
+        if "time" in frame:
+            frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601", errors="coerce")
+        return frame.set_index("step") if "step" in frame else frame
+
+    def plot(
+        self,
+        *others: Run | str | os.PathLike[str],
+        metric: str = "loss",
+        x: str = "step",
+        smoothing: float = 0.0,
+        log: str | None = None,
+        axes: Any = None,
+    ) -> Any:
+        """Draw a metric of this run, and of others, by matplotlib; a notebook shows the picture.
+
+        Args:
+            others: further runs, or their folders.
+            metric: field of the "step" events, such as `loss`, `grad_norm` or `tokens_per_second`.
+            x: `step`, `tokens` or `time`, the seconds of training without those between two starts and of steps that
+                were undone. Runs with other batch sizes are comparable by tokens.
+            smoothing: weight of what is before a point in its exponential mean, from 0 (none) to below 1, as in
+                TensorBoard; for all runs at the same distance.
+            log: axes that are logarithmic: `x`, `y` or `xy`.
+            axes: `matplotlib.axes.Axes` to draw on; None: those of a new figure.
+
+        Returns:
+            the axes.
+
+        Raises:
+            ConfigError: an argument is none of these, a run is given twice, or a run has no such values.
+            DataError: matplotlib is not installed.
+        """
+        runs = [self, *(other if isinstance(other, Run) else Run(other) for other in others)]
+        paths = [run.path for run in runs]
+        return provided("plot_runs")(paths, metric, x, smoothing, log, axes)
 
     def config(self) -> Config:
         """The configuration as the run resolved it.
@@ -240,6 +294,13 @@ def _signals_restored() -> Iterator[None]:
             for number, handler in handlers.items():
                 if handler is not None:
                     signal.signal(number, handler)
+
+
+def _numbers(value: Any) -> Any:
+    """A record with numbers in place of the texts for those that are not finite."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def _object(path: Path) -> dict[str, Any] | None:

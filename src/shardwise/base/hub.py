@@ -14,29 +14,33 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import name_problem, reason_of, user_path
+from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import json_value
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARDS = "shard-*-model-*.safetensors"
+"""Pattern of the files of torch's Hugging Face writer that no program has consolidated: each has parts of tensors."""
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZERS = (
     (TOKENIZER,), ("vocab.json", "merges.txt"), ("tokenizer.model",), ("vocab.txt",),
-    ("gpt2-vocab.json", "gpt2-merges.txt"),
+    ("tekken.json",), ("gpt2-vocab.json", "gpt2-merges.txt"),
 )  # fmt: skip
 """Sets of files that are a tokenizer, in the order in which they are looked for; the last is Megatron-LM's names."""
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of the chat templates that have names."""
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", *TOKENIZERS[-1],
-    "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
+    "tekken.json", "chat_template.jinja", "chat_template.json", f"{CHAT_TEMPLATES}/*.jinja",
 )  # fmt: skip
 """Patterns of a tokenizer's files."""
 LICENCES = tuple(
@@ -132,6 +136,13 @@ def is_hub_id(load: str) -> bool:
     return is_hub_name(load) and not user_path(load).exists()
 
 
+def is_local(name: str) -> bool:
+    """True if `name` can only be a path, by the way in which it is written or as its first folder is there."""
+    # Before the first run there is no folder of runs.
+    is_written = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
+    return is_written or Path(name.partition("/")[0]).is_dir()
+
+
 def resolve(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
@@ -162,8 +173,8 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     _check_id(load, folder, f"checkpoint.load ({load}) must be a folder with weights")
     return HubFiles(
         "checkpoint.load", load, revision,
-        ("config.json", SINGLE, INDEX, "model-*.safetensors", *BESIDE_WEIGHTS),
-        lacking=lambda names: None if SINGLE in names or INDEX in names else without_weights(load, names),
+        ("config.json", SINGLE, INDEX, "model-*.safetensors", SHARDS, *BESIDE_WEIGHTS),
+        lacking=lambda names: None if has_weights(names) else without_weights(load, names),
         check=check_weights,
     )  # fmt: skip
 
@@ -179,7 +190,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     if path.exists():
         return path
     key = f"data.tokenizer ({named})"
-    repository, revision = _revision(named, key)
+    repository, revision = revision_of(named, key)
     is_file = path.suffix in (".json", ".txt", ".model")
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     return HubFiles(
@@ -192,7 +203,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
     key = f"data.dataset ({named})"
-    repository, revision = _revision(named, key)
+    repository, revision = revision_of(named, key)
     near = nearest_name(repository, built_in)
     hint = f"; did you mean data.dataset={near}?" if near else ""
     must = f"{key} must be {listing(built_in, 'or')} or a hub id"
@@ -265,7 +276,7 @@ def hub_address() -> str:
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
-def _revision(named: str, key: str) -> tuple[str, str | None]:
+def revision_of(named: str, key: str) -> tuple[str, str | None]:
     """The repository and the revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
     repository, at, revision = named.partition("@")
     if at and not revision:
@@ -276,9 +287,7 @@ def _revision(named: str, key: str) -> tuple[str, str | None]:
 def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
-    # Before the first run there is no folder of runs.
-    is_local = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
-    if is_local or is_file or Path(name.partition("/")[0]).is_dir():
+    if is_file or is_local(name):
         near = nearest_name(path.name, _names(path.parent))
         raise ConfigError(missing + (f"; did you mean {path.parent / near}?" if near else ""))
     if not _ID.fullmatch(name):
@@ -373,7 +382,8 @@ def _refusal(error: Exception, files: HubFiles) -> str:
     token = f"HF_TOKEN to a token of that account ({site}/settings/tokens)"
     match error:
         case errors.GatedRepoError():
-            return f"{key} is gated: accept its licence on {page}, then set {token}{see('data#gated-repository')}"
+            hint = files.hint if files.repo_type == "model" else ""
+            return f"{key} is gated: accept its licence on {page}, then set {token}{hint}{see('data#gated-repository')}"
         case errors.RevisionNotFoundError():
             revision = "checkpoint.revision" if files.key == "checkpoint.load" else f"the revision of {files.key}"
             usual = f"{revision} ({files.revision}) must be a branch, tag or commit of {files.repository}: see {page}"
@@ -426,13 +436,29 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
     names = sorted(names)
     if not names:
         return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
+    if way := converter(shown, names):
+        return f"checkpoint.load ({shown}) must be the folder of a model, and {way}"
     if pickled := listing([name for name in names if name.endswith(PICKLED)], most=_SHOWN):
         return (
             f"checkpoint.load ({shown}) must hold safetensors, and its weights are pickled ({pickled}): opening a "
             "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}"
+    fix = ""
+    if not {".metadata", "model_and_optim"}.isdisjoint(names):
+        fix = ", a distributed checkpoint of torch: import it by `shardwise checkpoint import --from torchtitan`, "
+        fix += "`olmo-core` or `megatron`"
+    return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}{fix}"
+
+
+def shards(names: Iterable[str]) -> list[str]:
+    """The files of torch's Hugging Face writer among `names`, in order."""
+    return sorted(name for name in names if fnmatch(name, SHARDS))
+
+
+def has_weights(names: Collection[str]) -> bool:
+    """True if files with these names include safetensors weights."""
+    return SINGLE in names or INDEX in names or bool(shards(names))
 
 
 def check_weights(folder: Path) -> None:
@@ -448,7 +474,7 @@ def check_weights(folder: Path) -> None:
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: {reason_of(error)}") from None
     if index is not None:
         indexed(index, folder, lambda name: name in names)
-    elif SINGLE not in names:
+    elif not has_weights(names):
         raise ConfigError(without_weights(str(folder), names))
 
 

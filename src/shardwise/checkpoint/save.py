@@ -35,6 +35,7 @@ from shardwise.checkpoint.format.writing import (
     PlannedFile,
     PlannedPiece,
     require_room,
+    state_file,
     tensor_entries,
     weight_index,
     write_small,
@@ -298,7 +299,7 @@ class Saver:
             for part, flat in parts
         ]
         if state_pieces:
-            yield PlannedFile.of(f"optimizer/rank-{rank:05}.safetensors", state_pieces)
+            yield PlannedFile.of(state_file(rank), state_pieces)
 
     def _copy(self, buffer: HostBuffer, slices: _StateSlices, files: Sequence[PlannedFile]) -> None:
         """Copy the bytes of `files`, in their order. Collective over the tensor-parallel group."""

@@ -19,7 +19,7 @@ _Rows = list[tuple[str, str]]
 
 
 def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[_Rows, list[str]]:
-    """Rows on the run in the folder, none if it holds no run; and the reasons why it could not be continued.
+    """Rows on the run in the folder, none if it holds none, and the reasons why it could not be continued.
 
     Args:
         layout: the layout of the next start; None if it is refused.
@@ -28,15 +28,15 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     try:
         directory.require_folder()
         earlier = earlier_run(directory, config)
-        if earlier is None:
-            return [], []
         done = directory.finished_steps()
         steps = config.train.steps
-        if config.checkpoint.resume == "auto" and done is not None and done >= steps:
+        if earlier is not None and config.checkpoint.resume == "auto" and done is not None and done >= steps:
             return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
         root = Root.of(config.checkpoint.path or directory.checkpoints)
         present = look_for_checkpoints(config, root, directory, earlier).candidates
         checkpoint = next((candidate for candidate in present if candidate.problem is None), None)
+        if earlier is None and checkpoint is None:
+            return [], []
         begin = "from its first step, as it has no checkpoint"
         if checkpoint is not None:
             begin = f"after step {checkpoint.step:,}, from {checkpoint.folder}"
@@ -47,6 +47,9 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         return [], error.problems
     except StoreError as error:
         return [], [f"checkpoint.path: {error}" if config.checkpoint.path is not None else str(error)]
+    if earlier is None:
+        # Another program did the steps.
+        return rows, []
     changes = resume_changes(earlier, config.recorded())
     rows += [("  changed", change) for change in changes or ["no key"]]
     if checkpoint is not None:

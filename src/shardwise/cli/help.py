@@ -46,6 +46,9 @@ COMMAND_GROUPS = {
 """The command line's commands by what they are for, each with a summary."""
 
 
+RECIPE_HELP = "a shipped recipe's name, or a YAML file; or a model: a hub id, its folder or its config.json"
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps every text at words; a paragraph with an indented line keeps its lines."""
 
@@ -121,12 +124,7 @@ def count(text: str) -> int:
 
 
 def add_recipe(parser: argparse.ArgumentParser, *, is_required: bool = True) -> None:
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        nargs=None if is_required else "?",
-        help="a shipped recipe's name, or a YAML file",
-    )
+    parser.add_argument("recipe", metavar="RECIPE", nargs=None if is_required else "?", help=RECIPE_HELP)
 
 
 def add_overrides(parser: argparse.ArgumentParser, example: str, owner: str = "recipe") -> None:

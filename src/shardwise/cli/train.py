@@ -24,7 +24,8 @@ from shardwise.base.hardware import accelerators, torch_type
 from shardwise.base.registered import provided
 from shardwise.base.units import counted
 from shardwise.cli import output
-from shardwise.cli.help import add_overrides
+from shardwise.cli.help import RECIPE_HELP, add_overrides
+from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import (
     Config,
     Layout,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
     from shardwise.estimates.cluster import Cluster
+    from shardwise.models.parameter_counts import OwnShapes
 
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -58,7 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "recipe",
         metavar="RECIPE",
         nargs="?",
-        help="a shipped recipe's name, or a YAML file (default: the configuration of the run in --run-dir)",
+        help=f"{RECIPE_HELP} (default: the configuration of the run in --run-dir)",
     )
     add_overrides(parser, "train.steps=100")
     parser.add_argument("--nproc", metavar="N", type=int, help="number of local ranks (default: see above)")
@@ -219,10 +221,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     layout = None
     with problems:
         place = joined()
-        if cluster is not None:
-            world = cluster.world
-        else:
-            world = place.world if place is not None else _local_ranks(arguments, config.parallel)
+        world = cluster.world if cluster else place.world if place else _local_ranks(arguments, config.parallel)
         # A new run's batch where that of the run in the folder is refused: the layout is checked too.
         given, config = config, config.with_batch_for(world)
         with problems:
@@ -251,6 +250,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     from shardwise.train.summary import dry_run
 
     kind, count = accelerators()
+    own, rows = _counted(chosen, cluster, rows)
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
@@ -259,15 +259,28 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         kind,
         count > 0 if cluster is None else cluster.device.is_accelerator,
         rows,
-        None if cluster is None else provided("predicted_step")(chosen, layout, cluster),
+        None if cluster is None else provided("predicted_step")(own.sized(chosen) if own else chosen, layout, cluster),
         continued=continued,
         full=arguments.full,
         recipe_config=config,
+        own=own,
     )
     output.raw(output.text(text))
     if input_problems:
         raise ConfigError(input_problems)
     return 0
+
+
+def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, _Rows]:
+    """What a build without data tells of a model of the user's own, and the rows, with one if it tells nothing."""
+    if not config.model.is_own:
+        return None, rows
+    from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
+
+    try:
+        return own_shapes(config, _has_accelerator(cluster)), rows
+    except ConfigError as error:
+        return None, [("not counted", str(error)), *rows]
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -464,7 +477,7 @@ def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
 
 
 def _config(arguments: argparse.Namespace) -> Config:
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = load_recipe(arguments.recipe, arguments.overrides)
     config.let_change(check_changes(arguments.change))
     return config
 

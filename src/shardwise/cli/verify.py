@@ -28,7 +28,8 @@ from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
-from shardwise.config import BITWISE, Config, ModelConfig, load_config, recipe_name
+from shardwise.cli.recipe_argument import load_recipe
+from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
 from shardwise.launch.local import EndedError
 from shardwise.verify import layouts, miniature, verification
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("verify starts ranks of its own for each layout: call it outside of torchrun")
     if arguments.steps < 2:
         raise ConfigError(f"--steps ({arguments.steps}) must be at least 2: one before the checkpoint, one after it")
-    recipe = load_config(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     if recipe.model.is_own:
         from shardwise.models.user_model import check_user_model
 

@@ -26,7 +26,8 @@ SHUFFLE_BUFFER = 10_000
 """Default of `data.shuffle_buffer`; another value without a stream is refused."""
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
-DataFormatName = Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5", "datasets", "chat"]
+DataFormatName = Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5", "datasets", "chat", "tokens"]
+TokenDtype = Literal["uint8", "uint16", "uint32", "uint64", "int32", "int64"]
 """Values of `data.format`; all but auto, jsonl and parquet are modules of `data.formats`, looked for in this order."""
 BEST_FIT = "best_fit"
 """The value of `data.packing` for samples of whole documents."""
@@ -37,6 +38,7 @@ CHAT_KEYS = ("text_key", *_PACKED_DEFAULTS)
 _NEEDS = {
     "megatron": "data.path=PREFIX or data.blend=[WEIGHT, PREFIX, …]",
     "hdf5": "data.path: a shard, a folder of *_training_*.hdf5 or a glob",
+    "tokens": "data.path, a file of token ids, a folder or a glob",
     "datasets": "data.path, a folder that save_to_disk wrote: a data set of the hub is named by data.dataset alone",
 }
 """The keys that a run must give, by `data.format`."""
@@ -89,7 +91,7 @@ class SourceConfig(Section):
         min_length=1,
         description="your own text file, .jsonl, .parquet or a directory of them; a directory that save_to_disk of "
         "the library datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: "
-        "one file, their folder or a glob",
+        "one file, their folder or a glob; or token ids: .ds of datatrove, .bin of llm.c, .npy, JSON lines or .parquet",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
@@ -100,15 +102,20 @@ class SourceConfig(Section):
         default="auto",
         description="the format of path; chat = conversations in JSON lines or parquet, with their answers as targets; "
         "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
-        "datasets), else from the content of each file: JSON lines, parquet or plain text; packed files (gzip, zstd, "
-        "xz, bzip2, lz4) are unpacked",
+        "datasets; .bin without .idx, .npy and .ds are token ids), else from the content of each file: JSON lines, "
+        "parquet (both of text, or of token ids) or plain text; packed files (gzip, zstd, xz, bzip2, lz4) are unpacked",
+    )
+    token_dtype: TokenDtype | None = Field(
+        default=None,
+        description="the dtype of token ids in flat files without a header (.npy of OLMo-core, .bin of nanoGPT); "
+        "null = the narrowest that holds the vocabulary of the tokenizer, else of the model",
     )
     text_key: str = Field(
         default="text",
         min_length=1,
         description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
-        "is the field body within meta; in a data set it may hold tokens (lists of integers) instead, and if "
-        "the data set has no column text, input_ids is read; for conversations, the field of the messages, by "
+        "is the field body within meta; it may hold tokens (lists of integers) instead, and where there is "
+        "no text, input_ids is read; for conversations, the field of the messages, by "
         "default messages, else conversations, else prompt and completion",
     )
     split: str = Field(
@@ -268,9 +275,9 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt, the folder of "
-        "such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without one a "
-        "byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model, vocab.txt or tekken.json, the "
+        "folder of such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without "
+        "one a byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
@@ -517,7 +524,7 @@ class DataConfig(SourceConfig):
     @property
     def holds_tokens(self) -> bool:
         """True if the keys say that the data are tokens or samples, and not text."""
-        return self.blend is not None or self.format in ("megatron", "hdf5")
+        return self.blend is not None or self.format in ("megatron", "hdf5", "tokens")
 
     @property
     def is_dataset(self) -> bool:

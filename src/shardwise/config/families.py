@@ -348,6 +348,7 @@ class GPTConfig(MultiHeadConfig):
         spellings=_SPELLINGS_OF_GPT2 | {"n_ctx": "n_positions"},
         only={"reorder_and_upcast_attn": False, "scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
         null_if_derived=("intermediate_size",),
+        twice={"n_positions": "n_ctx"},  # llama.cpp's converter reads no other name
     )
     # OpenAI's weights on the hub have no prefix, and each layer's causal mask.
     weight_names: ClassVar[WeightNames] = WeightNames(

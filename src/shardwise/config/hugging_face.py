@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_value, scalar
-from shardwise.config.decoders import every_nth_without_rope
+from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face_names import other_fields
 from shardwise.config.model import FAMILIES
@@ -157,6 +157,12 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
         # transformers read it before it knew `layer_types`.
         types = [*fields["layer_types"], _SLIDING]
         fields["max_window_layers"] = types.index(_SLIDING)
+    if file.layer_interval is not None:
+        # Programs that know no `layer_types`, such as mlx-lm, read the interval; other patterns have none.
+        pattern = tuple(fields["layer_types"])
+        intervals = [number for number in range(1, len(pattern) + 2) if every_nth_full(number, len(pattern)) == pattern]
+        if intervals:
+            fields[file.layer_interval] = intervals[0]
     fields |= {second: fields[name] for name, second in file.twice.items()} | dict(file.written)
     fields |= dict.fromkeys(file.absent)  # null, as their absence would mean another value
     if not model.ffn_dropout_p:

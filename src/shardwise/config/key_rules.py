@@ -89,7 +89,6 @@ _RULES: RuleTable = {
     "data.is_named": (
         "{=data.key} ({=data.name}) must be left out with {hooks.data}, which reads the samples: set it to null",
     ),
-    "model.is_own": ("{hooks.loss} must be left out with model.family {=model.family}, whose forward gives the loss",),
     "model.predicts_masked_tokens": (
         "{hooks.data} must be left out with model.family {=model.family}: it is for models that predict the next token",
         "{hooks.loss} must be left out with model.family {=model.family}: it is for models that predict the next token",
@@ -150,7 +149,7 @@ def _token_problems(data: DataConfig, model: ModelConfig, length: int) -> list[s
         problems.append(f"data.masked_fraction ({data.masked_fraction}) {unused}")
     if model.predicts_masked_tokens or data.eod_token is None:
         return problems
-    if not data.document_options and not data.packs_documents:
+    if not (data.document_options or data.packs_documents or data.append_eod):
         problems.append(
             f"data.eod_token ({data.eod_token}) must be left out unless one of data.eod_mask_loss, "
             "data.reset_position_ids and data.reset_attention_mask is true"

@@ -21,19 +21,25 @@ from shardwise.config.run_config import Config, with_steps
 _MODEL_FILE = "model.config"
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a shipped recipe's name or a YAML file, with `a.b=value` overrides applied.
+def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = False) -> Config:
+    """The configuration of a shipped recipe's name, a YAML file or a model, with `a.b=value` overrides applied.
 
     `model.config=PATH` among the overrides replaces the recipe's whole model; other `model.*` overrides change that.
+
+    Args:
+        recipe: as in `recipe_text`.
+        overrides: the `a.b=value`.
+        cached: open a model of the hub from the cache, without a request.
 
     Raises:
         ConfigError: something is wrong; it has all problems of the file and of the overrides.
     """
-    values = _sections(recipe)
+    values = _sections(recipe, cached=cached)
     typed = [override.partition("=")[0].strip() for override in overrides]
     if _MODEL_FILE in typed:
         values["model"] = {}
     problems = apply_overrides(values, overrides)
+    _fit_warmup(recipe, values, typed)
     return config_from(values, problems, typed=typed)
 
 
@@ -63,17 +69,28 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             _set(values, path, _plain(value))
         except ConfigError as error:
             problems += error.problems
+    if isinstance(recipe, str):
+        _fit_warmup(recipe, values, changed)
     return config_from(values, problems, typed=[*changed])
 
 
-def _sections(recipe: str) -> dict[str, Any]:
-    """The sections of a shipped recipe's name or a YAML file, as they are written there."""
-    values = recipe_files.parse_yaml(recipe_files.recipe_text(recipe), recipe)
+def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
+    """The sections of a shipped recipe's name, a YAML file or a model, as they are written there."""
+    values = recipe_files.parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"the recipe {recipe} must be a mapping of sections: {listing(Config.model_fields)}")
     return values
+
+
+def _fit_warmup(recipe: str, values: dict[str, Any], typed: Collection[str]) -> None:
+    """Let the warmup of a model in place of a recipe follow the steps, which nobody but the user can know."""
+    train = values.get("train")
+    if recipe_files.is_model(recipe) and "optimizer.warmup_steps" not in typed and isinstance(train, dict):
+        from shardwise.config.model_recipes import warmup  # costly to import, for a model alone
+
+        values["optimizer"]["warmup_steps"] = warmup(train.get("steps"))
 
 
 def _plain(value: Any) -> Any:

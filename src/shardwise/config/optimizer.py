@@ -127,7 +127,14 @@ class OptimizerConfig(Section):
         description="with points: the rate at some steps; between two points it changes from the first rate to "
         "the second",
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on biases and norms")
+    weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on what no_decay names")
+    no_decay: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        examples=[["*.embed_tokens.weight"]],
+        description="patterns of the names of weights that do not decay, such as *.embed_tokens.weight; [] = all "
+        "decay; null = biases and norms do not",
+    )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(
         default_factory=lambda data: OPTIMIZERS[data.get("name", DEFAULT_OPTIMIZER)].eps,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,53 @@ _OWN_DATA = r"Your own data: +((?:data\.\S+ ?)+)"
 _RATE_COMMENT = r"(?m)^ *# (Learning rate: .+(?:\n *#  +.+)*)"
 
 
+@cache
+def _shipped() -> frozenset[str]:
+    return frozenset(path.stem for path in _RECIPES.glob("*.yaml"))
+
+
 def recipe_names() -> list[str]:
     """Names of the shipped recipes."""
-    return sorted(path.stem for path in _RECIPES.glob("*.yaml"))
+    return sorted(_shipped())
 
 
-def recipe_text(recipe: str) -> str:
-    """The YAML of a shipped recipe's name or of a file.
+def is_model(recipe: str) -> bool:
+    """Return whether a model stands in place of a recipe: a `config.json`, a folder that holds one, or a hub id."""
+    if not recipe or recipe.endswith(_SUFFIXES) or recipe in _shipped():
+        return False
+    path = user_path(recipe)
+    if path.is_dir():
+        return (path / "config.json").is_file() and not (path / "config.yaml").is_file()
+    if path.exists():
+        return path.suffix == ".json"
+    # Costly to import, for a name with a slash alone.
+    from shardwise.base import hub
+
+    return "/" in recipe and hub.is_hub_name(recipe.partition("@")[0]) and not hub.is_local(recipe)
+
+
+def recipe_text(recipe: str, *, cached: bool = False) -> str:
+    """The YAML of a shipped recipe's name, of a file, or of what a model stands for (`config/model_recipes.py`).
+
+    Args:
+        cached: open a model of the hub from the cache, without a request.
 
     Raises:
         ConfigError: the recipe is unknown, or its file cannot be read.
     """
+    if is_model(recipe):
+        # Costly to import, for a model alone.
+        from shardwise.config.model_recipes import comment_and_sections
+
+        comment, sections = comment_and_sections(recipe, recipe_name(recipe), recipe_names(), cached=cached)
+        return f"{comment}\n{dump_yaml(sections)}"
     is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
-    if not is_file and recipe not in recipe_names():
+    if not is_file and recipe not in _shipped():
         near = nearest_name(recipe, recipe_names(), cutoff=0.4)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
             f"unknown recipe {recipe!r}: {hint}shipped recipes are {listing(recipe_names())}; "
-            "a path to your own ends with .yaml"
+            "a path to your own ends with .yaml, and a model of the hub reads owner/name"
         )
     path = user_path(recipe) if is_file else _RECIPES / f"{recipe}.yaml"
     if is_file and (path / "config.yaml").is_file():
@@ -48,26 +78,23 @@ def recipe_text(recipe: str) -> str:
             f"the recipe file {recipe} is a run's folder: `shardwise train --run-dir {recipe}` continues the run, and "
             f"{recipe}/config.yaml is its configuration"
         )
-    model = path.parent if path.name == "config.json" else path
-    if is_file and (model / "config.json").is_file():
-        raise ConfigError(
-            f"RECIPE ({recipe}) must be a recipe, and it is a model: `shardwise train RECIPE model.config={model} "
-            f"checkpoint.load={model}` trains that further, with its tokenizer"
-        )
+    if is_file and path.is_dir():
+        raise ConfigError(f"RECIPE ({recipe}) must be a recipe or a model, and the folder holds no config.json")
     try:
         with path.open("rb") as file:  # it may be a pipe, as the shell makes of <(command)
             return read_small(file, path).decode()
     except FileNotFoundError:
-        is_model = recipe.count("/") == 1 and not recipe.startswith((".", "/", "~"))
-        hint = f"; a model of the hub is named by checkpoint.load={recipe} beside a recipe" if is_model else ""
-        raise ConfigError(f"there is no recipe file {recipe}{hint}") from None
+        raise ConfigError(f"there is no recipe file {recipe}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
 
 
 def recipe_name(recipe: str) -> str:
-    """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml`."""
-    return Path(recipe).stem if recipe.endswith(_SUFFIXES) else Path(recipe).name
+    """The short name of a recipe, after which its runs are named: `llama` of `my/llama.yaml` or `llama/config.json`."""
+    path = Path(recipe)
+    if path.name in ("config.json", "", ".."):
+        return (path.parent if path.name == "config.json" else path).resolve().name
+    return path.stem if recipe.endswith(_SUFFIXES) else path.name.partition("@")[0]
 
 
 def own_data(recipe: str) -> str:

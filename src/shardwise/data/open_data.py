@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -32,9 +33,9 @@ def format_named(name: str) -> DataFormat:
 
 
 def format_of(data: DataConfig) -> DataFormat:
-    """The format of the data that the `data` section names: as its keys say, else by the names at the path.
+    """The format of the data that the `data` section names: as keys say, else names and first rows.
 
-    No file is opened. A path that the system refuses counts as text: opening it will report the reason.
+    A path that the system refuses counts as text: opening it will report the reason.
     """
     if data.blend is not None:  # of prefixes
         return format_named("megatron")
@@ -42,11 +43,14 @@ def format_of(data: DataConfig) -> DataFormat:
         return format_named(CHAT)
     if data.path is None:
         return format_named("datasets" if data.is_hub_dataset else "text")
-    if data.format != "auto":
-        return format_named(data.format if data.format in FORMATS else "text")
+    if data.format in FORMATS:
+        return format_named(data.format)
     path = user_path(data.path)
+    records = [format_named(name) for name in FORMATS]
     try:
-        return next((record for record in map(format_named, FORMATS) if record.is_at(path)), format_named("text"))
+        named = (record for record in records if data.format == "auto" and record.is_at(path))
+        seen = (record for record in records if record.is_in(data))
+        return next(chain(named, seen), format_named("text"))
     except OSError:
         return format_named("text")
 
@@ -203,8 +207,10 @@ def checked_format(request: DataRequest) -> DataFormat:
             f"data.split ({data.split}) must be weights such as 95,5 where {shown} is "
             f"{'conversations' if record.name == CHAT else 'no data set with splits'}"
         )
-    if record.holds_tokens and (problems := common.mark_problems(data)):
+    if record.holds_tokens and (problems := common.mark_problems(data, of_rows=record.name == "tokens")):
         raise DataError(problems)
+    if data.eod_token is not None and record.contents == "text" and not data.needs_document_ends:
+        raise DataError(f"data.eod_token ({data.eod_token}) must be left out with text: the tokenizer's token ends it")
     if data.streaming and record.holds_tokens:
         raise DataError(f"data.streaming (true) must be false with {shown}, whose tokens are read where they lie")
     if data.streaming and request.in_pairs:

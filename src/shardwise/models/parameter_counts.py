@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from shardwise.config import FamilyConfig, ModelConfig, Recompute
+from shardwise.config import Config, FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout, Stage
 from shardwise.config.routing import Routing
@@ -509,3 +509,30 @@ def model_flops_utilization(
     if token_flops is None or peak_flops is None:
         return None
     return token_flops * tokens_per_second / (ranks * peak_flops)
+
+
+@dataclass(frozen=True)
+class OwnShapes:
+    """What was counted of a model of the user's own.
+
+    Attributes:
+        parameters: elements of its parameters.
+        token_flops: FLOPs of a training token, forward and backward, as the operators compute them: keys that a mask
+            hides count.
+        saved_bytes: bytes that the forward pass of a micro-batch keeps for the backward pass without recompute, in the
+            dtype in which the class is made.
+        like: the Llama of the same width, depth and matrices.
+        is_cut: its class takes the tensor-parallel ranks.
+        recomputes: its class takes `recompute`.
+    """
+
+    parameters: int
+    token_flops: float
+    saved_bytes: int
+    like: FamilyConfig
+    is_cut: bool
+    recomputes: bool
+
+    def sized(self, config: Config) -> Config:
+        """`config` with the Llama in the place of the user's model, for formulas."""
+        return config.model_copy(update={"model": self.like})

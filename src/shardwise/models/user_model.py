@@ -16,7 +16,7 @@ A model is refused that cannot be trained at the layout, or that no checkpoint c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any, cast
@@ -37,6 +37,7 @@ from shardwise.distributed.torch_private import has_data
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.execution import Execution, execution, made_with
 from shardwise.layers.linear import RowParallelLinear, linear_layers
+from shardwise.models.batch_first import PLAIN_MODULE
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that lacks `seed`, `device` or `dtype` is made after
@@ -56,7 +57,7 @@ def check_user_model(config: Config) -> type[nn.Module]:
         "starts_SB": any(source.reset_attention_mask for source in sources),
     }
     problems = user_class.constructor_problems(_keys(config.model), config.parallel, config.recompute)
-    problems += user_class.forward_problems([name for name, is_given in given.items() if is_given])
+    problems += user_class.forward_problems([name for name, is_given in given.items() if is_given], config.hooks.loss)
     if problems:
         raise ConfigError(problems)
     return user_class.model_class
@@ -71,6 +72,11 @@ def can_be_cut(family: str) -> bool:
     return "group" in _OwnClass.of(family).names
 
 
+def takes(family: str, argument: str) -> bool:
+    """Return whether the constructor of the class that `model.family` names takes an argument of the run."""
+    return argument in _OwnClass.of(family).names
+
+
 def build_user_model(
     config: Config,
     group: Group,
@@ -78,8 +84,12 @@ def build_user_model(
     sequence_parallel: bool,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    seeds: bool = True,
 ) -> nn.Module:
     """Build this rank's shard of the model that `model.family` names.
+
+    Args:
+        seeds: false for tensors without data, to leave torch's generators as they are.
 
     Raises:
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
@@ -91,12 +101,14 @@ def build_user_model(
     values_of_run = (group, sequence_parallel, config.recompute, config.train.seed, device, dtype)
     run = {name: value for name, value in zip(RUN, values_of_run, strict=True) if name in user_class.names}
     # A class that takes no seed draws the same weights on every rank.
-    torch.manual_seed(config.train.seed)
+    if seeds:
+        torch.manual_seed(config.train.seed)
     chosen = execution()
+    model_class = user_class.model_class if chosen.loss is None else _with_loss(user_class.model_class, chosen.loss)
     try:
         # Which layers are in blocks is known later, and only these multiply in fp8.
         with made_with(replace(chosen, fp8=False)):
-            model = user_class.model_class(**user_class.section_arguments(config.model), **run)
+            model = model_class(**user_class.section_arguments(config.model), **run)
     except RAISED as error:
         if devices.is_out_of_memory(error) or isinstance(error, dist.DistError):
             raise  # no fault of the class: the callers say what to do
@@ -151,6 +163,17 @@ def _finish_blocks(model: nn.Module, family: str, chosen: Execution) -> None:
             "compile.enabled (true) needs a model with blocks, and model.family has none: put its blocks into a "
             "torch.nn.ModuleList, or set compile.enabled=false"
         )
+
+
+def _with_loss(model_class: type[nn.Module], loss: Callable[[Tensor, Tensor], Tensor]) -> type[nn.Module]:
+    """Return the class whose forward gives the loss that a function of the user's computes of its logits."""
+
+    class WithLoss(model_class):  # type: ignore[misc, valid-type]
+        def forward(self, ids_SB: Tensor, targets_SB: Tensor, **given: Tensor) -> Tensor:
+            return loss(self.logits(ids_SB, **given).float(), targets_SB)
+
+    WithLoss.__name__ = model_class.__name__
+    return WithLoss
 
 
 def _move(model: nn.Module, **target: Any) -> None:
@@ -287,8 +310,18 @@ class _OwnClass:
                 problems.append(f"model.{key}: {self.family} takes no such argument; {hint}")
         return problems
 
-    def forward_problems(self, given: Sequence[str]) -> list[str]:
-        """Return an error if the run's arguments, of which some are given by name, do not fit `forward`."""
+    def forward_problems(self, given: Sequence[str], loss: str | None) -> list[str]:
+        """Return an error if the run's arguments, of which some are given by name, do not fit `forward`.
+
+        With a `loss` of the user's, `logits` is called in its place.
+        """
+        if loss is not None:
+            if hasattr(self.model_class, "logits"):
+                return []
+            return [
+                f"hooks.loss ({loss}) needs a method logits(ids) of model.family ({self.family}), whose result it "
+                f"gets; {PLAIN_MODULE}"
+            ]
         if self.model_class.forward is nn.Module.forward:
             return [f"model.family ({self.family}) must have a method forward(ids, targets)"]
         # The method of an instance, even of one that was never initialised, has a signature without `self`.
@@ -301,7 +334,7 @@ class _OwnClass:
             by_name = f", and {listing(given)} by name" if given else ""
             return [
                 f"{where} must take the token ids and the targets as its first two arguments, of any names{by_name}; "
-                "every other argument except dropout must have a default"
+                f"every other argument except dropout must have a default; {PLAIN_MODULE}"
             ]
         if bound.get("ids_SB", _IDS) is not _IDS or bound.get("targets_SB", _TARGETS) is not _TARGETS:
             return [f"{where} must take the token ids first and the targets second, as both are given by position"]

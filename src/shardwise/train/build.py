@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -313,7 +314,7 @@ def _optimizer_class(
 def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, object]]:
     """Parameter groups: with Muon, its matrices have a group of their own, and all others AdamW's learning rate."""
     if not settings.spec.orthogonalizes:
-        return decay_groups(model.parameters(), settings.weight_decay)
+        return decay_groups(model.parameters(), settings.weight_decay, settings.no_decay)
     matrices = block_matrices(model)
     if not matrices:
         raise ConfigError(
@@ -325,22 +326,29 @@ def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[s
     adamw = {"use_muon": False, "lr": lr_factor * settings.lr, "lr_factor": lr_factor}
     return [
         {"params": matrices, "weight_decay": settings.weight_decay, "use_muon": True},
-        *(group | adamw for group in decay_groups(other_parameters, settings.weight_decay)),
+        *(group | adamw for group in decay_groups(other_parameters, settings.weight_decay, settings.no_decay)),
     ]
 
 
-def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
-    """Parameter groups: matrices decay, vectors (biases and norms, by their canonical shape) do not."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+def decay_groups(
+    parameters: Iterable[nn.Parameter], weight_decay: float, no_decay: Sequence[str] | None = None
+) -> list[dict[str, object]]:
+    """Parameter groups: what decays, and what does not: names that match `no_decay`, without it vectors.
+
+    Vectors are biases and norms, by their canonical shape.
+    """
+    decaying: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for parameter in parameters:
-        if len(of_or_whole(parameter).pieces[0].shape) > 1:
-            matrices.append(parameter)
+        piece = of_or_whole(parameter).pieces[0]
+        if no_decay is None:
+            decays = len(piece.shape) > 1
         else:
-            vectors.append(parameter)
+            decays = not any(fnmatchcase(piece.name, pattern) for pattern in no_decay)
+        (decaying if decays else others).append(parameter)
     groups: list[dict[str, object]] = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

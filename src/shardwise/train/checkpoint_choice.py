@@ -13,7 +13,7 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
-from shardwise.config import CheckpointConfig, Config, changed_stages
+from shardwise.config import CheckpointConfig, Config, changed_stages, resume_problems
 from shardwise.launch.environment import NODE
 from shardwise.runs.folder import RunDirectory
 
@@ -100,13 +100,14 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
     the same command, given again after a stop, must not undo its own steps.
 
     Args:
-        is_resumed: the folder held a run before.
+        is_resumed: the folder held a run before. A run of another program, whose state was imported, goes on too.
 
     Raises:
-        ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's.
+        ConfigError: the checkpoint that `checkpoint.resume` names is not there, or the checkpoints are another run's,
+            or of another model that was imported.
     """
     step = config.checkpoint.resume
-    if not is_resumed:
+    if not is_resumed and not (saved and _is_imported(saved[0], config)):
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if saved:
@@ -129,6 +130,17 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
             f"{see('checkpoints#step-not-there')}"
         )
     return chosen
+
+
+def _is_imported(newest: StepFolder, config: Config) -> bool:
+    """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
+    manifest = glance(newest.folder, newest.step).manifest
+    if manifest is None or not manifest.goes_on_here:
+        return False
+    new = config.recorded()
+    if problems := resume_problems({**new, "model": manifest.config["model"]}, new):
+        raise ConfigError(problems)
+    return True
 
 
 def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:

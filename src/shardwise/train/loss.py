@@ -24,6 +24,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import DropoutKey
+from shardwise.models.batch_first import PLAIN_MODULE
 from shardwise.models.blocks import gives_losses
 from shardwise.models.masks import DocumentSizes
 
@@ -130,7 +131,7 @@ class MicroBatch:
             shown = f"a tensor of shape {tuple(returned.shape)}"
         raise ConfigError(
             f"model.family ({type(part).__name__}): forward must return the sum of its targets' losses "
-            f"({len(self.counts_K)} in all), not {shown}"
+            f"({len(self.counts_K)} in all), not {shown}; {PLAIN_MODULE}"
         )
 
     def tokens(self) -> Tensor:

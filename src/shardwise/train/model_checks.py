@@ -14,6 +14,7 @@ from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import further_gradients, placements
+from shardwise.models.batch_first import PLAIN_MODULE
 from shardwise.models.blocks import Stages
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
@@ -62,7 +63,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
         raise ConfigError(
             f"model.family ({type(model).__name__}): ids and targets must be read as [sequence, batch], but a loss "
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
-            f"forward, and return the sum of the losses{see('training#swapped-axes')}"
+            f"forward, and return the sum of the losses; {PLAIN_MODULE}{see('training#swapped-axes')}"
         )
 
 

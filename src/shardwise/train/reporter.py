@@ -97,6 +97,10 @@ class Reporter:
         length = train.sequence_length
         self._token_flops = flops_per_token(config.model, length, config.data.predictions(length))
         self._peak_flops = peak_flops(device_name, self.precision.parameter)
+        if config.model.is_own and self._peak_flops is not None:
+            from shardwise.models.own_shapes import own_token_flops  # costly to import, for MFU alone
+
+            self._token_flops = own_token_flops(config)
         self.totals = StartTotals(0, 0.0, time.perf_counter(), self._new_throughput())
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
@@ -195,6 +199,7 @@ class Reporter:
             device_name=self.device_name,
             parameters=self.parameters,
             memory=self.memory,
+            token_flops=self._token_flops,
             steps=(done, end),
             epochs=epochs,
             run_path=self.run.path,

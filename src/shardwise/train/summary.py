@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from shardwise.estimates.memory import (
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
+from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
 
@@ -69,6 +70,7 @@ def dry_run(
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
     recipe_config: Config | None = None,
+    own: OwnShapes | None = None,
 ) -> str:
     """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
@@ -80,19 +82,23 @@ def dry_run(
         continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
+        own: what was counted of a model of the user's own; None: nothing, or a model of a family.
     """
     summary = _Summary(config, layout, accelerator)
+    sized = summary
+    if own is not None:
+        sized = _Summary(own.sized(config), layout, accelerator, own)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
         *continued,
-        *summary.work(shown_device),
+        *summary.work(shown_device, own),
         *([] if predicted is None else predicted.rows),
-        *summary.pipeline(),
-        *summary.compute(),
-        *summary.needs(),
+        *sized.pipeline(),
+        *sized.compute(),
+        *sized.needs(),
         ("checkpoints", summary.when_saved(None if predicted is None else predicted.seconds)),
-        *(summary.host_memory() if predicted is None and not accelerator else []),
+        *(sized.host_memory() if predicted is None and not accelerator else []),
         *inputs,
     ]
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
@@ -115,6 +121,7 @@ def start_rows(
     device_name: str,
     parameters: int,
     memory: Mapping[str, int],
+    token_flops: float | None,
     steps: tuple[int, int],
     epochs: str,
     run_path: Path,
@@ -124,6 +131,7 @@ def start_rows(
     Args:
         parameters: number of the whole model's parameters.
         memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
+        token_flops: FLOPs of a token, forward and backward; None where they are not known.
         steps: steps done by earlier runs, and the last step of this run.
         epochs: text on how often the training reads its data; empty if that is not known.
     """
@@ -151,23 +159,32 @@ def start_rows(
         ("layout", summary.layout_text),
         ("device", f"{device_name}, {precision.parameter}{dtypes}{_numbers(precision)}{summary.advice(precision)}"),
         ("memory", known),
-        ("MFU", summary.utilization(device_name, precision)),
+        ("MFU", summary.utilization(device_name, precision, token_flops)),
         ("run", str(run_path)),
     ]
 
 
 @dataclass(frozen=True)
 class _Summary:
-    """Rows on a configuration at a layout; `accelerator`: the ranks have accelerators."""
+    """Rows on a configuration at a layout.
+
+    Attributes:
+        accelerator: the ranks have accelerators.
+        own: what was counted of the user's own model, in whose place `config` has the model that is like it.
+    """
 
     config: Config
     layout: Layout
     accelerator: bool
+    own: OwnShapes | None = None
 
     @cached_property
     def memory(self) -> MemoryEstimate | None:
-        """The memory of the rank that needs most; None for a model of the user's own."""
-        return expected_memory(self.config, self.layout, self.accelerator)
+        """The memory of the rank that needs most; None for a model of the user's own that was not counted."""
+        memory = expected_memory(self.config, self.layout, self.accelerator)
+        if memory is None or self.own is None or self.config.recompute != "none":
+            return memory
+        return replace(memory, activations=max(memory.activations, self.own.saved_bytes // self.layout.tensor))
 
     @cached_property
     def rank(self) -> int:
@@ -207,12 +224,14 @@ class _Summary:
         is_plain = self.layout.world == 1 and sharding == "ZeRO-1"
         return self.layout.product() if is_plain else f"{self.layout.product()}, {sharding}"
 
-    def work(self, device: str) -> _Rows:
+    def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
         config = self.config
         train = config.train
         parameters = parameter_counts.parameter_count(config.model)
-        shown_parameters = f"{_UNKNOWN}: a dry run does not call its constructor"
+        shown_parameters = _UNKNOWN
+        if own is not None:
+            shown_parameters = f"{units.count(own.parameters)} ({own.parameters:,}), built without data"
         if parameters is not None:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
@@ -294,14 +313,15 @@ class _Summary:
 
     def compute(self) -> _Rows:
         """The FLOPs of the training, and those of what is computed again."""
-        token_flops = _token_flops(self.config)
+        token_flops = _token_flops(self.config) if self.own is None else self.own.token_flops
         workload = RankWorkload.of(self.config, self.layout, self.accelerator)
         if token_flops is None or workload is None:
             return [("compute", _UNKNOWN)]
         total = 0.0
         for stage in stages_of(self.config):
             tokens = stage.train.global_batch * stage.train.sequence_length
-            total += (_token_flops(stage) or 0.0) * (stage.last_step - stage.steps_before) * tokens
+            flops = _token_flops(stage) if self.own is None else token_flops
+            total += (flops or 0.0) * (stage.last_step - stage.steps_before) * tokens
         rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(total)} FLOPs in all")]
         if self.config.recompute != "none":
             rows.append(("recompute", _recompute(workload, token_flops)))
@@ -351,16 +371,16 @@ class _Summary:
         kept = f"checkpoint.keep={'null' if settings.keep is None else settings.keep}"
         return f"{size}, at most {at_once:,} at once ({kept}), {units.size(at_once * checkpoint)} in all"
 
-    def utilization(self, device_name: str, precision: Precision) -> str:
+    def utilization(self, device_name: str, precision: Precision, flops: float | None) -> str:
         """The definition of MFU: model FLOPs over the peak; published figures differ in their count of attention."""
-        flops = _token_flops(self.config)
-        if flops is None:
-            return _UNKNOWN
         peak = peak_flops(device_name, precision.parameter)
         if peak is None:
             kind = "CPU" if device_name.startswith("cpu") else "device"
             return f"not shown: the peak FLOP/s of this {kind} is unknown"
-        counted = "causal attention counts half" if self.config.model.causal else "with all of attention"
+        if flops is None:
+            return _UNKNOWN
+        is_half = self.config.model.causal and not self.config.model.is_own
+        counted = "causal attention counts half" if is_half else "with all of attention"
         return f"of {peak / 1e12:,.1f} TFLOP/s; {units.count(flops)} FLOPs per token, forward and backward, {counted}"
 
     def host_memory(self) -> _Rows:

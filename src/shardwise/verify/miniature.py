@@ -36,7 +36,7 @@ def miniature(
     It keeps: the family and its keys; the ratio of query to key/value heads; by which of the tensor-parallel degrees
     heads, feed-forward width and vocabulary can be divided; ties, dropout, precision, optimizer, the form of the
     schedule, copies of what ZeRO cuts, a loss of the user's own, and what document ends change. It is small in width,
-    depth, vocabulary and sequence, and its warmup takes one step. The learning rate is that of the optimizer's record.
+    depth, vocabulary and sequence, and warmup and decay take a step each. The learning rate is the optimizer record's.
     The masks of dropout are those of `invariant`, as those of `fast` depend on the layout. A model of the user's own
     keeps its keys, as their meaning is not known. With `bitwise` its training is bit-equal, with the smallest
     grains that suit the cells.
@@ -64,6 +64,7 @@ def miniature(
         | {
             "warmup_steps": min(1, optimizer.warmup_steps),
             "constant_steps": 0,
+            "decay_steps": optimizer.decay_steps and 1,
             "bucket_mib": _BUCKET_MIB,
         },
         "precision": config.precision.model_dump()

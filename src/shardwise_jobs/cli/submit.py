@@ -26,6 +26,7 @@ from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
+from shardwise.config.recipe_files import is_model
 from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.runs.events import last_step, newest_checkpoint
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
@@ -106,6 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
+    if is_model(arguments.recipe):
+        # The files of a model, such as the hub's cache, need not be on the machines of the job.
+        raise ConfigError(
+            f"RECIPE ({arguments.recipe}) must be a recipe, and it is a model: `shardwise recipes {arguments.recipe} "
+            "--write my.yaml` writes the recipe of it"
+        )
     if arguments.write_only:
         excluded = {
             "--dry-run": arguments.dry_run,

@@ -40,12 +40,14 @@ class Machines:
         price: price for an hour; None: that of the device's file.
         failures_per_year: failures of one device; None: those of its file.
         restart: seconds of a restart; None: those of its file.
+        held_bytes: memory of each device that no layout may use.
     """
 
     device: str
     price: Price | None = None
     failures_per_year: float | None = None
     restart: float | None = None
+    held_bytes: int = 0
 
     def on(self, nodes: int) -> Cluster:
         """Return the cluster of so many nodes."""
@@ -54,7 +56,9 @@ class Machines:
         changed = {name: value for name, value in given.items() if value is not None}
         reliability = replace(machines.device.reliability, **changed)
         price = self.price or machines.device.price
-        return replace(machines, device=replace(machines.device, price=price, reliability=reliability))
+        memory = machines.device.memory - self.held_bytes
+        device = replace(machines.device, price=price, reliability=reliability, memory=memory)
+        return replace(machines, device=device)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,18 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.config import dump_yaml, largest_stage, load_config, recipe_name
-from shardwise.config.recipe_files import carried_comments, own_data
+from shardwise.cli.help import RECIPE_HELP
+from shardwise.cli.recipe_argument import load_recipe
+from shardwise.config import Config, ModelConfig, check_layout, dump_yaml, largest_stage, recipe_name
+from shardwise.config.recipe_files import carried_comments, is_model, own_data
+from shardwise.config.token_counts import parse_tokens
+from shardwise.estimates.memory import expected_memory
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
@@ -34,15 +39,13 @@ from shardwise_plan.run_stages import run_with_layout
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
 _OPTIONS = (
-    "recipe", "overrides", "device", "nodes", "objective", "price", "budget", "failures", "restart", "why", "all",
-    "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
+    "recipe", "overrides", "device", "tokens", "nodes", "objective", "price", "budget", "failures", "restart", "why",
+    "all", "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
 )  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a shipped recipe's name, or a YAML file; or the folder of a run"
-    )
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help=f"{RECIPE_HELP}; or the folder of a run")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="replaces a key of the recipe, such as train.steps=100"
     )
@@ -52,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a device's name or YAML file, and the number of devices of a node; several, separated by commas, "
         "are compared",
     )
+    parser.add_argument("--tokens", metavar="N", help="tokens of the training, such as 1T; the same as train.steps=1T")
     parser.add_argument("--nodes", metavar="N[,N…]", help="machines; several numbers are compared (default: 1)")
     parser.add_argument("--objective", choices=OBJECTIVES, help="what the best layouts need least of (default: time)")
     parser.add_argument(
@@ -114,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
     elif arguments.device is None:
         raise ConfigError("--device must name a device, such as h100:8, or a YAML file, as --calibrate writes it")
-    elif Path(arguments.recipe).is_dir():
+    elif Path(arguments.recipe).is_dir() and not is_model(arguments.recipe):
         _require_alone(
             arguments, "RUN (whose keys are as they were)", "recipe", "device", "nodes", "all", "json", "write"
         )
@@ -138,16 +142,25 @@ def _require_alone(arguments: argparse.Namespace, subject: str, *allowed: str) -
 
 def _plan(arguments: argparse.Namespace) -> None:
     recipe: str = arguments.recipe
-    config = largest_stage(load_config(recipe, arguments.overrides))
+    if arguments.tokens is not None:
+        if parse_tokens(arguments.tokens) is None:
+            raise ConfigError(f"--tokens ({arguments.tokens}) must be a number with k, M, B or T, such as 300B or 1.5T")
+        arguments.overrides.append(f"train.steps={arguments.tokens}")
+    config = largest_stage(load_recipe(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
     if arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}":
         # A rule of the batch would otherwise let each of the compared clusters train other tokens.
         config = config.with_tokens_for_any_batch()
+    trained = config.model
+    held = 0
+    if config.model.is_own:
+        config, held = _sized(config, fixed)
     devices = named_devices(arguments.device)
     price_of = prices(arguments.price, devices)
 
     def answered(device: str) -> Answer:
-        return answer(arguments, _machines(arguments, device, price_of[device]), config, fixed)
+        machines = replace(_machines(arguments, device, price_of[device]), held_bytes=held)
+        return answer(arguments, machines, config, fixed)
 
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
@@ -163,7 +176,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe, devices[0], listed, arguments.layout)
+        _write(arguments.write, recipe, devices[0], listed, arguments.layout, trained)
     if arguments.html is not None:
         from shardwise_plan.cli.page import page  # costly to import, for a page alone
 
@@ -178,6 +191,32 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         _draw(listed, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
+
+
+def _sized(config: Config, fixed: set[str]) -> tuple[Config, int]:
+    """The configuration with a family's model that is like the user's own, and the bytes that the own one adds.
+
+    Keys that its class does not take, and the size of the micro-batch that was counted, are put into `fixed`.
+    """
+    from shardwise.cli.train import check_user_code
+    from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
+
+    check_user_code(config)
+    shapes = own_shapes(config, accelerator=True)
+    fixed |= {"parallel.pipeline", "parallel.context", "parallel.expert", "train.micro_batch"}
+    fixed |= set() if shapes.is_cut else {"parallel.tensor", "parallel.sequence"}
+    fixed |= set() if shapes.recomputes else {"train.recompute"}
+    sized = shapes.sized(config)
+    alone = sized.with_keys(parallel={"tensor": 1, "sequence": False}, train={"recompute": "none"})
+    memory = expected_memory(alone, check_layout(alone, 1), True)
+    assert memory is not None, "the shapes of a family are known"
+    held = max(0, shapes.saved_bytes - memory.activations - memory.loss)
+    output.progress(
+        f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
+        f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
+        f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"
+    )
+    return sized, held
 
 
 def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> Machines:
@@ -240,12 +279,13 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(kinds, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
+def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None, model: ModelConfig) -> None:
     """Write the recipe with a layout of the list, and print how to train it.
 
     Args:
         device: value of `--device`.
         number: number of the layout; None: the first that leaves a tenth of the memory free, or else 1.
+        model: the model of the recipe.
     """
     choice = ""
     if number is None:
@@ -254,11 +294,14 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
-    config = run_with_layout(plan.config, plan.layout)
+    config = run_with_layout(plan.config, plan.layout).model_copy(update={"model": model})
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
     text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = config.with_tokens(config.model_dump(mode="json", exclude_unset=True))
+    if model.is_own:
+        # Optional keys that are null would be arguments of the class.
+        values["model"] = {key: value for key, value in values["model"].items() if value is not None}
     if not plan.calendar.is_given:
         # The list assumes the interval that costs least; of a training of seconds it would be 0.
         values.setdefault("checkpoint", {})["every_minutes"] = max(0.1, round(plan.calendar.interval / 60, 1))

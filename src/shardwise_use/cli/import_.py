@@ -1,46 +1,59 @@
-"""Make a checkpoint of step 0 of weights from elsewhere: `checkpoint.load` starts from it, at any layout.
+"""Make a checkpoint of a model from elsewhere, at which a run starts or goes on, at any layout.
 
-SOURCE is a Hugging Face folder or hub id. With --from it is the folder of a sharded checkpoint: megatron (Megatron-LM's
+SOURCE is a Hugging Face folder or hub id. If a Hugging Face Trainer saved optimizer.pt there (checkpoint-500), the
+optimizer's state, the step and the rates are imported too: DEST becomes the folder of a run, and `shardwise train
+--run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its weights.
+
+With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models) and olmo-core (OLMo 2
+and 3, Llama and Qwen 3 models) are imported with the state of AdamW, the step and the rates. Of megatron (Megatron-LM's
 `torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
-folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The shards of all tensor- and
-pipeline-parallel ranks are combined; the optimizer's state is left out. Pickled files are opened in a way that runs no
-code in them. The command needs memory for only some rows of a tensor.
+folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models) the optimizer's state is left out. The
+shards of all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory
+for only some rows of a tensor.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
-from shardwise.base.files import user_path
+from shardwise.base.files import user_path, write_atomic
 from shardwise.base.hub import is_url
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.cli.help import count
-from shardwise.config.recipe_files import parse_value
+from shardwise.config.recipe_files import dump_yaml, parse_value
+from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
-    from shardwise_use.importing.hugging_face import ForeignModel
+    from shardwise.checkpoint.storage.root import Root
+    from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
 _NEMO = "neuronx-nemo-megatron"
 _NEURONX = "neuronx-distributed"
+_TITAN = "torchtitan"
+_OLMO = "olmo-core"
 _OPTIONS = {
-    "config": ("--config", (_NEURONX,)),
+    "config": ("--config", (_NEURONX, _TITAN)),
     "revision": ("--revision", (_HUB,)),
     "vocab_size": ("--vocab-size", (_MEGATRON, _NEMO)),
-    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX)),
+    "tokenizer": ("--tokenizer", (_MEGATRON, _NEMO, _NEURONX, _TITAN, _OLMO)),
     "allow_drift": ("--allow-drift", (_MEGATRON, _NEMO, _NEURONX)),
-    "ignore": ("--ignore", (_HUB, _NEURONX)),
+    "ignore": ("--ignore", (_HUB, _NEURONX, _TITAN)),
 }
+_RECIPE = "imported.yaml"
+"""The file in a run's folder with the keys by which the run goes on as it began elsewhere."""
 
 _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "model.ignore": "--ignore"}
 """Keys that messages name → what the command has instead."""
@@ -51,19 +64,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dest",
         metavar="DEST",
-        help="a run's folder, or a folder of checkpoints: step-00000000 is made in it; a path or a URL",
+        help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL",
     )
     parser.add_argument(
         "--from",
         dest="kind",
         metavar="FORMAT",
-        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX),
+        choices=(_HUB, _MEGATRON, _NEMO, _NEURONX, _TITAN, _OLMO),
         default=_HUB,
-        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO} or {_NEURONX}",
+        help=f"{_HUB} (default), {_MEGATRON}, {_NEMO}, {_NEURONX}, {_TITAN} or {_OLMO}",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     parser.add_argument(
-        "--config", metavar="PATH", type=Path, help=f"{_NEURONX}: the model's Hugging Face config.json, or its folder"
+        "--config",
+        metavar="PATH",
+        type=Path,
+        help=f"{_NEURONX}, {_TITAN}: the model's Hugging Face config.json, or its folder",
     )
     parser.add_argument(
         "--vocab-size",
@@ -88,7 +104,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,…",
         help="fields of config.json to leave out, because they do not change what the model computes",
     )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave out the step and the optimizer's state that SOURCE has"
+    )
+    parser.add_argument(
+        "--samples",
+        metavar="N",
+        type=_from_0,
+        help="samples that SOURCE was trained on, after which the data go on (default: as SOURCE says)",
+    )
+    parser.add_argument(
+        "--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)"
+    )
     add_max_shard_size(parser)
+
+
+def _from_0(text: str) -> int:
+    return 0 if text == "0" else count(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,11 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
     from shardwise_use.importing.hugging_face import write_checkpoint
 
-    root = answering_root(arguments.dest if "://" in arguments.dest else user_path(arguments.dest))
-    if (root / "checkpoints").is_folder():
-        # DEST is the folder of a run.
-        root = root / "checkpoints"
     opened = _open(arguments)
+    opened = replace(opened, progress=_completed(opened.progress, arguments))
+    root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
         output.progress(f"note: {note}")
     with output.bar("importing", opened.nbytes) as progress:
@@ -110,10 +140,71 @@ def run(arguments: argparse.Namespace) -> int:
         f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "
         f"{counted(done.files, 'file')}, {size(done.bytes)}"
     )
+    if opened.progress is not None:
+        _tell_progress(opened, opened.progress, done.folder, run_folder)
+        return 0
     if arguments.kind != _HUB:
         output.line("weights alone are imported: the state of the optimizer and of the schedule is left out")
     output.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
     return 0
+
+
+def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
+    """The folder of checkpoints in DEST, and the local run's folder that has it, in which a run is to go on."""
+    if "://" in dest:
+        root = answering_root(dest)
+        return (root / "checkpoints" if (root / "checkpoints").is_folder() else root), None
+    path = user_path(dest)
+    is_inside = (path / "checkpoints").is_dir() or (is_run and path.name != "checkpoints")
+    folder = path / "checkpoints" if is_inside else path
+    if is_run and RunDirectory(folder.parent).holds_run:
+        raise ConfigError(
+            f"DEST ({dest}) must hold no run yet, in whose place the imported one is to go on: choose another"
+        )
+    return answering_root(str(folder)), folder.parent if is_run else None
+
+
+def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) -> ForeignProgress | None:
+    """The progress with what the user knows of it.
+
+    Raises:
+        ConfigError: nobody says where the data go on, or there is no progress to tell more of.
+    """
+    samples, tokens = arguments.samples, arguments.tokens
+    if progress is None:
+        if samples is not None or tokens is not None:
+            raise ConfigError("--samples and --tokens must be left out: of SOURCE the weights alone are imported")
+        return None
+    samples = progress.samples if samples is None else samples
+    if samples is None:
+        raise ConfigError(
+            f"SOURCE does not say how many samples its {progress.step:,} steps took: give --samples N, after which the "
+            "data go on (0: from their beginning), or --weights-only"
+        )
+    return replace(progress, samples=samples, tokens=progress.tokens if tokens is None else tokens)
+
+
+def _tell_progress(opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None) -> None:
+    """Print how far the training came and the command that goes on, whose keys are written into the run's folder."""
+    tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
+    output.line(
+        f"after step {progress.step:,}, {counted(progress.samples or 0, 'sample')} and {tokens}, with the optimizer's "
+        f"{listing(sorted({weight.state for weight in progress.states}), 'and')}"
+    )
+    model = opened.config.model_dump(mode="json", exclude_defaults=True)
+    values: dict[str, dict[str, Any]] = {"model": {"family": opened.config.family, **model}}
+    keys = {"optimizer.name": progress.optimizer, **progress.keys}
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
+    recipe = (run_folder or Path()) / _RECIPE
+    write_atomic(recipe, dump_yaml(values))
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    output.line(f"keys that carry the training over, in {recipe}: {shlex.join(words)}")
+    place = ["RUN", f"checkpoint.path={str(folder).rpartition('/')[0]}"] if run_folder is None else [str(run_folder)]
+    missing = [f"{key}=N" for key in ("train.global_batch", "train.sequence_length") if key not in keys]
+    command = shlex.join(["shardwise", "train", str(recipe), "--run-dir", *place, "data.path=DATA", *missing])
+    output.line(f"go on: {command}")
 
 
 def _require_fitting(arguments: argparse.Namespace) -> None:
@@ -124,8 +215,8 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
         for name, (option, kinds) in _OPTIONS.items()
         if (value := getattr(arguments, name)) is not None and kind not in kinds
     ]
-    if kind == _NEURONX and arguments.config is None:
-        problems.append(f"--from {_NEURONX} needs --config PATH: its checkpoints do not describe their model")
+    if kind in (_NEURONX, _TITAN) and arguments.config is None:
+        problems.append(f"--from {kind} needs --config PATH: its checkpoints do not describe their model")
     if problems:
         raise ConfigError(problems)
 
@@ -136,6 +227,9 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise_use.importing.megatron import open_megatron
     from shardwise_use.importing.nemo import open_nemo
     from shardwise_use.importing.neuronx import open_neuronx
+    from shardwise_use.importing.olmo_core import open_olmo_core
+    from shardwise_use.importing.torchtitan import open_torchtitan
+    from shardwise_use.importing.trainer import with_progress
 
     ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:
@@ -143,7 +237,8 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
             if is_url(arguments.source):
                 return open_hugging_face(answering_root(arguments.source), ignore)
             folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
-            return open_hugging_face(Root.of(folder), ignore)
+            model = open_hugging_face(Root.of(folder), ignore)
+            return model if arguments.weights_only else with_progress(model, folder)
     source = user_path(arguments.source)
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
@@ -151,6 +246,11 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
             opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
+    elif arguments.kind == _TITAN:
+        with keys_renamed(_KEYS):
+            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=arguments.weights_only)
+    elif arguments.kind == _OLMO:
+        opened = open_olmo_core(source, weights_only=arguments.weights_only)
     else:
         open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)

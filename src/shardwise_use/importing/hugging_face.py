@@ -1,4 +1,4 @@
-"""A model of another program becomes a checkpoint of step 0; here one in a Hugging Face folder."""
+"""A model of another program becomes a checkpoint, with its progress if that is known; here a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.manifest import MODEL, Manifest, TensorEntry
+from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
+from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
 from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, mismatches
 from shardwise.checkpoint.format.verify import non_finite, non_finite_text
 from shardwise.checkpoint.format.writing import (
     CONFIG,
@@ -37,7 +38,43 @@ from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import to_hugging_face
 
-STEP = 0
+
+@dataclass(frozen=True)
+class ForeignProgress:
+    """The progress of a model's training by another program, and the state of its optimizer, not read yet.
+
+    Attributes:
+        step: updates done.
+        states: `exp_avg` and `exp_avg_sq` of all weights that train, and `master` of those that have one.
+        samples: samples that it was trained on, which are its position in the data; None: not known.
+        tokens: tokens that it was trained on; None: not known.
+        updates: updates as the optimizer counts them, of all weights or by canonical name; None: those of `step`.
+        optimizer: value of `optimizer.name` with which training goes on.
+        optimizer_class: name of a class with this state.
+        keys: key → value of a configuration that goes on as the other program would.
+        losses: losses of its last steps.
+    """
+
+    step: int
+    states: Sequence[StreamedWeight]
+    samples: int | None = None
+    tokens: int | None = None
+    updates: int | Mapping[str, int] | None = None
+    optimizer: str = "adamw"
+    optimizer_class: str = "AdamW"
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+
+    def described(self) -> dict[str, Any]:
+        """The entry `optimizer` of a manifest."""
+        updates = self.step if self.updates is None else self.updates
+        return {
+            "name": self.optimizer,
+            "class": self.optimizer_class,
+            "steps": max(updates.values()) if isinstance(updates, Mapping) else updates,
+            "states": sorted({weight.state for weight in self.states}),
+            "numbers": {"step": updates},
+        }
 
 
 @dataclass(frozen=True)
@@ -51,6 +88,7 @@ class ForeignModel:
         small_files: name → content of other files of the model.
         tokens: ids of special tokens, for `config.json`.
         notes: sentences for the user, on settings of the other program that have no counterpart here.
+        progress: how far it was trained; None for weights alone.
     """
 
     config: FamilyConfig
@@ -59,10 +97,16 @@ class ForeignModel:
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    progress: ForeignProgress | None = None
+
+    @property
+    def tensors(self) -> list[StreamedWeight]:
+        """The weights, and the optimizer's state of them."""
+        return [*self.weights, *(() if self.progress is None else self.progress.states)]
 
     @property
     def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights)
+        return sum(weight.nbytes for weight in self.tensors)
 
     @property
     def parameters(self) -> int:
@@ -83,12 +127,16 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int], None] | None = None,
 ) -> WrittenFolder:
-    """Write the checkpoint of step 0 into a folder of checkpoints: weights alone, complete or not at all.
+    """Write a checkpoint into a folder of checkpoints, complete or not at all.
+
+    It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 
     Raises:
-        ConfigError: there is one, or a weight has values that are not finite. StoreError: a file cannot be read or
-        written.
+        ConfigError: there is one, a tensor has values that are not finite, or the optimizer's state is not that of the
+        model. StoreError: a file cannot be read or written.
     """
+    done = opened.progress or ForeignProgress(0, ())
+    _require_fitting_states(opened)
     # Values are checked as they are written: to read the weights twice would take twice the time.
     not_finite: Counter[str] = Counter()
 
@@ -96,29 +144,30 @@ def write_checkpoint(
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
         return Manifest(
-            step=STEP,
-            samples=0,
-            position=0,
-            tokens=0,
+            step=done.step,
+            samples=done.samples or 0,
+            position=done.samples or 0,
+            tokens=done.tokens or 0,
             config={"model": opened.config.model_dump(mode="json")},
             layout=opened.layout,
             schedule={},
-            data={},
+            data={} if opened.progress is None else IMPORTED,
             rng={},
             versions={"shardwise": __version__, "torch": importlib.metadata.version("torch")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            optimizer=None,
+            optimizer=None if opened.progress is None else done.described(),
+            losses=done.losses,
             files=tuple(entries),
             tensors=tensor_entries(entries, [file.piece_rows for file in files]),
         )
 
-    weights = [replace(weight, read=partial(_read_counting, weight, not_finite)) for weight in opened.weights]
+    tensors = [replace(tensor, read=partial(_read_counting, tensor, not_finite)) for tensor in opened.tensors]
     described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
     small_files = {**opened.small_files, CONFIG: to_json(described)}
     return write_folder(
         root,
-        step_name(STEP),
-        weights,
+        step_name(done.step),
+        tensors,
         small_files,
         max_shard_bytes=max_shard_bytes,
         progress=progress,
@@ -126,12 +175,27 @@ def write_checkpoint(
     )
 
 
+def _require_fitting_states(opened: ForeignModel) -> None:
+    """Raise ConfigError where a moment of a weight is missing, or has another shape than the weight."""
+    shapes = {weight.name: weight.shape for weight in opened.weights if math.prod(weight.shape)}
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for tensor in opened.tensors[len(opened.weights) :]:
+        states.setdefault(tensor.state, {})[tensor.name] = TensorEntry(tensor.shape, tensor.dtype, ())
+    problems: list[str] = []
+    for state, entries in states.items():
+        # A bias of a router is moved by its own rule, and only low-precision weights have a master.
+        needed = [name for name in shapes if state != MASTER and not name.endswith(ROUTER_BIAS)]
+        problems += mismatches("SOURCE", shapes, entries, needed=needed, state=state)
+    if problems:
+        raise ConfigError(problems)
+
+
 def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
     """Yield the bytes of a weight, and add the number of its values that are not finite to `not_finite`."""
     for data in weight.read():
         count = non_finite(memoryview(data).cast("B"), weight.dtype)
         if count:
-            not_finite[weight.name] += count
+            not_finite[weight.name if weight.state == MODEL else f"{weight.state} of {weight.name}"] += count
         yield data
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints in its `torch` format: GPT-2 and Llama models, from `megatron.legacy` or Megatron Core.
+"""Megatron-LM's checkpoints in its `torch` format: GPT-2, Llama and Qwen models, of `megatron.legacy` or Megatron Core.
 
     SOURCE/latest_checkpointed_iteration.txt           a number, or "release"
     SOURCE/iter_0000100/mp_rank_TT/model_optim_rng.pt          tensor-parallel rank TT
@@ -30,13 +30,16 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import whole_number
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.checkpoint.format.writing import StreamedWeight
+from shardwise.config import GPTConfig
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.megatron_arguments import SIZES, choose_vocabulary, is_count, read_args
-from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, rank_paths, require_ranks, stack
+from shardwise_use.importing.megatron_arguments import SIZES, MegatronConfig, choose_vocabulary, is_count, read_args
+from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
+from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp
 
 RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
@@ -59,6 +62,8 @@ _NAMES_IN_LAYER = (
     (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
     (r"self_attention\.query\.(weight|bias)", "query"),
     (r"self_attention\.key_value\.(weight|bias)", "key_value"),
+    (r"self_attention\.q_layernorm\.(weight)", "q_norm"),
+    (r"self_attention\.k_layernorm\.(weight)", "k_norm"),
     (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
     (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
     (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
@@ -83,13 +88,14 @@ _MODULES = {
     "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
     "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
     "self_attn.o_proj": ("dense", "rows"),
+    "self_attn.q_norm": ("q_norm", "copies"), "self_attn.k_norm": ("k_norm", "copies"),
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
 }  # fmt: skip
 """Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
-_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 _ROLE_LAYER = re.compile(r"layers\.(\d+)\.")
-_NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
+NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
 def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
@@ -105,6 +111,10 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
         that is wrong; or its files are not safe to open.
     """
     folder = _iteration(source)
+    if is_dcp(folder):
+        from shardwise_use.importing.megatron_dist import open_megatron_dist
+
+        return open_megatron_dist(folder, vocab_size)
     states = {rank: _open(file) for rank, file in _ranks(folder).items()}
     return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
@@ -129,20 +139,38 @@ def combined(
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
     shards = Shards(str(folder), tensor, allow_drift)
     _add_tensors(states, shards, pipeline)
+    config, notes = described(shards, args, vocab_size, legacy=_is_legacy(states))
+    weights = canonical(shards, config, version)
+    layout = {"tensor": tensor, "pipeline": pipeline}
+    return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
+
+
+def described(
+    shards: Shards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
+) -> tuple[MegatronConfig, list[str]]:
+    """The model that the arguments describe, and notes on arguments without a counterpart; its layers are counted."""
     padded = sum(len(part) for part in shards.parts("word.weight"))
-    vocabulary = choose_vocabulary(args, padded, vocab_size, str(folder))
-    config, notes = read_args(args, vocabulary, str(folder), legacy=_is_legacy(states))
-    layers = _count_layers(shards.tensors, 0)
+    vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
+    config, notes = read_args(args, vocabulary, shards.where, legacy=legacy)
+    layers = count_layers(shards.tensors, 0)
     if layers != config.num_hidden_layers:
         raise ConfigError(
-            f"{folder} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has {layers}"
+            f"{shards.where} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has "
+            f"{layers}"
         )
+    return config, notes
+
+
+def canonical(shards: Shards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
+    """The canonical weights, or another tensor for each of them; `version`: of the checkpoint."""
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
-    shapes = canonical_shapes(config)
-    weights = shards.weights(shapes, dict(_tensors(shards, config, version, shapes)))
-    layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=_NO_TOKENS, notes=[*notes, *shards.notes])
+    return shards.weights(canonical_shapes(config), tensors(shards, config, version))
+
+
+def tensors(shards: Shards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
+    """The canonical tensors by name."""
+    return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
 
 # ---- files
@@ -175,10 +203,9 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
     if problems:
         raise ConfigError(problems)
     if not ranks:
-        hint = ""
-        if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
-            hint = ": it is in a distributed format, so write it again by Megatron-LM with --ckpt-format torch"
-        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
+        names = [file.name for file in folder.iterdir()]
+        other = "".join(f", and {way}" for way in [converter(str(folder), names)] if way)
+        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{other}")
     return ranks
 
 
@@ -242,7 +269,7 @@ def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
             tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
             shards.add(tensors_by_rank, place)
-            first += _count_layers([name for tensors in tensors_by_rank for name in tensors], first)
+            first += count_layers([name for tensors in tensors_by_rank for name in tensors], first)
     if unknown:
         names = listing(unknown, most=_SHOWN)
         shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
@@ -270,17 +297,17 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
     """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
     tensors: dict[str, Tensor] = {}
     for name, value in _flattened(state):
-        if _NO_WEIGHTS.fullmatch(name):
+        if NO_WEIGHTS.fullmatch(name):
             continue
-        role_name = _role_name(name, first)
-        if role_name is None or not isinstance(value, Tensor) or role_name in tensors:
+        role = role_name(name, first)
+        if role is None or not isinstance(value, Tensor) or role in tensors:
             unknown[name] = None
         else:
-            tensors[role_name] = value
+            tensors[role] = value
     return tensors
 
 
-def _count_layers(names: Iterable[str], first: int) -> int:
+def count_layers(names: Iterable[str], first: int) -> int:
     """The number of layers in a block that begins with layer `first`."""
     numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
@@ -296,7 +323,7 @@ def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield re.sub(r"^((model|module)\.)*(language_model\.)?", "", name), value
 
 
-def _role_name(name: str, first: int) -> str | None:
+def role_name(name: str, first: int) -> str | None:
     """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
     prefix = ""
     patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
@@ -316,8 +343,8 @@ def _role_name(name: str, first: int) -> str | None:
 
 
 def _tensors(
-    shards: Shards, config: GPTConfig | LlamaConfig, version: int, names: Iterable[str]
-) -> Iterator[tuple[str, Stacked]]:
+    shards: Shards, config: MegatronConfig, version: int, names: Iterable[str]
+) -> Iterator[tuple[str, LazyTensor]]:
     """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
@@ -345,13 +372,13 @@ def _tensors(
             tensor = gate if cut == "gate" else up
         # Q, K and V: all of them in a GPT-2, or a single one in a Llama.
         else:
-            tensor = stack(query_key_value(source)["qkv".index(letter)] for letter in cut)
+            tensor = LazyTensor.cat([query_key_value(source)["qkv".index(letter)] for letter in cut])
         # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
         is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
         yield name, (tensor.t if is_transposed else tensor)
 
 
-def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: int, name: str) -> list[Stacked]:
+def _query_key_value(shards: Shards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
     """Q, K and V, each with the rows of all heads in order."""
     if shards.has(name.replace("qkv", "query")):
         return _separate_queries(shards, config, name)
@@ -367,19 +394,20 @@ def _query_key_value(shards: Shards, config: GPTConfig | LlamaConfig, version: i
     if version == 0:
         return shards.split(name, [n * d // ranks] * 3)
     if version == 1:
-        return [Stacked(tuple(part.unflatten(0, (-1, 3))[:, i] for part in fused.parts)) for i in range(3)]
+        local = [part.read().unflatten(0, (-1, 3)) for part in shards.parts(name)]
+        return [LazyTensor.cat([LazyTensor.of(part[:, i]) for part in local]) for i in range(3)]
     # Each group of rows has its queries, its key and its value.
     group_rows = rows // g
     query_stop = group_rows - 2 * d
     key_stop = group_rows - d
     parts_of_group = ((0, query_stop), (query_stop, key_stop), (key_stop, group_rows))
     return [
-        stack(fused.rows(group * group_rows + start, group * group_rows + stop) for group in range(g))
+        LazyTensor.cat([fused.rows(group * group_rows + start, group * group_rows + stop) for group in range(g)])
         for start, stop in parts_of_group
     ]
 
 
-def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str) -> list[Stacked]:
+def _separate_queries(shards: Shards, config: MegatronConfig, name: str) -> list[LazyTensor]:
     """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
     g = config.num_key_value_heads
     d = config.head_dim
@@ -389,4 +417,4 @@ def _separate_queries(shards: Shards, config: GPTConfig | LlamaConfig, name: str
         requirement = f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
         raise shards.misshapen(key_value_name, key_value.shape, requirement)
     heads = [key_value.rows(head * d, (head + 1) * d) for head in range(2 * g)]
-    return [shards.columns(name.replace("qkv", "query")), stack(heads[::2]), stack(heads[1::2])]
+    return [shards.columns(name.replace("qkv", "query")), LazyTensor.cat(heads[::2]), LazyTensor.cat(heads[1::2])]

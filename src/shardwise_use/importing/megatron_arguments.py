@@ -7,12 +7,14 @@ would make another model are reported at once; those that only concern training 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import GPTConfig, LlamaConfig
+from shardwise.config.decoders import Qwen2Config, Qwen3Config
 
+MegatronConfig: TypeAlias = GPTConfig | LlamaConfig | Qwen2Config | Qwen3Config
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
 # Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
 _MUST_BE_UNSET: dict[str, Any] = {
@@ -27,6 +29,7 @@ _MUST_BE_UNSET: dict[str, Any] = {
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
     "retro_add_retriever": None, "enable_mhc_connections": None,
 }  # fmt: skip
+_OF_QWEN = ("add_qkv_bias", "qk_layernorm")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
 # The arguments by which Megatron-LM's models are told apart.
@@ -42,7 +45,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 def read_args(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
-) -> tuple[GPTConfig | LlamaConfig, list[str]]:
+) -> tuple[MegatronConfig, list[str]]:
     """The model, and notes on arguments that have no counterpart.
 
     Args:
@@ -53,11 +56,23 @@ def read_args(
     Raises:
         ConfigError: every argument that makes another model, and every one that is missing.
     """
+    require_known(args, where)
+    section, notes = _section(args, vocab_size, where, legacy)
+    config = validated(section, where)
+    assert isinstance(config, MegatronConfig)
+    return config, notes
+
+
+def require_known(args: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, as `read_args` does, for arguments that make another model, or are missing."""
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
         "makes a model that no family here has"
         for name, neutral in _MUST_BE_UNSET.items()
-        if name in args and args[name] not in _UNSET and args[name] != neutral
+        if name in args
+        and args[name] not in _UNSET
+        and args[name] != neutral
+        and not (name in _OF_QWEN and args.get("swiglu"))
     ]
     problems += [f"{where}: its arguments must have {name}: it is missing" for name in SIZES if args.get(name) is None]
     problems += [
@@ -67,10 +82,6 @@ def read_args(
     ]
     if problems:
         raise ConfigError(problems)
-    section, notes = _section(args, vocab_size, where, legacy)
-    config = validated(section, where)
-    assert isinstance(config, GPTConfig | LlamaConfig)
-    return config, notes
 
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
@@ -116,14 +127,20 @@ def _llama_section(
     """The keys of a Llama that a GPT-2 lacks."""
     rotary = args.get("rotary_percent")
     _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
+    # A Qwen2 is a Llama with biases of Q, K and V alone, a Qwen3 one with norms of query and key heads.
+    family = "qwen3" if args.get("qk_layernorm") else "qwen2" if args.get("add_qkv_bias") else "llama"
+    biases = {"attention_bias": is_biased, "mlp_bias": is_biased}
+    if family != "llama":
+        _require(where, family, ("add_bias_linear", is_biased, False))
+        _require(where, family, ("add_qkv_bias", bool(args.get("add_qkv_bias")), family == "qwen2"))
+        biases = {}
     section: dict[str, Any] = {
-        "family": "llama",
+        "family": family,
         "num_key_value_heads": groups,
         "head_dim": head_dim,
         "rms_norm_eps": epsilon,
         "rope_theta": float(args.get("rotary_base") or 10000),
-        "attention_bias": is_biased,
-        "mlp_bias": is_biased,
+        **biases,
         "attention_dropout": args.get("attention_dropout", 0.0),
     }
     if args.get("use_rope_scaling"):

@@ -37,7 +37,8 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.tensor_parallel_shards import Shards, Stacked, drift, rank_paths, require_ranks, stack
+from shardwise_use.importing.tensor_parallel_shards import Shards, drift, rank_paths, require_ranks
+from shardwise_use.importing.torch_dcp import LazyTensor
 
 _RANK = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt|tp_rank_(\d{2,})_pp_rank_(\d{2,})")
 _OLD_FILE = "checkpoint.pt"
@@ -142,7 +143,7 @@ def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
 # ---- the models
 
 
-def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> Stacked:
+def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> LazyTensor:
     """A tensor that is not fused with others; `shape`: its canonical shape, without rows of padding."""
     # The library cuts a vocabulary only where it was told to: a rank may hold all of it.
     row_parallel = _ROW_PARALLEL.fullmatch(name)
@@ -157,7 +158,7 @@ def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> Stacked:
     return tensor.rows(0, shape[0]) if _VOCABULARY.fullmatch(name) else tensor
 
 
-def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]:
+def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
@@ -173,7 +174,7 @@ def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, Stacked]]
             yield f"{attention}.{letter}_proj.weight", tensor
 
 
-def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Sequence[Stacked]:
+def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Sequence[LazyTensor]:
     """Q, K, V, and the output projection where heads have copies; none where the tensors are not fused.
 
     `attention`: name of the layer.
@@ -194,7 +195,7 @@ def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Seq
     return []
 
 
-def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[Stacked]) -> list[Stacked]:
+def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[LazyTensor]) -> list[LazyTensor]:
     """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
 
     Args:
@@ -233,12 +234,12 @@ def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Se
     return [q, k, v, o.t]
 
 
-def _blocks(matrix: Stacked, numbers: Sequence[int], rows: int) -> Stacked:
+def _blocks(matrix: LazyTensor, numbers: Sequence[int], rows: int) -> LazyTensor:
     """Blocks of so many rows of a matrix, by their numbers, one below the other."""
-    return stack(matrix.rows(number * rows, (number + 1) * rows) for number in numbers)
+    return LazyTensor.cat([matrix.rows(number * rows, (number + 1) * rows) for number in numbers])
 
 
-def _drift_of_copies(kv: Stacked, head_of_slot: Sequence[int], rows: int) -> float:
+def _drift_of_copies(kv: LazyTensor, head_of_slot: Sequence[int], rows: int) -> float:
     """The largest `drift` of slots of so many rows that have the same head."""
-    slots = [kv.read(slot * rows, (slot + 1) * rows) for slot in range(len(head_of_slot))]
+    slots = [kv.rows(slot * rows, (slot + 1) * rows).read() for slot in range(len(head_of_slot))]
     return max(drift(slots[head_of_slot.index(head)], slots[slot]) for slot, head in enumerate(head_of_slot))

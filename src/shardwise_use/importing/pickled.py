@@ -7,6 +7,7 @@ name is known to be harmless and unneeded; any other name is refused before anyt
 from __future__ import annotations
 
 import argparse
+import io
 import pickle
 import zipfile
 from pathlib import Path
@@ -30,6 +31,24 @@ class StandIn:
 
     def __repr__(self) -> str:
         return "an object"
+
+
+class Record(StandIn):
+    """Stands for an object of a class that is never imported: what it was made of, and its fields.
+
+    Attributes:
+        value: the first argument that it was made with, which is the value of an enumeration; None without any.
+        fields: its fields by name.
+    """
+
+    def __init__(self, *arguments: object, **_: object) -> None:
+        self.value = arguments[0] if arguments else None
+        self.fields: dict[str, Any] = {}
+
+    def __setstate__(self, state: object) -> None:
+        # An object that was made by its class alone, without a call, has no fields before.
+        self.value = None
+        self.fields = dict(state) if isinstance(state, dict) else {}
 
 
 class Reference:
@@ -63,38 +82,49 @@ _CLASSES: dict[str, type] = {
 }
 
 
-def load(path: Path) -> Any:
+def load(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = None, name: str = "") -> Any:
     """The content of a file; its tensors stay in the file until they are read, where the format allows it.
+
+    Args:
+        path: the file.
+        records: packages, such as `transformers.`, each of whose objects becomes a `Record`.
+        content: a part of the file that is such a file by itself, with its `name` for messages.
 
     Raises:
         ConfigError: it was not written by `torch.save`, cannot be read, or names what could run code.
     """
     classes = _CLASSES
+    where = f"{path} ({name})" if name else str(path)
+
+    def source() -> Any:
+        return str(path) if content is None else io.BytesIO(content)
+
     try:
         # torch before 1.6 wrote another format, which cannot be mapped into memory.
-        is_zip = zipfile.is_zipfile(path)
+        is_zip = zipfile.is_zipfile(source())
         if not is_zip:
             _require_pickle(path)
         else:
             # The names are read from the pickle without running it, so that all that are refused are named at once.
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(source())
             classes = {name: StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
+            classes |= {name: Record for name in names if records and name.startswith(records)}
             if refused := sorted(set(names) - set(classes)):
                 raise ConfigError(
-                    f"{path} is refused: beside tensors and plain values its pickle names {listing(refused)}, by which "
-                    "opening it could run code; none was run. Save it again without these objects"
+                    f"{where} is refused: beside tensors and plain values its pickle names {listing(refused)}, by "
+                    "which opening it could run code; none was run. Save it again without these objects"
                     f"{see('checkpoints#pickle-refused')}"
                 )
         with torch.serialization.safe_globals([(kind, name) for name, kind in classes.items()]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            return torch.load(source(), map_location="cpu", weights_only=True, mmap=is_zip and content is None)
     except ConfigError:
         raise
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"{path} is refused: {_sentence(error)}; no code of it was run") from None
+        raise ConfigError(f"{where} is refused: {sentence(error)}; no code of it was run") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except Exception as error:  # noqa: BLE001  what torch's readers raise for bytes they do not expect: almost any
-        raise ConfigError(f"{path} is truncated or no file of torch.save ({_sentence(error)})") from None
+        raise ConfigError(f"{where} is truncated or no file of torch.save ({sentence(error)})") from None
 
 
 def followed(value: Any, path: Path) -> Any:
@@ -120,7 +150,7 @@ def _require_pickle(path: Path) -> None:
         raise ConfigError(f"{path} must be a file that torch.save has written, and is none")
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """The reason in torch's message, without its advice to open the file in an unsafe way."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "GLOBAL" in line or "nsupported" in line] or lines or [""]

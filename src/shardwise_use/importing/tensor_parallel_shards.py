@@ -1,10 +1,11 @@
-"""Tensors of tensor-parallel ranks, put together as views: no more than a few rows are in memory at a time."""
+"""Tensors of tensor-parallel ranks, put together: no more than a few rows are in memory at a time."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +14,10 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
-from shardwise.checkpoint.format.writing import STREAM_BYTES, StreamedWeight
-from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
+from shardwise_use.importing.torch_dcp import LazyTensor
 
 _SHOWN = 8
 _EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
@@ -31,61 +31,6 @@ _MOST_DRIFT = 1.0
 """The largest `drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size → integers with the same bits."""
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A tensor that is `torch.cat(parts)`, transposed or not, and is never in memory as a whole."""
-
-    parts: tuple[Tensor, ...]
-    transposed: bool = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rows = (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
-        return rows[::-1] if self.transposed else rows
-
-    @property
-    def t(self) -> Stacked:
-        return Stacked(self.parts, not self.transposed)
-
-    def rows(self, start: int, stop: int) -> Stacked:
-        """Rows `start` to `stop`, as views."""
-        assert not self.transposed
-        views: list[Tensor] = []
-        first_row = 0
-        for part in self.parts:
-            low = max(start - first_row, 0)
-            high = min(stop - first_row, len(part))
-            if low < high:
-                views.append(part[low:high])
-            first_row += len(part)
-        return Stacked(tuple(views))
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop`, in memory."""
-        if self.transposed:
-            # Rows of the whole are columns of the parts.
-            return torch.cat([part[:, start:stop] for part in self.parts]).t()
-        return torch.cat(self.rows(start, stop).parts)
-
-    def segments(self) -> Iterator[Buffer]:
-        """The bytes, row-major, as many at a time as `STREAM_BYTES` allows, and no less than a row."""
-        total = self.shape[0]
-        row_bytes = max(1, torch.Size(self.shape[1:]).numel() * self.parts[0].element_size())
-        step = max(1, STREAM_BYTES // row_bytes)
-        for start in range(0, total, step):
-            data = self.read(start, min(start + step, total)).contiguous()
-            yield data.view(torch.uint8).numpy().data.cast("B")
-
-    @property
-    def entry(self) -> TensorEntry:
-        return TensorEntry(self.shape, DTYPE_NAMES[self.parts[0].dtype], ())
-
-
-def stack(tensors: Iterable[Stacked]) -> Stacked:
-    """The tensors one below the other."""
-    return Stacked(tuple(part for tensor in tensors for part in tensor.parts))
 
 
 def same_bits(tensor: Tensor, replica: Tensor) -> bool:
@@ -147,6 +92,10 @@ def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline
         raise ConfigError(problems)
 
 
+def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
+    return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor)
+
+
 @dataclass
 class Shards:
     """The tensors of all tensor-parallel ranks and pipeline stages.
@@ -166,7 +115,7 @@ class Shards:
     where: str
     ranks: int
     allow_drift: bool = False
-    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    tensors: dict[str, list[LazyTensor]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     _used: set[str] = field(default_factory=set)
     _accepted_drifts: dict[str, float] = field(default_factory=dict)
@@ -174,7 +123,7 @@ class Shards:
     _refused_drifts: list[tuple[str, str]] = field(default_factory=list)
     """(name, what the replicas must be)."""
 
-    def add(self, tensors_by_rank: Sequence[Mapping[str, Tensor]], place: str) -> None:
+    def add(self, tensors_by_rank: Sequence[Mapping[str, Tensor | LazyTensor]], place: str) -> None:
         """Add one pipeline stage's tensors, by tensor-parallel rank; `place` names the stage in messages."""
         for name in dict.fromkeys(name for tensors in tensors_by_rank for name in tensors):
             lacking = [rank for rank, tensors in enumerate(tensors_by_rank) if name not in tensors]
@@ -183,7 +132,7 @@ class Shards:
                     f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
                 )
                 continue
-            parts = [tensors[name] for tensors in tensors_by_rank]
+            parts = [lazy(tensors[name]) for tensors in tensors_by_rank]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
             self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)
@@ -196,13 +145,18 @@ class Shards:
         equal = f"must equal {name}, the model has one weight for both: they differ on tensor-parallel rank {{}}"
         self._require_replicas(copy, self.tensors[name], self.tensors[copy], equal)
 
-    def _require_replicas(self, name: str, parts: Sequence[Tensor], replicas: Sequence[Tensor], text: str) -> None:
+    def _require_replicas(
+        self, name: str, parts: Sequence[LazyTensor], replicas: Sequence[LazyTensor], text: str
+    ) -> None:
         """Note replicas that differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
-        pairs = list(zip(parts, replicas, strict=True))
-        ranks = [str(rank) for rank, pair in enumerate(pairs) if not same_bits(*pair)]
-        if ranks:
-            largest = max(drift(*pair) for pair in pairs)
-            self.note_drift(name, largest, text.format(", ".join(ranks)), are_matrices=parts[0].dim() > 1)
+        drifts = {
+            str(rank): drift(part.read(), replica.read())
+            for rank, (part, replica) in enumerate(zip(parts, replicas, strict=True))
+            if part is not replica and not same_bits(part.read(), replica.read())
+        }
+        if drifts:
+            requirement = text.format(", ".join(drifts))
+            self.note_drift(name, max(drifts.values()), requirement, are_matrices=len(parts[0].shape) > 1)
 
     def note_drift(self, name: str, drift: float, requirement: str, *, are_matrices: bool) -> None:
         """Note the `drift` of replicas; `requirement`: what the tensor must be.
@@ -241,7 +195,7 @@ class Shards:
             if len(dtypes) > 1 or not dtypes <= set(DTYPE_NAMES):
                 dtype_names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 wrong_dtypes.append((name, " and ".join(dtype_names)))
-            if len({part.shape for part in parts}) > 1 or not parts[0].dim():
+            if len({part.shape for part in parts}) > 1 or not parts[0].shape:
                 wrong_shapes.append((name, ", ".join(f"{list(part.shape)}" for part in parts)))
         same = "the same on every tensor-parallel rank"
         dtype_line = f": dtype of {{}} ({{}}) must be {TRAINABLE}, {same}"
@@ -253,7 +207,7 @@ class Shards:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    def parts(self, name: str) -> list[Tensor]:
+    def parts(self, name: str) -> list[LazyTensor]:
         """The tensors of a name, one for each rank.
 
         Raises:
@@ -264,38 +218,41 @@ class Shards:
         self._used.add(name)
         return self.tensors[name]
 
-    def columns(self, name: str) -> Stacked:
+    def columns(self, name: str) -> LazyTensor:
         """A weight of a column-parallel layer or an embedding: cut along dim 0."""
-        return Stacked(tuple(self.parts(name)))
+        return LazyTensor.cat(self.parts(name))
 
-    def rows(self, name: str) -> Stacked:
+    def rows(self, name: str) -> LazyTensor:
         """A weight of a row-parallel layer: cut along dim 1."""
         parts = self.parts(name)
-        if any(part.dim() != 2 for part in parts):
+        if any(len(part.shape) != 2 for part in parts):
             raise self.misshapen(name, parts[0].shape, "a matrix")
-        return Stacked(tuple(part.t() for part in parts)).t
+        return LazyTensor.cat([part.t for part in parts]).t
 
-    def copies(self, name: str) -> Stacked:
+    def copies(self, name: str) -> LazyTensor:
         """A tensor that every rank has whole: all copies must agree to the bit."""
         parts = self.parts(name)
         # Each copy is compared with the first one, which is taken.
         same = "must be the same on every tensor-parallel rank, and differs between rank 0 and rank {}"
         self._require_replicas(name, parts[:1] * len(parts), parts, same)
-        return Stacked(tuple(parts[:1]))
+        return parts[0]
 
-    def split(self, name: str, sizes: Sequence[int]) -> list[Stacked]:
+    def split(self, name: str, sizes: Sequence[int]) -> list[LazyTensor]:
         """Tensors of `sizes` rows on each rank, which the ranks hold one below the other as one tensor."""
         parts = self.parts(name)
         if any(len(part) != sum(sizes) for part in parts):
             raise self.misshapen(name, parts[0].shape, f"{sum(sizes)} rows on each tensor-parallel rank")
-        splits = [part.split(list(sizes)) for part in parts]
-        return [Stacked(tuple(split[i] for split in splits)) for i in range(len(sizes))]
+        stops = list(itertools.accumulate(sizes))
+        return [
+            LazyTensor.cat([part.rows(stop - size, stop) for part in parts])
+            for size, stop in zip(sizes, stops, strict=True)
+        ]
 
     def misshapen(self, name: str, shape: Sequence[int], requirement: str) -> ConfigError:
         """Return the error of a tensor of a wrong shape; `requirement`: what the shape must be."""
         return ConfigError(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
 
-    def weights(self, shapes: Shapes, tensors: Mapping[str, Stacked]) -> list[StreamedWeight]:
+    def weights(self, shapes: Shapes, tensors: Mapping[str, LazyTensor]) -> list[StreamedWeight]:
         """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
 
         Raises:
@@ -310,7 +267,4 @@ class Shards:
         ]
         if problems:
             raise ConfigError(problems)
-        return [
-            StreamedWeight(name, tensors[name].entry.dtype, shape, tensors[name].segments)
-            for name, shape in shapes.items()
-        ]
+        return [tensors[name].streamed(name) for name in shapes]

@@ -1,19 +1,23 @@
-"""Compare the training losses of two runs, or of a run and a golden curve, over the steps that both have.
+"""Compare the training losses of runs, or of runs and golden curves: A with each other one, where both have points.
 
-A and B are each a run's folder or a file with a loss curve: metrics.jsonl; text, CSV or JSON with one loss a line (from
-step 1 on), or with steps and losses; trainer_state.json of transformers; Megatron-LM's golden values; TensorBoard's
-event files, or the folder with them. If a step occurs twice, as in a run that was resumed, the last one counts.
+A, B and further ones are each a run's folder or a file with a loss curve: metrics.jsonl; text, CSV or JSON with one
+loss a line (from step 1 on), or with steps and losses; trainer_state.json of transformers; Megatron-LM's golden values;
+TensorBoard's event files, or the folder with them. If a step occurs twice, as in a run that was resumed, the last one
+counts.
 
-The difference of a step is |A - B| / |B|. Exit code 0: no difference is greater than the tolerance; 1: a difference is
-greater; 2: there is nothing to compare. With --bits, 1: a loss or a gradient norm differs in any bit, or a hash of the
-state if both runs have hashes (log.state_hash_every). Without --bits the hashes are only shown.
+The difference at a step is |A - B| / |B|. With --x tokens or --x time A is interpolated, so that runs with other batch
+sizes can be compared. Exit code 0: no difference is greater than the tolerance; 1: a difference is greater, or a loss
+of a run is not finite; 2: there is nothing to compare. With --bits, 1: a loss or a gradient norm differs in any bit, or
+a hash of the state if both runs have hashes (log.state_hash_every). Without --bits the hashes are only shown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +28,8 @@ from shardwise.runs.events import last_event
 from shardwise.runs.failure import failure_of
 from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
-from shardwise_watch.curves import read_curve, shown
+from shardwise_watch import overlay
+from shardwise_watch.curves import read_loss, shown
 from shardwise_watch.report.numbers import config_differences, difference
 
 if TYPE_CHECKING:
@@ -38,96 +43,160 @@ _JUMP = 1e-3
 _LEAST_AGREEING = 3
 """Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")
-# Okabe and Ito's blue, vermilion and green, which colour-blind eyes tell apart; a grey for lines that only help.
-_COLORS = ("#0072b2", "#d55e00")
-_GREEN = "#009e73"
 _GREY = "#77797d"
-_STYLE: dict[str, Any] = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    # Ids of the picture are hashed with this salt, not with a random one: equal curves give equal files.
-    "svg.hashsalt": "shardwise",
-}
+"""Colour of a line that only helps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
     parser.add_argument("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
+    parser.add_argument("others", metavar="C", type=Path, nargs="*", help="further ones that A is compared with")
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
     )
     parser.add_argument(
-        "--loss", metavar="NAME", help="the column, key or scalar of B with the loss (default: one of the usual names)"
+        "--loss", metavar="NAME", help="the column, key or scalar of B and C with the loss (default: a usual name)"
     )
     parser.add_argument(
-        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B: 1 if B counts them from 0"
+        "--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0"
     )
     parser.add_argument(
         "--bits",
         action="store_true",
         help="allow no difference in any bit, of losses, gradient norms and state hashes",
     )
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw both curves and their difference (.png, .svg)")
+    parser.add_argument(
+        "--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)"
+    )
+    parser.add_argument(
+        "--smooth", metavar="S", type=float, default=0.0, help="smooth the losses, from 0 to below 1 (default: 0)"
+    )
+    parser.add_argument("--log", metavar="AXES", help="axes that are logarithmic in the pictures: x, y or xy")
+    parser.add_argument("--draw", action="store_true", help="draw the curves, and their differences, in the terminal")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the curves and their differences (.png, .svg)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    paths = (arguments.a, arguments.b)
+    paths: list[Path] = [arguments.a, arguments.b, *arguments.others]
     tolerance = _tolerance(arguments)
     plot: Path | None = arguments.plot
     if plot is not None and plot.suffix not in _FORMATS:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
-    a = read_curve(paths[0])
-    b = {step + arguments.shift: loss for step, loss in read_curve(paths[1], arguments.loss).items()}
-    differences = {step: difference(loss, b[step]) for step, loss in a.items() if step in b}
-    if not differences:
-        raise ConfigError(f"A and B must have steps in common: {paths[0]} has {_steps(a)}; {paths[1]} has {_steps(b)}")
+    x = arguments.x
+    _require_choices(arguments, paths)
+    read = [read_loss(paths[0], None, x), *(read_loss(path, arguments.loss, x, arguments.shift) for path in paths[1:])]
+    names = {overlay.label(number): f"{overlay.label(number)}: {path}" for number, path in enumerate(paths)}
+    raw = {name: points for name, (points, _) in zip(names, read, strict=True)}
+    curves = overlay.smoothed(raw, arguments.smooth)
+    pairs = []
+    for path, name, (_, odd) in [*zip(paths, names, read, strict=True)][1:]:
+        signed = overlay.differences(curves[name], curves["A"], x)
+        if not signed:
+            has = [f"{of} has {_extent(curves[letter], x)}" for of, letter in ((paths[0], "A"), (path, name))]
+            raise ConfigError(f"A and {name} must have {_UNITS[x]}s in common: {'; '.join(has)}")
+        pairs.append(_Pair(paths[0], path, name, curves["A"], curves[name], signed, sorted({*read[0][1], *odd}), x))
     if plot is not None:
-        _draw(plot, [(f"A: {paths[0]}", a), (f"B: {paths[1]}", b)], differences, tolerance)
-    facts = _facts(arguments, a, b, differences, tolerance)
+        _draw(plot, names, raw, pairs, arguments, tolerance)
+    facts = [_facts(arguments, pair, tolerance) for pair in pairs]
     # The states are shown where both runs have them, and count with --bits.
-    if not facts["states"]["steps"] and not arguments.bits:
-        del facts["states"]
+    for each in facts:
+        if not each["states"]["steps"] and not arguments.bits:
+            del each["states"]
+    is_within = all(each["within"] for each in facts)
     if arguments.json:
-        output.json(facts)
+        output.json(facts[0] if len(facts) == 1 else {"within": is_within, "pairs": facts})
+    elif len(facts) == 1:
+        begin = [(name, f"{path}: {_extent(curves[name], x)}") for name, path in zip("AB", paths, strict=True)]
+        output.table([*begin, ("both", _extent(pairs[0].signed, x)), *_rows(facts[0], pairs[0])])
     else:
-        steps = [("A", f"{paths[0]}: {_steps(a)}"), ("B", f"{paths[1]}: {_steps(b)}"), ("both", _steps(differences))]
-        output.table([*steps, *_rows(facts, differences)])
-    return int(not facts["within"])
+        _print_table(names, curves, pairs, facts)
+    if arguments.draw and not arguments.json:
+        _draw_in_terminal(names, curves, pairs, arguments)
+    return int(not is_within)
 
 
-def _facts(
-    arguments: argparse.Namespace,
-    a: Mapping[int, float],
-    b: Mapping[int, float],
-    differences: Mapping[int, float],
-    tolerance: float,
-) -> dict[str, Any]:
-    """The object of --json; it has "norms" with --bits alone."""
-    paths = (arguments.a, arguments.b)
+@dataclass(frozen=True)
+class _Pair:
+    """A and another curve, `b`, whose letter is `name`.
+
+    Attributes:
+        points_of_a, points_of_b: their losses over the axis `x`, smoothed if asked for.
+        signed: losses of B minus those of A, where both are.
+        not_finite: places of losses that are not finite in one of the two.
+    """
+
+    a: Path
+    b: Path
+    name: str
+    points_of_a: overlay.Points
+    points_of_b: overlay.Points
+    signed: overlay.Points
+    not_finite: Sequence[float]
+    x: str
+
+    @cached_property
+    def differences(self) -> dict[float, float]:
+        """|A - B| / |B| by place."""
+        return {place: difference(self.loss_of_a(place), self.points_of_b[place]) for place in self.signed}
+
+    def loss_of_a(self, place: float) -> float:
+        return self.points_of_a.get(place, self.points_of_b[place] - self.signed[place])
+
+
+def _require_choices(arguments: argparse.Namespace, paths: Sequence[Path]) -> None:
+    overlay.require_choices(
+        arguments.x, arguments.smooth, arguments.log, {"x": "--x", "smoothing": "--smooth", "scale": "--log"}
+    )
+    if arguments.x != "step" and (arguments.bits or arguments.shift):
+        raise ConfigError(f"--x {arguments.x} must be left out with --bits and --shift, which count steps")
+    if arguments.bits and arguments.smooth:
+        raise ConfigError(f"--smooth ({arguments.smooth}) must be left out with --bits, which compares the losses")
+    # Two equal paths are a check of this command.
+    if len(paths) > 2:
+        overlay.require_distinct(paths, [path.resolve() for path in paths])
+
+
+def _facts(arguments: argparse.Namespace, pair: _Pair, tolerance: float) -> dict[str, Any]:
+    """The object of --json on two curves; it has "norms" with --bits alone."""
+    paths = (pair.a, pair.b)
+    x = pair.x
+    differences = pair.differences
     largest = max(differences, key=differences.__getitem__)
-    beyond = [step for step, difference in differences.items() if difference > tolerance]
+    beyond = [place for place, difference in differences.items() if difference > tolerance]
     runs = [RunDirectory(path) for path in paths]
     are_runs = all(run.config.is_file() for run in runs)
     configs = [read_config(run) for run in runs] if are_runs else []
-    may_be_rounding = bool(beyond) and not arguments.bits and not (configs and all(map(_is_bitwise, configs)))
+    is_by_step = x == "step" and not arguments.smooth
+    may_be_rounding = (
+        bool(beyond) and not arguments.bits and is_by_step and not (configs and all(map(_is_bitwise, configs)))
+    )
     layouts = [spans_text(layout_spans(run.events("start", "resume"))) for run in runs] if are_runs else None
     records = (None, None) if arguments.shift else tuple(map(_records_of, runs))
     compared = {"norms": _compare_norms(*records)} if arguments.bits else {}
     compared["states"] = _compare_states(*records)
     is_equal = all(result["first_difference"] is None for result in compared.values())
+    curves = {"a": pair.points_of_a, "b": pair.points_of_b}
+    further: dict[str, Any] = {} if is_by_step else {"x": x, "smoothing": arguments.smooth}
+    if arguments.others or not is_by_step:
+        further["last"] = {"difference": [*pair.signed.values()][-1], x: max(pair.signed)}
+    if pair.not_finite:
+        further["not_finite"] = {"points": len(pair.not_finite), "first": pair.not_finite[0]}
     return {
-        "a": str(paths[0]),
-        "b": str(paths[1]),
-        "steps": len(differences),
-        "largest": {"difference": differences[largest], "step": largest, "a": a[largest], "b": b[largest]},
+        "a": str(pair.a),
+        "b": str(pair.b),
+        **further,
+        "steps" if x == "step" else "points": len(differences),
+        "largest": {
+            "difference": differences[largest],
+            x: largest,
+            "a": pair.loss_of_a(largest),
+            "b": pair.points_of_b[largest],
+        },
         "tolerance": tolerance,
         "beyond": beyond,
-        "within": not beyond and (is_equal or not arguments.bits),
-        "final": {name: {"step": max(curve), "loss": curve[max(curve)]} for name, curve in (("a", a), ("b", b))},
+        "within": not beyond and not pair.not_finite and (is_equal or not arguments.bits),
+        "final": {name: {x: max(curve), "loss": curve[max(curve)]} for name, curve in curves.items()},
         "keys": config_differences(*configs) if are_runs else None,
         "grows_from": _first_of_growth(differences) if may_be_rounding else None,
         "failures": {name: _failure(run) for name, run in zip("ab", runs, strict=True)},
@@ -136,12 +205,14 @@ def _facts(
     }
 
 
-def _rows(facts: Mapping[str, Any], differences: Mapping[int, float]) -> Iterator[tuple[str, str]]:
+def _rows(facts: Mapping[str, Any], pair: _Pair) -> Iterator[tuple[str, str]]:
+    x = pair.x
     final = ", ".join(
-        f"loss {end['loss']:.8g} at step {end['step']:,} in {name.upper()}" for name, end in facts["final"].items()
+        f"loss {end['loss']:.8g} at {_place(x, end[x])} in {name.upper()}" for name, end in facts["final"].items()
     )
-    largest = "{difference:.3g} at step {step:,}: loss {a:.8g} in A, {b:.8g} in B".format(**facts["largest"])
-    yield from (("final", final), ("largest", largest))
+    largest = facts["largest"]
+    text = "{difference:.3g} at {place}: loss {a:.8g} in A, {b:.8g} in B".format(place=_place(x, largest[x]), **largest)
+    yield from (("final", final), ("largest", text))
     beyond = facts["beyond"]
     if "norms" in facts:
         firsts = [facts[name]["first_difference"] for name in ("norms", "states")]
@@ -151,12 +222,14 @@ def _rows(facts: Mapping[str, Any], differences: Mapping[int, float]) -> Iterato
         yield "result", f"not equal to the bit, first at step {min(differing):,}" if differing else equal
         yield "norms", _compared_text(facts["norms"], "of both")
     elif beyond:
-        steps = units.counted(len(beyond), "step")
-        yield "result", f"beyond the tolerance ({facts['tolerance']:g}) at {steps}, first at step {beyond[0]:,}"
-    else:
+        count = units.counted(len(beyond), _UNITS[x])
+        yield "result", f"beyond the tolerance ({facts['tolerance']:g}) at {count}, first at {_place(x, beyond[0])}"
+    elif facts["within"]:
         yield "result", f"within the tolerance ({facts['tolerance']:g})"
+    if pair.not_finite:
+        yield "odd", _not_finite(pair)
     if facts["grows_from"] is not None:
-        yield "growth", _growth(differences, facts["grows_from"])
+        yield "growth", _growth(pair.differences, facts["grows_from"])
     if "states" in facts:
         yield "states", _compared_text(facts["states"], "with hashes in both")
     yield from (("failed", f"{name.upper()} {failure}") for name, failure in facts["failures"].items() if failure)
@@ -164,11 +237,48 @@ def _rows(facts: Mapping[str, Any], differences: Mapping[int, float]) -> Iterato
     if all(layouts.values()) and layouts["a"] != layouts["b"]:
         yield "layout", f"{layouts['a']} in A; {layouts['b']} in B"
     if facts["keys"] is not None:
-        texts = [f"{key}: {shown(json.dumps(a))} in A, {shown(json.dumps(b))} in B" for key, a, b in facts["keys"]]
+        texts = _keys_text(facts, "B")
         # A run whose layout changed had other keys before.
         has_changed = any(", then " in text for text in layouts.values())
         none = "no key differs at the last starts" if has_changed else "no key differs"
         yield from (("" if number else "keys", text) for number, text in enumerate(texts or [none]))
+
+
+def _keys_text(facts: Mapping[str, Any], name: str) -> list[str]:
+    return [f"{key}: {shown(json.dumps(a))} in A, {shown(json.dumps(b))} in {name}" for key, a, b in facts["keys"]]
+
+
+def _not_finite(pair: _Pair) -> str:
+    count = units.counted(len(pair.not_finite), _UNITS[pair.x])
+    return f"the loss is not finite at {count}, first at {_place(pair.x, pair.not_finite[0])}"
+
+
+def _print_table(
+    names: Mapping[str, str], curves: Mapping[str, overlay.Points], pairs: Sequence[_Pair], facts: Sequence[Any]
+) -> None:
+    """Print a row for each of three or more curves, and in which keys their runs differ from A."""
+    x = pairs[0].x
+    rows = [[text, _extent(curves[name], x), f"{[*curves[name].values()][-1]:.6g}"] for name, text in names.items()]
+    for row, pair, found in zip(rows[1:], pairs, facts, strict=True):
+        last, largest = found["last"], found["largest"]
+        beyond = f"beyond at {units.counted(len(found['beyond']), _UNITS[x])}"
+        result = "within" if found["within"] else beyond if found["beyond"] else "not equal to the bit"
+        row += [
+            f"{last['difference']:+.4g} at {_place(x, last[x])}",
+            f"{largest['difference']:.3g} at {_place(x, largest[x])}",
+            _not_finite(pair) if pair.not_finite else result,
+        ]
+    rows[0] += ["", "", ""]
+    largest_of = "largest |A - it| / |it|"
+    tolerance = f"tolerance {facts[0]['tolerance']:g}"
+    output.table(rows, ("", f"{_UNITS[x]}s", "final loss", "last minus A", largest_of, tolerance))
+    for pair, found in zip(pairs, facts, strict=True):
+        if found["keys"] is not None:
+            output.line(f"{pair.name}: {'; '.join(_keys_text(found, pair.name)) or 'no key differs from A'}")
+    failures = [("A", facts[0]["failures"]["a"])]
+    failures += [(pair.name, found["failures"]["b"]) for pair, found in zip(pairs, facts, strict=True)]
+    for name, failure in failures:
+        output.line(f"{name} failed {failure}") if failure else None
 
 
 def _tolerance(arguments: argparse.Namespace) -> float:
@@ -183,7 +293,7 @@ def _tolerance(arguments: argparse.Namespace) -> float:
     return tolerance
 
 
-def _first_of_growth(differences: Mapping[int, float]) -> int | None:
+def _first_of_growth(differences: Mapping[float, float]) -> float | None:
     """Return the step from which a difference grows that was no more than rounding before; None if none does so.
 
     A difference that begins with a jump, or that is no larger at the end than where it began, has another cause.
@@ -195,7 +305,7 @@ def _first_of_growth(differences: Mapping[int, float]) -> int | None:
     return steps[first] if max(differences[step] for step in steps[first:]) > differences[steps[first]] else None
 
 
-def _growth(differences: Mapping[int, float], grows_from: int) -> str:
+def _growth(differences: Mapping[float, float], grows_from: float) -> str:
     agreeing = [step for step in differences if step < grows_from]
     return (
         f"steps {min(agreeing):,} to {max(agreeing):,} agree within {_ROUNDING:g}, and the difference grows from step "
@@ -272,45 +382,80 @@ def _compared_text(facts: Mapping[str, Any], which: str) -> str:
     return place
 
 
-def _steps(curve: Mapping[int, float]) -> str:
-    return f"{units.counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
+_UNITS = {"step": "step", "tokens": "point", "time": "point"}
+"""What the places on an axis are called."""
+
+
+def _place(x: str, place: float) -> str:
+    if x == "time":
+        return units.duration(place)
+    return f"step {place:,}" if x == "step" else f"{units.count(place)} tokens"
+
+
+def _extent(curve: Mapping[float, float], x: str) -> str:
+    if x == "step":
+        return f"{units.counted(len(curve), 'step')}, {min(curve):,} to {max(curve):,}"
+    return f"{units.counted(len(curve), 'point')}, {_place(x, min(curve))} to {_place(x, max(curve))}"
 
 
 def _draw(
-    file: Path, curves: list[tuple[str, Mapping[int, float]]], differences: Mapping[int, float], tolerance: float
+    file: Path,
+    names: Mapping[str, str],
+    curves: Mapping[str, overlay.Points],
+    pairs: Sequence[_Pair],
+    arguments: argparse.Namespace,
+    tolerance: float,
 ) -> None:
-    """Draw the curves and, below them, their difference on a logarithmic scale."""
+    """Draw the curves and, below them, the difference of two on a logarithmic scale, or of more from the first."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
+    from shardwise_watch.plot import STYLE, draw_curves, finish
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")
     )
-    largest = max(differences, key=differences.__getitem__)
-    with matplotlib.rc_context(_STYLE):
+    x, log = arguments.x, arguments.log or ""
+    with matplotlib.rc_context(STYLE):
         figure = figures.Figure(figsize=(8, 6), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        # A is broad and pale: it is seen where B covers it.
-        for (name, curve), color, width, alpha in zip(curves, _COLORS, (4, 1.2), (0.45, 1), strict=True):
-            look = {"color": color, "linewidth": width, "alpha": alpha, "marker": _marker(curve)}
-            above.plot([*curve], [*curve.values()], label=name, **look)
-        above.set_ylabel("training loss")
-        above.legend()
-        below.plot([*differences], [*differences.values()], color=_GREEN, linewidth=1.2, marker=_marker(differences))
-        label = f"largest: {differences[largest]:.3g} at step {largest:,}"
-        below.plot([largest], [differences[largest]], "o", color=_GREEN, label=label)
-        below.axhline(tolerance, color=_GREY, linestyle="--", label=f"tolerance: {tolerance:g}")
-        if differences[largest] > 0:
-            below.set_yscale("log")
-        below.set_ylabel("|A − B| / |B|")
-        below.set_xlabel("step")
-        below.legend()
+        draw_curves(above, {names[name]: curve for name, curve in curves.items()}, arguments.smooth, broad=1)
+        finish(above, "training loss", x, log)
+        above.set_xlabel("")
+        if len(pairs) > 1:
+            # A label with this beginning has no place in a legend: the colours are those above.
+            draw_curves(below, {f"_{pair.name}": pair.signed for pair in pairs}, first=1)
+            finish(below, "loss minus A", x, log.replace("y", ""))
+        else:
+            differences = pairs[0].differences
+            largest = max(differences, key=differences.__getitem__)
+            draw_curves(below, {"": differences}, first=2)
+            label = f"largest: {differences[largest]:.3g} at {_place(x, largest)}"
+            below.plot([largest], [differences[largest]], "o", color=below.lines[0].get_color(), label=label)
+            below.axhline(tolerance, color=_GREY, linestyle="--", label=f"tolerance: {tolerance:g}")
+            finish(below, "|A − B| / |B|", x, log.replace("y", "") + "y" * (differences[largest] > 0))
         try:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
         except OSError as error:
             raise ConfigError(f"--plot ({file}) cannot be written: {files.reason_of(error)}") from None
 
 
-def _marker(curve: Mapping[int, float]) -> str:
-    """Dots where steps are few: of a single step a line shows nothing."""
-    return "." if len(curve) < 60 else ""
+def _draw_in_terminal(
+    names: Mapping[str, str],
+    curves: Mapping[str, overlay.Points],
+    pairs: Sequence[_Pair],
+    arguments: argparse.Namespace,
+) -> None:
+    # Costly to import, for a drawing alone.
+    from rich.console import Console
+
+    from shardwise_watch.screen.overlaid import COLOURS, overlaid
+
+    console = Console(highlight=False, markup=False)
+    log = arguments.log or ""
+    minus_a = {"A": {}, **{pair.name: pair.signed for pair in pairs}}
+    shown = [("training loss", curves, log), ("minus A", minus_a, log.replace("y", ""))]
+    for title, each, logarithmic in shown:
+        for line in overlaid(title, each, console.width, arguments.x, logarithmic):
+            console.print(line, no_wrap=True, crop=True)
+    for number, name in enumerate(names.values()):
+        console.print(f" {output.printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)

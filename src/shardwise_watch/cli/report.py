@@ -1,7 +1,9 @@
-"""Write an HTML report of one run with its branches, or of two runs overlaid.
+"""Write an HTML report of one run with its branches, or of several runs overlaid.
 
-The page needs no network. It has curves, lost time, memory, layout, events, configuration and environment. `--json`
-prints all its numbers instead, and `--png` also draws the curves as pictures. Branches are searched beside the run.
+The page needs no network. It has curves, lost time, memory, layout, events, configuration and environment. Curves are
+drawn by step, by tokens or by time, smoothed, and on logarithmic axes, as the reader chooses on the page; of several
+runs also the difference of each from the first. `--json` prints all its numbers instead, and `--png` also draws the
+curves as pictures. Branches are searched beside the run.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, require_replaceable, write_atomic
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
+from shardwise_watch.overlay import require_distinct
 from shardwise_watch.report.numbers import comparison, report_of
 from shardwise_watch.run import branches_of, open_run
 
+_LONGEST_NAME = 150
+"""Characters of the names of runs in the name of a report; a file's name has 255 at most."""
 _MOST_BRANCHES = 7
 """Branches that are laid over their trunk; the page has colours for as many."""
 
@@ -28,28 +33,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {latest})"
     )
     parser.add_argument(
-        "other", metavar="RUN", nargs="?", type=Path, help="a second run, B, overlaid on the first one, A"
+        "others", metavar="RUN", nargs="*", type=Path, help="further runs, B and so on, overlaid on the first one, A"
     )
     parser.add_argument(
         "--output",
         metavar="FILE",
         type=Path,
-        help="where to write it (default: report.html in RUN; of two, report-with-B.html in A)",
+        help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    paths = [arguments.run] if arguments.other is None else [arguments.run, arguments.other]
-    watched = [open_run(path, all_steps=True) for path in paths]
-    branches = branches_of(watched[0]) if arguments.other is None else []
-    compared = comparison(*watched) if len(watched) == 2 else None
+    watched = [open_run(path, all_steps=True) for path in (arguments.run, *arguments.others)]
+    require_distinct([run.path for run in watched], [run.path.resolve() for run in watched])
+    branches = [] if arguments.others else branches_of(watched[0])
+    compared = comparison(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
     reports = [report_of(run) for run in [*watched, *shown]]
     if len(shown) < len(branches) and not arguments.json:
         output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
-    name = "report.html" if compared is None else f"report-with-{watched[1].path.resolve().name}.html"
+    others = [run.name for run in watched[1:]]
+    joined = "-".join(others)
+    if len(joined) > _LONGEST_NAME:
+        joined = f"{others[0]}-and-{len(others) - 1}-more"
+    name = "report.html" if compared is None else f"report-with-{joined}.html"
     file: Path = arguments.output or watched[0].path / name
     require_replaceable(file, "--output")
     if arguments.png is not None:
@@ -77,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    if compared is not None:
+    if compared is not None and len(reports) == 2:
         return {"a": reports[0], "b": reports[1], "compared": compared}
+    if compared is not None:
+        return {"runs": reports, "compared": compared}
     return {**reports[0], "branches": reports[1:]} if len(reports) > 1 else reports[0]

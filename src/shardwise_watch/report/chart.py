@@ -28,10 +28,14 @@ _DIGITS = 5
 _DIGITS_OF_ENDS = 4
 """Digits of the least and the largest value of a column, which are two thirds of the page's numbers."""
 _COLOURS = 8
-"""Colours of curves in the page; the ninth curve has the first one again."""
+"""Colours of curves in the page; the ninth curve has the first one again, and is dashed, the seventeenth dotted."""
+_LINES = 3
+_FEW_CURVES = 4
+"""The bands of more curves are paler, since they lie upon each other."""
 _LABEL_HEIGHTS = 3
 """Heights at which the labels of marks are written in turn."""
-_UNITS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e5, " k"))
+_UNITS = ((1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e5, 1e3, " k"))
+"""Least of the largest number of an axis, the unit, and its name."""
 
 Rows = Sequence[Sequence[float]]
 
@@ -45,6 +49,8 @@ class Size(NamedTuple):
 
 SMALL = Size(420, 236)
 LARGE = Size(640, 300)
+BELOW = Size(640, 190)
+"""Of a chart below a large one."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +61,13 @@ class Mark:
         steps_before: steps before the line.
         text: what happened there.
         label: text beside the line, where there is room for it.
+        run: letters of the run whose step this is.
     """
 
     steps_before: int
     text: str
     label: str = ""
+    run: str = ""
 
     @property
     def place(self) -> float:
@@ -112,6 +120,8 @@ def line_chart(
     notes: Sequence[str] = (),
     marks: Sequence[Mark] = (),
     size: Size = SMALL,
+    by_axis: Mapping[str, Mapping[str, Curve]] | None = None,
+    axis: str = "step",
 ) -> str:
     """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
 
@@ -122,6 +132,8 @@ def line_chart(
             chart says so.
         notes: sentences under the title.
         marks: lines behind the curves.
+        by_axis: of curves that are others over tokens and over time, all of them by the name of the axis.
+        axis: name of the axis that is drawn.
     """
     known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
     columns = [column for curve in known.values() for column in _with_dots(curve)]
@@ -135,33 +147,56 @@ def line_chart(
     low, high = _shown_range(columns) if is_cut else (least, largest)
     ticks = _ticks([low, high])
     area = _PlotArea(min(steps), max(steps), min(ticks[0], low), max(ticks[-1], high), size)
-    drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, "step")]
+    drawn = [_y_axis(area, ticks, percent=percent), _x_axis(area, axis)]
     drawn += [_mark(area, mark) for mark in marks]
     if size == LARGE:
         drawn += [_mark_label(area, mark, number) for number, mark in enumerate(mark for mark in marks if mark.label)]
-    # The inner picture cuts off the lines that leave the chart. Dots at its edge would be cut too: they come after it.
-    drawn.append(
-        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
-        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
-    )
-    coloured = [(number % _COLOURS, name, curve) for number, (name, curve) in enumerate(known.items())]
-    drawn += [_curve(area, curve, colour) for colour, _, curve in coloured]
-    drawn.append("</svg>")
-    for colour, _, curve in coloured:
-        drawn += [_dot(area, x, y, colour) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    # A curve has one colour in all charts, also in those where another has no values.
+    looks = {name: look_of(number) for number, name in enumerate(curves)}
+    drawn += _curves(area, known, looks, has_zero=by_axis is not None)
     outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
     if outside:
         cut = " and ".join(_tick_text(_rounded(value, _DIGITS_OF_ENDS), percent) for value in outside)
         notes = [*notes, f"axis cut: values reach to {cut}"]
-    data: dict[str, Any] = {
-        "curves": {name: _column_data(curve.known) for name, curve in known.items()},
-        "percent": percent,
+    further = {
+        "looks": looks if len(known) < len(curves) else None,
+        "whole": not is_cut,
+        "axis": axis if axis != "step" else None,
+        **(_data_by_axis(by_axis) if by_axis else {"percent": percent}),
     }
+    # The curve of a chart with one needs a name if other charts have others.
+    legend = [(looks[name], name) for name in known if len(curves) > 1 or ": " in name]
+    return _figure(title, legend, drawn, area, _line_data(known, further), notes=notes)
+
+
+def _curves(area: _PlotArea, curves: Mapping[str, Curve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
+    """Draw curves, and the line of 0. The inner picture cuts off what leaves the chart, but no dots at its edge."""
+    drawn = [
+        f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
+        f'viewBox="{LEFT} {TOP} {area.width} {area.height}">'
+    ]
+    if has_zero and area.low_y < 0 < area.high_y:
+        y = f"{area.y(0):.1f}"
+        drawn.append(f'<line class="zero" x1="{LEFT}" x2="{LEFT + area.width}" y1="{y}" y2="{y}"/>')
+    drawn += [_curve(area, curve, looks[name]) for name, curve in curves.items()]
+    drawn.append("</svg>")
+    for name, curve in curves.items():
+        drawn += [_dot(area, x, y, looks[name]) for x, y in curve.dots if area.low_y <= y <= area.high_y]
+    return drawn
+
+
+def _line_data(known: Mapping[str, Curve], further: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of curves for the script, with what it needs besides; empty parts are left out."""
+    dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
-    if breaks:
-        data["breaks"] = breaks
-    legend = [(f"c{colour}", name) for colour, name, _ in coloured] if len(known) > 1 else []
-    return _figure(title, legend, drawn, area, data, notes=notes)
+    parts = {**further, "dots": dots, "breaks": breaks}
+    shown = {name: part for name, part in parts.items() if part or name == "percent"}
+    return {"curves": {name: _column_data(curve.known) for name, curve in known.items()}, **shown}
+
+
+def _data_by_axis(by_axis: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
+    named = {x: {name: curve.known for name, curve in of.items() if curve.known} for x, of in by_axis.items()}
+    return {"by": {x: {name: _column_data(of[name]) for name in of} for x, of in named.items()}}
 
 
 def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[Mark] = ()) -> str:
@@ -279,8 +314,8 @@ def attribute(value: Any) -> str:
 def short(values: Sequence[float]) -> list[str]:
     """Write the numbers of an axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
     largest = max(map(abs, values), default=0.0)
-    limit, suffix = next((unit for unit in _UNITS if largest >= unit[0]), (1.0, ""))
-    return [f"{value / limit:,.6g}{suffix}" if value else "0" for value in values]
+    unit, suffix = next(((unit, name) for least, unit, name in _UNITS if largest >= least), (1.0, ""))
+    return [f"{value / unit:,.6g}{suffix}" if value else "0" for value in values]
 
 
 def _figure(
@@ -295,7 +330,7 @@ def _figure(
     keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
     small_print = "".join(f"<small>{escape(note)}</small>" for note in notes)
     width, height = area.size
-    style = "chart" if area.size == SMALL else "chart large"
+    style = f"chart{'' if area.size == SMALL else ' large'}{' many' if len(legend) > _FEW_CURVES else ''}"
     ends = [area.low_x, area.high_x]
     return (
         f"<figure class=\"{style}\" data-chart='{attribute({'ends': ends, **data})}'>"
@@ -311,8 +346,14 @@ def _with_dots(curve: Curve) -> list[Column]:
     return [*curve.known, *(Column(step, value, value, value) for step, value in curve.dots)]
 
 
-def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
-    """Draw the band, the line and the breaks of a curve. `number`: number of its colour."""
+def look_of(number: int) -> str:
+    """Return the classes of a curve's colour and line, which page.css has."""
+    dashes = number // _COLOURS % _LINES
+    return f"c{number % _COLOURS}{f' d{dashes}' if dashes else ''}"
+
+
+def _curve(area: _PlotArea, curve: Curve, look: str) -> str:
+    """Draw the band, the line and the breaks of a curve."""
     parts = []
     if curve.breaks is not None:
         first, last = curve.breaks
@@ -323,12 +364,12 @@ def _curve(area: _PlotArea, curve: Curve, number: int) -> str:
     if any(column.least < column.largest for column in columns):
         edge = [(column.step, column.largest) for column in columns]
         edge += [(column.step, column.least) for column in reversed(columns)]
-        parts.append(f'<polygon class="band c{number}" points="{area.path(edge)}"/>')
+        parts.append(f'<polygon class="band {look}" points="{area.path(edge)}"/>')
     if len(columns) == 1:
-        parts.append(_dot(area, columns[0].step, columns[0].mean, number))
+        parts.append(_dot(area, columns[0].step, columns[0].mean, look))
     elif columns:
         line = area.path([(column.step, column.mean) for column in columns])
-        parts.append(f'<polyline class="curve c{number}" points="{line}"/>')
+        parts.append(f'<polyline class="curve {look}" points="{line}"/>')
     return "".join(parts)
 
 
@@ -356,8 +397,8 @@ def _mark_label(area: _PlotArea, mark: Mark, number: int) -> str:
     return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(mark.label)}</text>'
 
 
-def _dot(area: _PlotArea, x: float, y: float, number: int) -> str:
-    return f'<circle class="dots c{number}" cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3"/>'
+def _dot(area: _PlotArea, x: float, y: float, look: str) -> str:
+    return f'<circle class="dots {look}" cx="{area.x(x):.1f}" cy="{area.y(y):.1f}" r="3"/>'
 
 
 def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:

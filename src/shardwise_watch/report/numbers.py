@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from shardwise.base import redaction, units
+from shardwise.base.errors import listing
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise_watch.lost_time import CAUSES
+from shardwise_watch.overlay import AXES, Points, differences, places_of, points_of
 from shardwise_watch.report.loads import load_maps
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.run import RunView
@@ -57,6 +59,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "failure": None if run.failure is None else run.failure.lines(run.path),
         "sample": str(run.results.get("sample") or ""),
         "numbers": _headline(run),
+        "places": _places(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
         "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
         "balance_curves": {name: columns(series.steps, losses) for name, losses in series.balance.items()},
@@ -93,12 +96,37 @@ def report_of(run: RunView) -> dict[str, Any]:
     return {**report, "verdict": verdict(report)}
 
 
-def comparison(a: RunView, b: RunView) -> dict[str, Any]:
-    """Compare two runs: the largest difference of training loss, relative to B, the keys of configuration, the losses.
+def comparison(a: RunView, *others: RunView) -> dict[str, Any]:
+    """Compare runs with the first one: largest differences of training loss, keys of configuration, losses, curves.
 
-    Steps at which a loss is no finite number are counted by themselves. The curves reach from the first to the last
-    step that both have.
+    A difference is relative to the other run; that of the curves is the other run's loss minus A's. Steps at which a
+    loss is no finite number are counted by themselves. The curves reach from the first to the last step that all have.
     """
+    runs = (a, *others)
+    pairs = [_pair(a, b) for b in others]
+    steps = sorted(set.intersection(*(set(run.series.steps) for run in runs)))
+    of_a = {x: points_of(a.series, "loss", x) for x in AXES}
+    return {
+        # Of two runs these are the numbers of their only pair.
+        **(pairs[0] if len(pairs) == 1 else {}),
+        "pairs": pairs,
+        "curves": [_curves_between(run, steps[0], steps[-1]) for run in runs] if steps else [],
+        "losses": _compared_losses(runs, steps),
+        "config": config_differences(*(run.config for run in runs)),
+        "layouts": layout_differences(*(run.layouts for run in runs)),
+        "differences": {x: [_difference_columns(run, of_a[x], x) for run in others] for x in AXES},
+    }
+
+
+def _places(run: RunView) -> list[list[float | None]]:
+    """Return [step, tokens, seconds of training] at the first step and at the end of each column; None if unknown."""
+    steps = run.series.steps
+    ends = [0, *(stop - 1 for _, stop in equal_counts(len(steps), _COLUMNS))] if steps else []
+    places = [places_of(run.series, x) for x in AXES]
+    return [[_finite(of_axis[at]) for of_axis in places] for at in dict.fromkeys(ends)]
+
+
+def _pair(a: RunView, b: RunView) -> dict[str, Any]:
     losses_of_b = dict(_losses(b))
     common: list[dict[str, Any]] = [
         {"step": step, "a": loss, "b": losses_of_b[step]} for step, loss in _losses(a) if step in losses_of_b
@@ -112,31 +140,31 @@ def comparison(a: RunView, b: RunView) -> dict[str, Any]:
             not_finite.append(pair)
     return {
         "steps": len(common),
-        "curves": [_curves_between(run, common[0]["step"], common[-1]["step"]) for run in (a, b)] if common else [],
-        "losses": _compared_losses(a, b, common),
         "largest": max(comparable, key=lambda pair: pair["difference"], default=None),
         "not_finite": {"steps": len(not_finite), **not_finite[0]} if not_finite else None,
-        "config": config_differences(a.config, b.config),
-        "layouts": layout_differences(a.layouts, b.layouts),
     }
+
+
+def _difference_columns(run: RunView, of_a: Points, x: str) -> list[Column]:
+    signed = differences(points_of(run.series, "loss", x), of_a, x)
+    return columns([*signed], [*signed.values()])
 
 
 def _losses(run: RunView) -> Iterable[tuple[int, float]]:
     return zip(run.series.steps, run.series.numbers["loss"], strict=True)
 
 
-def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[Any]]:
-    """Return [key, value in A, value in B] of each key by which two configurations differ, without secrets."""
-    keys_of_a = dict(_flat(redaction.without_secrets(a)))
-    keys_of_b = dict(_flat(redaction.without_secrets(b)))
-    differing = [key for key in {**keys_of_a, **keys_of_b} if keys_of_a.get(key) != keys_of_b.get(key)]
-    return [[key, keys_of_a.get(key), keys_of_b.get(key)] for key in differing]
+def config_differences(*configs: Mapping[str, Any]) -> list[list[Any]]:
+    """Return [key, its value in each] of each key by which configurations differ, without secrets."""
+    flat = [dict(_flat(redaction.without_secrets(config))) for config in configs]
+    rows = [[key, *(keys.get(key) for keys in flat)] for key in dict.fromkeys(key for keys in flat for key in keys)]
+    return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
-def layout_differences(a: Sequence[LayoutSpan], b: Sequence[LayoutSpan]) -> list[str] | None:
-    """Return the layouts of A and of B as texts; None if they are equal, or if one of them is not known."""
-    texts = [spans_text(spans) for spans in (a, b)]
-    return texts if all(texts) and texts[0] != texts[1] else None
+def layout_differences(*runs: Sequence[LayoutSpan]) -> list[str] | None:
+    """Return the layouts of the runs as texts; None if they are equal, or if one of them is not known."""
+    texts = [spans_text(spans) for spans in runs]
+    return texts if all(texts) and len(set(texts)) > 1 else None
 
 
 def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
@@ -148,12 +176,14 @@ def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
     }
 
 
-def _compared_losses(a: RunView, b: RunView, common: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return [name, loss in A, loss in B] of the last common step, of the last steps and of the last evaluations."""
-    rows = [[f"loss at step {pair['step']:,}, the last in common", pair["a"], pair["b"]] for pair in common[-1:]]
-    if a.step != b.step:
-        rows.append([f"final loss (step {a.step:,} and {b.step:,})", _final_loss(a), _final_loss(b)])
-    evaluated = [_evaluations(run) for run in (a, b)]
+def _compared_losses(runs: Sequence[RunView], common: Sequence[int]) -> list[list[Any]]:
+    """Return [name, loss of each run] of the last common step, of the last steps and of the last evaluations."""
+    losses = [dict(_losses(run)) for run in runs]
+    rows = [[f"loss at step {step:,}, the last in common", *(each[step] for each in losses)] for step in common[-1:]]
+    if len({run.step for run in runs}) > 1:
+        steps = listing(f"{run.step:,}" for run in runs)
+        rows.append([f"final loss (step {steps})", *map(_final_loss, runs)])
+    evaluated = [_evaluations(run) for run in runs]
     if any(evaluated):
         rows.append(["last evaluation", *(points[-1][1] if points else None for points in evaluated)])
     return rows
@@ -171,7 +201,7 @@ def difference(a: float, b: float) -> float:
     return math.inf if a else 0.0
 
 
-def columns(steps: Sequence[int], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
+def columns(steps: Sequence[float], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
     """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
     all_columns = columns_of(steps, values, equal_counts(len(steps), count))
     return [column for column in all_columns if column is not None]

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from string import ascii_uppercase
 from typing import Any
 
 import jinja2
@@ -17,6 +16,7 @@ from shardwise.base import units
 from shardwise.base.mesh_axes import has_degrees, layout_text
 from shardwise.base.registered import optional_library
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise_watch.overlay import label
 from shardwise_watch.report import chart
 from shardwise_watch.report.numbers import columns
 from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
@@ -45,7 +45,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
 
     Args:
         reports: results of `report_of`.
-        compared: result of `comparison` for two runs.
+        compared: result of `comparison` for several runs.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
@@ -65,13 +65,17 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "whole": "{:,}".format,
     }
     names = _names(reports)
+    pair = compared if len(reports) == 2 else None
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
-        runs=[_run(report, name) for report, name in zip(reports, names, strict=True)],
-        opening=Markup(
-            _common_losses(compared, reports) if compared else _metric_chart(reports, names, _LOSS, chart.LARGE)
-        ),
-        charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=compared is not None) if drawn],
+        runs=[
+            {**_run(report, name), "letter": _letter(name), "look": chart.look_of(number)}
+            for number, (report, name) in enumerate(zip(reports, names, strict=True))
+        ],
+        opening=Markup(_common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)),
+        difference=Markup(_differences(compared)) if compared else "",
+        charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
+        places=Markup(chart.attribute(_places(reports, names))),
         compared=compared,
         left=chart.LEFT,
         right=chart.RIGHT,
@@ -88,7 +92,32 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
 def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(reports) == 1:
         return [str(reports[0]["run"])]
-    return [f"{letter}: {report['run']}" for letter, report in zip(ascii_uppercase, reports, strict=False)]
+    return [f"{label(number)}: {report['run']}" for number, report in enumerate(reports)]
+
+
+def _letter(name: str) -> str:
+    """Return the letters of a run, by which its curves are named beside those of others."""
+    return name.partition(":")[0]
+
+
+def _places(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Collect what the script needs to draw charts over other axes: the places of steps by run, and the marks."""
+    return {
+        "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
+        "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
+    }
+
+
+def _differences(compared: Mapping[str, Any]) -> str:
+    """Draw the loss of each run but the first minus that of the first, A."""
+    by_axis = {
+        x: {"A": Curve([]), **{label(number): Curve(columns_) for number, columns_ in enumerate(of_runs, 1)}}
+        for x, of_runs in compared["differences"].items()
+    }
+    title = "Training loss of B minus A" if len(compared["pairs"]) == 1 else "Training loss minus that of A"
+    x = next((x for x, curves in by_axis.items() if any(curve.known for curve in curves.values())), "step")
+    size = chart.BELOW if len(compared["pairs"]) == 1 else chart.SMALL
+    return chart.line_chart(title, by_axis[x], by_axis=by_axis, axis=x, size=size)
 
 
 def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
@@ -107,14 +136,15 @@ def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.
     """Return a note for each of the last changes of the layout, and marks for all changes and for each later start."""
     notes: list[str] = []
     marks: list[chart.Mark] = []
-    for letter, report in zip(ascii_uppercase, reports, strict=False):
-        prefix = f"{letter}, " if len(reports) > 1 else ""
+    for number, report in enumerate(reports):
+        run = label(number)
+        prefix = f"{run}, " if len(reports) > 1 else ""
         changes = {}
         for (_, former), (steps_before, layout) in itertools.pairwise(report["layouts"]):
             text = f"{prefix}layout after step {steps_before:,}: {former} → {layout}"
-            changes[steps_before] = chart.Mark(steps_before, text, layout)
+            changes[steps_before] = chart.Mark(steps_before, text, layout, run)
         starts = {
-            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}")
+            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}", run=run)
             for steps_before, kind in report["later_starts"][-_MOST_STARTS:]
         }
         notes += [mark.text for mark in changes.values()]
@@ -147,13 +177,13 @@ def _metric_chart(
     layout_notes, marks = _marks(reports)
     notes = layout_notes if metric is _LOSS else []
     for name, report in zip(names, reports, strict=True):
-        label, prefix = (name[:1], f"{name[:1]}: ") if len(reports) > 1 else (name, "")
+        shown, prefix = (_letter(name), f"{_letter(name)}: ") if len(reports) > 1 else (name, "")
         breaks = None
         if not_finite := report["not_finite"].get(metric.name):
             breaks = (not_finite["first"], not_finite["last"])
             steps = units.counted(not_finite["steps"], "step")
             notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-        curves[label] = Curve(report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks)
+        curves[shown] = Curve(report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks)
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
     return chart.line_chart(
@@ -165,8 +195,8 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
     """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
-        for label, rows in report.get(key, {}).items():
-            curves[f"{name[:1]}: {label}" if len(reports) > 1 else label] = Curve(rows)
+        for of, rows in report.get(key, {}).items():
+            curves[f"{_letter(name)}: {of}" if len(reports) > 1 else of] = Curve(rows)
     return curves
 
 
@@ -321,14 +351,15 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     _, marks = _marks(reports)
     for metric in REPORT_CURVES:
         name = metric.name
-        curves = {str(report["run"]): report["curves"][name] for report in reports if report["curves"][name]}
+        named = zip(_names(reports), reports, strict=True)
+        curves = {run: report["curves"][name] for run, report in named if report["curves"][name]}
         if not curves:
             continue
         figure = figures.Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for label, rows in curves.items():
+        for run, rows in curves.items():
             steps, least, mean, largest = zip(*rows, strict=True)
-            (line,) = axes.plot(steps, mean, label=label, lw=1.2, marker="." if len(rows) == 1 else "")
+            (line,) = axes.plot(steps, mean, label=run, lw=1.2, marker="." if len(rows) == 1 else "")
             axes.fill_between(steps, least, largest, color=line.get_color(), alpha=0.2, lw=0)
         first, last = axes.dataLim.intervalx
         # A line outside of the curves would widen the axis.

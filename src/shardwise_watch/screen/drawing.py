@@ -257,7 +257,7 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
     # Each cell has two columns of dots.
-    bits = _drawn(_resampled(curve, cells * 2), cells, rows, low, high)
+    bits = drawn(resampled(curve, cells * 2), cells, rows, low, high)
     marks = _marks(curve, cells, rows, low, high)
     lines = []
     for row in range(rows):
@@ -303,7 +303,7 @@ def _range(curve: Curve) -> tuple[float, float]:
     return (least if low - least < margin else low, largest if largest - high < margin else high)
 
 
-def _resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
+def resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
     """Return (least, largest) of each column of dots; columns between two known ones lie on the line between these."""
     count = len(curve.columns)
     pairs: list[tuple[float, float] | None] = []
@@ -323,7 +323,7 @@ def _resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
     return [pair or (math.nan, math.nan) for pair in pairs]
 
 
-def _drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
+def drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
     """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1

@@ -100,6 +100,8 @@ def test_files_alone_are_written_without_slurm_into_a_new_folder(
     assert main([*TWO, "data.path=/cluster/corpus.jsonl", "--write-only", "--run-dir", "two"]) == 0
     assert "warning" in capsys.readouterr().out, "the cluster may have the data"
     assert "data.path=/cluster/corpus.jsonl" in Path("two/job.sh").read_text(encoding="utf-8")
+    assert main(["submit", "acme/tiny", "--nodes", "2", "--write-only"]) == 2
+    assert "it is a model: `shardwise recipes acme/tiny --write my.yaml` writes " in capsys.readouterr().err
     assert main([*TWO, "--write-only", "--precompile", "--dry-run"]) == 2
     assert "--write-only must go without --dry-run and --precompile" in capsys.readouterr().err
 

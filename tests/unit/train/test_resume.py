@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, record_owner
@@ -66,6 +66,22 @@ def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> N
         ConfigError, match=r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
     ):
         find_checkpoints(config(), RunDirectory(folder.parent), None)
+
+
+def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: Path) -> None:
+    """A run that begins in their folder resumes; with weights alone it would begin, and is refused."""
+    chosen = config()
+    model = chosen.recorded()["model"]
+    root = Root.of(tmp_path / "checkpoints")
+    write_checkpoint(root, 100, small_tensors(1), ranks=1, config={"model": model}, data=IMPORTED)
+    run = RunDirectory(tmp_path)
+    assert [each.step for each in find_checkpoints(chosen, run, None).candidates] == [100]
+    assert [each.step for each in find_checkpoints(config(resume=100), run, None).candidates] == [100]
+    with pytest.raises(ConfigError, match=r"resumed only with the model .*\n  model.rope_theta \(1.0\) must be 1"):
+        find_checkpoints(make_config(model={"rope_theta": 1.0}), run, None)
+    write_checkpoint(root, 200, small_tensors(1), ranks=1, config={"model": model})
+    with pytest.raises(ConfigError, match=r"--run-dir .* must be empty for a new run, it has a checkpoint of step 200"):
+        find_checkpoints(chosen, run, None)
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:

@@ -1,7 +1,10 @@
 """`shardwise compare`: which curves it reads, what it says of two, and its exit codes."""
 
 import json
+import math
+import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory
+from shardwise_watch import overlay
 from shardwise_watch.curves import read_curve
+from shardwise_watch.run import RunView
 from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
@@ -346,3 +351,167 @@ def test_a_plot_shows_both_curves_and_their_difference() -> None:
         assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
     assert drawn == Path("again.svg").read_text(), "equal curves must give equal files"
     assert main(["compare", "run", "run", "--plot", "same.svg"]) == 0, "there is no logarithm of no difference"
+
+
+def by_batch(name: str, factor: int, until: int, start: Sequence[Start] | None = None) -> Path:
+    """A run whose batch has `factor` times the tokens, and whose loss is a function of the tokens."""
+    losses = {step: loss_of(factor * step) for step in range(1, until + 1)}
+    folder = write_run(Path(name), start or [Start(0, until)], losses=losses, mesh=DP)
+    changed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for event in changed:
+        if event["event"] == "step":
+            event["tokens"] *= factor
+    (folder / "metrics.jsonl").write_text(lines(*changed))
+    return folder
+
+
+def test_runs_with_other_batches_align_by_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """Between the points of A its curve is a line; the other runs' points are compared with that."""
+    by_batch("small", 1, 40)
+    by_batch("large", 2, 20)
+    by_batch("odd", 3, 20)
+    assert main(["compare", "small", "large"]) == 1
+    capsys.readouterr()
+    assert main(["compare", "small", "large", "--x", "tokens", "--tolerance", "0"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["both"] == "20 points, 16.4 k tokens to 328 k tokens"
+    assert rows["largest"] == "0 at 16.4 k tokens: loss 4.8284271 in A, 4.8284271 in B"
+    assert main(["compare", "large", "odd", "small", "--x", "tokens", "--json"]) == 1
+    odd, small = json.loads(capsys.readouterr().out)["pairs"]
+    # 3, 6, 9 … of 2, 4, 6 … units of tokens: every second one lies between two points.
+    places = [3 * step for step in range(1, 14)]
+    between = {at: (loss_of(at - 1) + loss_of(at + 1)) / 2 if at % 2 else loss_of(at) for at in places}
+    found = {at: abs(between[at] - loss_of(at)) / loss_of(at) for at in places}
+    assert odd["points"] == len(places)
+    assert odd["largest"]["difference"] == pytest.approx(max(found.values()))
+    assert odd["largest"]["tokens"] == 3 * 8192
+    assert odd["last"] == {"difference": pytest.approx(loss_of(39) - between[39]), "tokens": 39 * 8192}
+    assert (small["points"], small["final"]["b"]["tokens"]) == (39, 40 * 8192)
+
+
+def test_time_is_that_of_the_steps_that_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start."""
+    write_run(Path("straight"), [Start(0, 60)], mesh=DP)
+    write_run(Path("resumed"), [Start(0, 25, None), Start(20, 60)], mesh=DP)
+    assert main(["compare", "straight", "resumed/metrics.jsonl", "--x", "time"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert rows["A"] == "straight: 60 points, 1.0 s to 1 min 02 s"
+    assert rows["B"] == "resumed/metrics.jsonl: 60 points, 1.0 s to 1 min 02 s"
+    series = RunView(Path("resumed"), all_steps=True).series
+    assert series.elapsed.tolist() == pytest.approx(
+        [
+            *range(1, 11),
+            *(at + 0.5 for at in range(11, 21)),
+            *(at + 0.5 + 0.5 * (at > 30) + 0.5 * (at > 40) + 0.5 * (at > 50) for at in range(21, 61)),
+        ]
+    )
+
+
+def test_several_curves_have_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+    """A branch, a run that diverged, one of a single step, and a golden curve with gaps are each compared with A."""
+    write_run(Path("a"), [Start(0, 40)], mesh=DP)
+    branch = write_run(Path("branch"), [Start(0, 40)], mesh=Mesh(1, 1, 1, 1), losses={40: 2.0})
+    kept = [json.loads(line) for line in (branch / "metrics.jsonl").read_text().splitlines()]
+    (branch / "metrics.jsonl").write_text(lines(*(event for event in kept if event.get("step", 40) > 20)))
+    write_run(Path("odd"), [Start(0, 40)], mesh=DP, losses=dict.fromkeys(range(31, 41), math.nan))
+    write_run(Path("one"), [Start(0, 1)], mesh=DP)
+    Path("gaps.txt").write_text("1 6\n7 3.5118579\n40 2.6324555\n")
+    FailureRecord(stamp(FIRST + 3600), "rank 1 was killed", step=40).write(RunDirectory("branch"))
+    assert main(["compare", "a", "branch", "odd", "one", "gaps.txt"]) == 1
+    told = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert told[1:6] == [
+        ["A: a", "40 steps, 1 to 40", "2.63246"],
+        ["B: branch", "20 steps, 21 to 40", "2", "-0.6325 at step 40", "0.316 at step 40", "beyond at 1 step"],
+        ["C: odd", "30 steps, 1 to 30", "2.7303", "+0 at step 30", "0 at step 1",
+         "the loss is not finite at 10 steps, first at step 31"],
+        ["D: one", "1 step, 1 to 1", "6", "+0 at step 1", "0 at step 1", "within"],
+        ["E: gaps.txt", "3 steps, 1 to 40", "2.63246", "-3.203e-08 at step 40", "1.22e-08 at step 40", "within"],
+    ]  # fmt: skip
+    assert told[6:] == [
+        ["B: no key differs from A"],
+        ["C: no key differs from A"],
+        ["D: train.steps: 40 in A, 1 in D"],
+        ["B failed at step 40: rank 1 was killed."],
+    ]
+    assert main(["compare", "a", "one", "gaps.txt", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["within"] is True
+    assert [pair["b"] for pair in found["pairs"]] == ["one", "gaps.txt"]
+    assert main(["compare", "a", "odd"]) == 1
+    assert "odd      the loss is not finite at 10 steps, first at step 31" in capsys.readouterr().out
+
+
+def test_smoothing_is_tensorboards_and_alike_for_other_distances() -> None:
+    values = {float(at): loss_of(at) + at % 3 for at in range(1, 31)}
+    last = debias = 0.0
+    expected = []
+    for value in values.values():
+        last, debias = last * 0.8 + 0.2 * value, debias * 0.8 + 0.2
+        expected.append(last / debias)
+    found = overlay.smoothed({"a": values, "sparse": {at: values[at] for at in (10.0, 20.0, 30.0)}}, 0.8)
+    assert [*found["a"].values()] == pytest.approx(expected)
+    weights = [0.8**20, 0.8**10, 1.0]
+    sparse = sum(weight * values[at] for weight, at in zip(weights, (10.0, 20.0, 30.0), strict=True)) / sum(weights)
+    assert found["sparse"][30.0] == pytest.approx(sparse), "ten steps weigh like ten steps"
+    assert overlay.smoothed({"a": values}, 0.0) == {"a": values}
+    assert [overlay.label(number) for number in (0, 25, 26, 27, 701, 702)] == ["A", "Z", "AA", "AB", "ZZ", "AAA"]
+
+
+def test_curves_are_drawn_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    by_batch("small", 1, 40)
+    by_batch("large", 2, 20)
+    write_run(Path("high"), [Start(0, 40)], mesh=DP, losses={at: 1 + loss_of(at) for at in range(1, 41)})
+    assert main(["compare", "small", "large", "high", "--draw", "--x", "tokens", "--log", "xy"]) == 1
+    drawn = capsys.readouterr().out.partition(" training loss logarithmic x and y ")[2]
+    losses, differences = drawn.split(" minus A logarithmic x ")
+    ends = [[line[79 - 3 :].strip(" ⠀") for line in part.splitlines()[1:]] for part in (losses, differences)]
+    assert [end for end in ends[0] if end.isupper()] == ["C", "AB"], "letters at the ends, the higher curve above"
+    assert [end for end in ends[1] if end.isupper()] == ["C", "B"], "A has no difference from itself"
+    assert "tokens 328 k" in drawn
+    assert "\n B: large\n" in drawn
+    assert all(len(line) <= 80 for line in drawn.splitlines())
+
+
+def test_a_plot_of_several_has_the_difference_of_each() -> None:
+    for name, factor in (("small", 1), ("large", 2), ("odd", 3)):
+        by_batch(name, factor, 20)
+    options = ["--x", "tokens", "--smooth", "0.6", "--log", "xy"]
+    assert main(["compare", "small", "large", "odd", *options, "--plot", "plot.svg"]) == 1
+    drawn = Path("plot.svg").read_text()
+    for text in ("A: small", "B: large", "C: odd", "loss minus A", "training loss", "tokens", "100 k"):
+        assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["run", "run", "--x", "token"], "--x (token) must be step, tokens or time; did you mean tokens?"),
+        (["run", "run", "--smooth", "1"], "--smooth (1.0) must be at least 0 and below 1; 0 smooths nothing"),
+        (["run", "run", "--smooth", "nan"], "--smooth (nan) must be at least 0 and below 1"),
+        (["run", "run", "--log", "z"], "--log (z) must be x, y or xy, the logarithmic axes"),
+        (["run", "run", "--x", "tokens"], "run must record tokens in its steps for --x tokens, and it does not"),
+        (["run", "golden.txt", "--x", "time"], "run must record seconds of training in its steps for --x time"),
+        (["whole", "golden.txt", "--x", "time"], "golden.txt must be a run's folder for --x time, without --loss"),
+        (["run", "run", "--x", "time", "--bits"], "--x time must be left out with --bits and --shift, which count"),
+        (["run", "run", "--bits", "--smooth", "0.5"], "--smooth (0.5) must be left out with --bits"),
+        (["run", "whole", "run"], "RUN (run) must be named once: it is there twice"),
+        (["run", "whole", "./whole/../run"], "must be named once"),
+        (["run", "whole", "none"], "there is no none: name a run's folder"),
+        (["run", "golden.txt", "later.txt"], "A and C must have steps in common: run has 3 steps, 1 to 3; later.txt"),
+        (["young", "run", "whole"], "young must hold a loss curve, and it has no values"),
+    ],
+)
+def test_wrong_choices_for_several_are_a_sentence(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("run", *EVENTS)
+    run("young")
+    write_run(Path("whole"), [Start(0, 3)], mesh=DP)
+    Path("golden.txt").write_text("4\n3\n2\n")
+    Path("later.txt").write_text("5 1\n6 1\n")
+    assert main(["compare", *arguments]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not said.out

@@ -35,7 +35,7 @@ class Text(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.text, self.tags, self.loaded = "", list[str](), list[str]()
-        self.charts, self.ranks, self.dots = list[Any](), list[Any](), 0
+        self.charts, self.ranks, self.dots, self.places = list[Any](), list[Any](), 0, {}
         self.feed(page)
 
     def handle_data(self, data: str) -> None:
@@ -46,6 +46,7 @@ class Text(HTMLParser):
         self.tags.append(tag)
         self.charts += [json.loads(found["data-chart"] or "")] if "data-chart" in found else []
         self.ranks += [json.loads(found["data-ranks"] or "")] if "data-ranks" in found else []
+        self.places = json.loads(found.get("data-places") or "null") or self.places
         self.dots += str(found.get("class")).startswith("dots")
         self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
 
@@ -359,6 +360,8 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "file").touch()
     for arguments, told in (
         ([tmp_path / "none"], r"RUN \(.*none\) must be"),
+        ([run, run], r"RUN \(.*run\) must be named once: it is there twice"),
+        ([run, tmp_path / "none"], r"RUN \(.*none\) must be"),
         ([run, "--output", tmp_path / "no/r.html"], "r.html cannot be written: .*; --output chooses another file"),
         ([run, "--output", tmp_path / "pipe"], "and it is a device or a pipe: name another file"),
         ([run, "--png", tmp_path / "file"], r"--png \(.*file\) cannot be written: File exists"),
@@ -469,6 +472,7 @@ def test_axes_have_round_numbers() -> None:
     )
     assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
     assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert short([100_000.0, 400_000.0]) == ["100 k", "400 k"]
     assert short([3e-5]) == ["3e-05"]
     assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
     assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
@@ -534,24 +538,31 @@ for (const width of [390, 1280]) {
 </script></body>"""
 
 
-@pytest.mark.slow
-def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
-    """On a phone and a desktop, in the dark, and by the keyboard; in one browser, whose start takes seconds."""
+def browsed(folder: Path, probe: str) -> list[Any]:
+    """What a page tells, which frames report.html in `folder`; a browser's start takes seconds."""
     if BROWSER is None:
         assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
         pytest.skip("Chromium is not installed")
-    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
-    page = tmp_path / "report.html"
-    page.write_text(report(run), encoding="utf-8")
-    (tmp_path / "probe.html").write_text(PROBE)
+    (folder / "probe.html").write_text(probe)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
     options += ["--enable-logging=stderr", "--blink-settings=preferredColorScheme=0"]
     # Without what a browser does besides for its user, and in one process: its start takes a second.
     options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     options += ["--disable-default-apps", "--disable-extensions", "--no-zygote", "--single-process"]
-    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'probe.html'}"]
+    command = [BROWSER, *options, f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'probe.html'}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    is_dark, *frames = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
+    assert "CONSOLE" not in done.stderr, done.stderr
+    told: list[Any] = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
+    return told
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
+    """On a phone and a desktop, in the dark, and by the keyboard; in one browser."""
+    run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
+    page = tmp_path / "report.html"
+    page.write_text(report(run), encoding="utf-8")
+    is_dark, *frames = browsed(tmp_path, PROBE)
     assert is_dark
     assert sorted(frame[0] for frame in frames) == [390, 1280]
     for width, fits, shown, loaded, background, last, touched, is_open, load in frames:
@@ -563,5 +574,4 @@ def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
         assert touched == "rank 77 on node-009, pp 0 dp 4 tp 13, 15.20 GiB, 2.00 × the work of the best", "by touch"
         assert is_open, "on paper the configuration is hidden"
         assert load == "expert 2: block 1, 4 × the mean"
-    assert "CONSOLE" not in done.stderr, done.stderr
     assert page.stat().st_size < 400 * 1024

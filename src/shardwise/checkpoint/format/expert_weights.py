@@ -41,15 +41,24 @@ def single_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str
             _require_orientation(folder, layer, tensor.shape, weights[f"{layer}.down_proj"].shape)
         count, rows, columns = tensor.shape
         shape = (rows // len(_LEAVES[kind]), columns)
-        ((file, offset),) = ((piece.file, piece.offset) for piece in tensor.pieces)
-        nbytes = shape[0] * columns * DTYPES[tensor.dtype].itemsize
-        for number, (expert, leaf) in enumerate(product(range(count), _LEAVES[kind])):
-            piece = PieceEntry(file, offset + number * nbytes, Box.whole(shape))
+        for expert, (number, leaf) in product(range(count), enumerate(_LEAVES[kind])):
+            box = Box((expert, number * shape[0], 0), (1, *shape))
+            pieces = [_within(piece, box, tensor.dtype) for piece in tensor.pieces if piece.box.intersect(box)]
             of_expert = f"{layer}.{expert}.{leaf}_proj.weight"
             if of_expert in weights:
                 raise ConfigError(f"{folder} must have {of_expert} by itself or in {name}, and it has both")
-            single[of_expert] = TensorEntry(shape, tensor.dtype, (piece,))
+            single[of_expert] = TensorEntry(shape, tensor.dtype, pieces)
     return single
+
+
+def _within(piece: PieceEntry, box: Box, dtype: str) -> PieceEntry:
+    """The part of a fused tensor's piece that lies in the box of one expert's weight, counted from the box's start."""
+    overlap = piece.box.intersect(box)
+    assert overlap is not None
+    # Rows of one expert, as wide as the piece, are one run.
+    ((start, _),) = overlap.relative_to(piece.box).runs(piece.box.size)
+    inner = overlap.relative_to(box)
+    return PieceEntry(piece.file, piece.offset + start * DTYPES[dtype].itemsize, Box(inner.start[1:], inner.size[1:]))
 
 
 def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.model_files import read_as_it_is
+from shardwise.checkpoint.format.model_files import read_as_it_is, validated
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.writing import (
@@ -31,9 +31,11 @@ from shardwise.checkpoint.format.writing import (
 )
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Buffer, DamageError, Root
+from shardwise.config import FamilyConfig
+from shardwise.config.hugging_face import from_hugging_face
 
 MASTER = "master"
-_ALWAYS_FLOAT32 = ".e_score_correction_bias"
+ROUTER_BIAS = ".e_score_correction_bias"
 """Biases of routers, which `transformers` keeps in float32 in a model of any dtype: their steps are small."""
 _DTYPE_FIELDS = ("torch_dtype", "dtype")
 """The names that releases of `transformers` give the dtype in `config.json`."""
@@ -75,7 +77,7 @@ class Export:
             raise ConfigError(f"{folder} must hold weights: it has none")
 
     @property
-    def dtypes(self) -> dict[str, int]:
+    def dtypes(self) -> Counter[str]:
         """dtype as torch names it → bytes of weights."""
         sizes: Counter[str] = Counter()
         for weight in self.weights:
@@ -99,17 +101,16 @@ class Export:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
-        sizes = self.dtypes
-        main_dtype = max(sizes, key=lambda dtype: sizes[dtype])
-        small_files = self._small_files(main_dtype)
-        return write_folder(parent, name, self.weights, small_files, max_shard_bytes=max_shard_bytes, progress=progress)
+        return write_folder(
+            parent, name, self.weights, self.small_files(), max_shard_bytes=max_shard_bytes, progress=progress
+        )
 
     def _weight(self, name: str) -> StreamedWeight:
         """A weight in the dtype of the export, from its master where that saves a rounding."""
         entry = self._manifest.tensors[MODEL][name]
         # Integers, such as quantized weights, stay as they are.
         target = entry.dtype
-        if self._target is not None and entry.dtype in FLOATING and not name.endswith(_ALWAYS_FLOAT32):
+        if self._target is not None and entry.dtype in FLOATING and not name.endswith(ROUTER_BIAS):
             target = self._target
         state = MODEL
         if target != entry.dtype and name in self._manifest.tensors.get(MASTER, {}):
@@ -152,8 +153,14 @@ class Export:
             raise DamageError(f"{self._folder / CONFIG} is damaged: {error}") from None
         return described
 
-    def _small_files(self, dtype: str) -> dict[str, bytes]:
-        """Name → content of the other files; `config.json` names the dtype of the weights."""
+    @property
+    def model(self) -> FamilyConfig:
+        """The model that `config.json` describes; ConfigError if it is of no family."""
+        return validated(from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG))
+
+    def small_files(self) -> dict[str, bytes]:
+        """Name → content of the other files; `config.json` names the dtype of the most bytes of weights."""
+        (dtype, _), *_others = self.dtypes.most_common(1)
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
         # The index is left out: the export has other shards. A card of the checkpoint takes the place of the one here.
         files = {

@@ -35,6 +35,8 @@ from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 MANIFEST = "manifest.json"
 MODEL = "model"
 """The state whose tensors are the weights, each whole in a file under its own name."""
+IMPORTED = {"imported": True}
+"""`data` of a checkpoint whose steps another program did, with data of its own."""
 FORMAT = "shardwise-checkpoint"
 FORMAT_VERSION = 1
 MAX_MANIFEST_BYTES = 2**30
@@ -107,6 +109,11 @@ class Manifest:
     state_hash: Mapping[str, Any] | None = field(default=None, kw_only=True)
     files: tuple[FileEntry, ...] = field(repr=False)
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
+
+    @property
+    def goes_on_here(self) -> bool:
+        """True if another program did the steps, and its state was imported, so that a run goes on with them here."""
+        return self.data == IMPORTED
 
     def to_json(self) -> str:
         """Canonical JSON with its digest; floats in the mappings must be finite.

@@ -13,7 +13,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
@@ -63,12 +63,17 @@ Values: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: bytes `start` to `stop`."""
+    """A tensor in a file: bytes `start` to `stop`.
+
+    Attributes:
+        first: where it begins in a tensor of which the file has a part; None: it is whole.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    first: tuple[int, ...] | None = None
 
 
 def header(
@@ -126,14 +131,32 @@ def parse_header(file: Root) -> dict[str, StoredTensor]:
         fields = json.loads(file.read(_LENGTH.size, first), object_pairs_hook=_without_duplicates)
         if not isinstance(fields, dict):
             raise ValueError("it is no JSON object")
-        fields.pop(SAFETENSORS_METADATA, None)
+        parts = _parts(fields.pop(SAFETENSORS_METADATA, None))
         tensors = {name: _tensor(name, entry, first) for name, entry in fields.items()}
         # An empty tensor begins where the next one does, and comes before it.
         tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
         _require_contiguous(tensors, first, total)
-    except (ValueError, RecursionError) as error:
+        for name, saved in parts.items():
+            tensors[name] = replace(tensors[name], first=_first(name, saved, tensors[name].shape))
+    except (ValueError, KeyError, RecursionError) as error:
         raise DamageError(f"{file} is damaged: its header cannot be used: {error}") from None
     return tensors
+
+
+def _parts(metadata: object) -> dict[str, object]:
+    """Name → where the tensor begins in a larger one, as torch's Hugging Face writer has it."""
+    text = metadata.get("DCP_SHARDING_INFO") if isinstance(metadata, dict) else None
+    parts = json.loads(text) if isinstance(text, str) else {}
+    if not isinstance(parts, dict):
+        raise ValueError("its DCP_SHARDING_INFO is no JSON object")
+    return parts
+
+
+def _first(name: str, saved: object, shape: tuple[int, ...]) -> tuple[int, ...]:
+    offsets = saved.get("saved_offsets") if isinstance(saved, dict) else None
+    if not is_counts(offsets) or len(offsets) != len(shape):
+        raise ValueError(f"the saved_offsets of {name} must be {len(shape)} whole numbers")
+    return tuple(offsets)
 
 
 def _require_contiguous(tensors: Mapping[str, StoredTensor], first: int, total: int) -> None:

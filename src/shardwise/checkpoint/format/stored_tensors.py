@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SINGLE, indexed
+from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, shards
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
@@ -65,6 +65,7 @@ class StoredTensors:
             return StoredTensors(folder, manifest.tensors, manifest)
         files = _weight_files(folder)
         weights: dict[str, TensorEntry] = {}
+        parts: dict[tuple[str, str, int], list[PieceEntry]] = {}
         damage: list[str] = []
         for number, path in enumerate(files):
             try:
@@ -73,10 +74,13 @@ class StoredTensors:
                 damage.append(str(error))
                 continue
             for name, tensor in header.items():
-                piece = PieceEntry(number, tensor.start, Box.whole(tensor.shape))
+                piece = PieceEntry(number, tensor.start, Box(tensor.first or (0,) * len(tensor.shape), tensor.shape))
                 weights[name] = TensorEntry(tensor.shape, tensor.dtype, (piece,))
+                if tensor.first is not None:
+                    parts.setdefault((name, tensor.dtype, len(tensor.shape)), []).append(piece)
         if damage:
             raise DamageError("; ".join(damage))
+        weights |= _whole(folder, parts)
         return StoredTensors(folder, {MODEL: single_experts(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
@@ -141,6 +145,27 @@ class StoredTensors:
         return self.readers[file]
 
 
+def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
+    """The tensors whose parts ranks have written into files of their own; `parts`: by name, dtype and dimensions.
+
+    Raises:
+        ConfigError: some parts are missing, or contradict each other.
+    """
+    whole: dict[str, TensorEntry] = {}
+    incomplete: list[str] = []
+    for (name, dtype, _), pieces in parts.items():
+        shape = tuple(max(ends) for ends in zip(*(piece.box.stop for piece in pieces), strict=True))
+        if name in whole or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
+            incomplete.append(name)
+        whole[name] = TensorEntry(shape, dtype, pieces)
+    if incomplete:
+        raise ConfigError(
+            f"{folder} must have the files {SHARDS} of all ranks of one save: parts of {listing(incomplete, most=3)} "
+            "are missing, or there twice"
+        )
+    return whole
+
+
 def _weight_files(folder: Root) -> tuple[str, ...]:
     """The safetensors files of a Hugging Face folder.
 
@@ -151,6 +176,8 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
         return (SINGLE,)
     index = folder / INDEX
     if not index.exists():
+        if files := shards(folder.names()):
+            return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(
             f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "

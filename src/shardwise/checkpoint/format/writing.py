@@ -112,12 +112,16 @@ def tensor_entries(
 
 @dataclass(frozen=True)
 class StreamedWeight:
-    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length."""
+    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length.
+
+    `state`: that of an optimizer, such as `exp_avg`, where it is not the weight but what the optimizer keeps of it.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     read: Callable[[], Iterator[Buffer]]
+    state: str = MODEL
 
     @property
     def nbytes(self) -> int:
@@ -149,12 +153,12 @@ def write_folder(
     progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
 ) -> WrittenFolder:
-    """Write a Hugging Face folder, or a checkpoint without optimizer state: complete or not there.
+    """Write a Hugging Face folder or a checkpoint: complete or not there.
 
     Args:
         parent: folder that holds the new one.
         name: name of the folder.
-        weights: weights in the order in which they are written.
+        weights: weights in the order in which they are written; those of other states go to files of their own.
         small_files: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
         max_shard_bytes: size of a file with weights at most; a larger tensor has one to itself.
         progress: called with the bytes of weights that were written since the last call.
@@ -170,8 +174,10 @@ def write_folder(
     parent.make()
     require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
     with staged(parent, name) as staging:
-        files, entries = _write_weights(staging, weights, max_shard_bytes, progress)
-        contents = {**small_files, **weight_index({file.path: file.pieces for file in files})}
+        shards = _shards(weights, max_shard_bytes)
+        files, entries = _write_shards(staging, shards, progress)
+        models = {file.path: file.pieces for file in files if file.pieces[0].state == MODEL}
+        contents = {**small_files, **weight_index(models)}
         for path in sorted(contents, key=lambda path: path == CONFIG):
             entries.append(write_small(staging, path, contents[path]))
         if manifest is not None:
@@ -192,15 +198,29 @@ def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, byte
     return {INDEX: to_json({"metadata": {"total_size": total}, "weight_map": path_of_weight})}
 
 
-def _write_weights(
-    folder: Root, weights: Sequence[StreamedWeight], max_shard_bytes: int, progress: Callable[[int], None] | None
+def _shards(weights: Sequence[StreamedWeight], max_shard_bytes: int) -> dict[str, list[StreamedWeight]]:
+    """Path → tensors of the files: weights are named as `transformers` names them, other states as ranks save them."""
+    models = list(cut([weight for weight in weights if weight.state == MODEL], max_shard_bytes))
+    states = cut([weight for weight in weights if weight.state != MODEL], max_shard_bytes)
+    shards = dict(zip(shard_names(len(models)), models, strict=True))
+    return shards | {state_file(number): shard for number, shard in enumerate(states)}
+
+
+def state_file(number: int) -> str:
+    """The path of a file with optimizer state: that of a rank, or of a shard."""
+    return f"optimizer/rank-{number:05}.safetensors"
+
+
+def _write_shards(
+    folder: Root, shards: Mapping[str, Sequence[StreamedWeight]], progress: Callable[[int], None] | None
 ) -> tuple[list[PlannedFile], list[FileEntry]]:
-    """Write the shards, named as `transformers` names them."""
-    shards = list(cut(weights, max_shard_bytes))
     files: list[PlannedFile] = []
     entries: list[FileEntry] = []
-    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
-        file = PlannedFile.of(name, [PlannedPiece.weight(w.name, w.shape, w.dtype) for w in shard])
+    for subfolder in {name.rpartition("/")[0] for name in shards} - {""}:
+        (folder / subfolder).make()
+    for name, shard in shards.items():
+        pieces = [PlannedPiece(w.state, w.name, w.shape, w.dtype, Box.whole(w.shape)) for w in shard]
+        file = PlannedFile.of(name, pieces)
         with ChunkedWriter(folder / name, file.size, name) as writer:
             writer.write(file.header)
             for weight in shard:

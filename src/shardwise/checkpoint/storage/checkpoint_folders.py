@@ -26,7 +26,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, INDEX, SINGLE, find, is_url, place_of_weights
+from shardwise.base.hub import FOUND, find, has_weights, is_url, place_of_weights
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
@@ -334,7 +334,7 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     # A folder of weights may hold checkpoints too, of a run that continued from them.
     # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
-    has_model = not {_MODEL_CONFIG, SINGLE, INDEX}.isdisjoint(names)
+    has_model = _MODEL_CONFIG in names or has_weights(names)
     if may_have_weights and (has_model or not _holds_checkpoints(names)):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")

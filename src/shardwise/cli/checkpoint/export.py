@@ -1,4 +1,4 @@
-"""Write a checkpoint as a plain Hugging Face folder, which `transformers` opens as it is.
+"""Write a checkpoint as a plain Hugging Face folder, which `transformers` opens as it is, or as one GGUF file.
 
 The folder has weights, config.json and tokenizer, and nothing that only training needs. Weights in another format than
 the stored one come from the float32 masters, if the checkpoint has them. Each byte that is read is verified.
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
+from shardwise.base.registered import provided
 from shardwise.base.units import counted, parse_size, size
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.format.export_checkpoint import Export
     from shardwise.checkpoint.storage.root import Root
 
 _MAX_SHARD_SIZE = "5GB"
@@ -28,11 +30,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="CHECKPOINT",
         help="a checkpoint, or a run's folder (its newest intact checkpoint); a path, or a URL such as s3://bucket/run",
     )
-    parser.add_argument("dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL")
+    parser.add_argument(
+        "dest", metavar="DEST", help="the folder to write, which must not exist; a path or a URL; with --gguf the file"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="format of the weights (default: as stored)"
     )
     add_max_shard_size(parser)
+    parser.add_argument(
+        "--gguf", action="store_true", help="write one file for llama.cpp, such as model.gguf, in place of a folder"
+    )
+    parser.add_argument(
+        "--for",
+        dest="reader",
+        metavar="NAME",
+        help="refuse a model that this program computes wrongly: transformers, llama.cpp, mlx-lm, ctranslate2, vllm or "
+        "another one that models were tried with (with --gguf: gguf)",
+    )
     parser.add_argument(
         "--push",
         metavar="ID",
@@ -57,7 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.push is not None:
         _require_upload(arguments.dest, arguments.push)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    export = Export(weights_folder(arguments.checkpoint, output.progress).root, arguments.dtype)
+    folder = weights_folder(arguments.checkpoint, output.progress).root
+    if arguments.gguf:
+        return _write_gguf(folder, arguments)
+    export = Export(folder, arguments.dtype)
+    if arguments.reader is not None:
+        _require_readable(export, arguments.reader)
     parent, name = split(arguments.dest)
     with output.bar(f"exporting to {name}", export.nbytes) as progress:
         done = export.write(parent, name, max_shard_bytes, progress)
@@ -80,6 +99,33 @@ def run(arguments: argparse.Namespace) -> int:
 
         address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
         output.line(f"uploaded to {address}")
+    return 0
+
+
+def _require_readable(export: Export, reader: str) -> None:
+    """Refuse a model that a program computes wrongly; say what was not tried."""
+    for note in provided("require_readable")(export.model, reader):
+        output.progress(f"note: {note}")
+
+
+def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
+    """Write the file of `--gguf`."""
+    if "://" in arguments.dest or arguments.push is not None or arguments.reader not in (None, "gguf"):
+        raise ConfigError(
+            f"--gguf writes one file for llama.cpp on this machine: DEST ({arguments.dest}) must be a path, and --push "
+            "and --for must be left out"
+        )
+    planned = provided("gguf_export")(folder, arguments.dtype)
+    _require_readable(planned.export, "gguf")
+    path = user_path(arguments.dest)
+    with output.bar(f"writing {path.name}", planned.nbytes) as progress:
+        notes = planned.write(path, progress)
+    for note in notes:
+        output.line(note)
+    output.line(
+        f"{path}: step {planned.export.step:,}, {counted(len(planned.tensors), 'tensor')} in "
+        f"{' and '.join(sorted(planned.dtypes))}; {size(planned.nbytes)} of weights"
+    )
     return 0
 
 

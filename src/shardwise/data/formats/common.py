@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences, TokenArray
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences
 from shardwise.data.samples import batch, causal
 from shardwise.data.tokens.tokenizer import (
     Tokenizer,
@@ -86,7 +87,7 @@ class PreparedText(PreparedData):
         packed: samples of each part that has tokens; empty unless whole documents are packed.
     """
 
-    tokens: Mapping[Part, TokenArray]
+    tokens: Mapping[Part, batch.TokenRow]
     vocab_size: int
     sentences: Mapping[Part, Sentences] = field(default_factory=dict)
     pair_tokens: PairTokens | None = None
@@ -200,8 +201,14 @@ def without_end(data: DataConfig) -> list[str]:
     ]
 
 
-def mark_problems(data: DataConfig) -> list[str]:
-    """The problems of keys that ask for marks of documents, as the data are tokens."""
+def mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
+    """The problems of keys that ask for marks of documents, as the data are tokens.
+
+    Args:
+        of_rows: True if the data are rows, after which `data.append_eod` can put an end of document.
+    """
+    if of_rows and data.append_eod:
+        data = data.model_copy(update={"append_eod": None})
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
@@ -271,14 +278,24 @@ def tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterable[Pat
     problems = []
     for path in manifests:
         manifest = read_manifest(path)
-        if manifest is not None and manifest["tokenizer"]["sha256"] not in (None, tokenizer.digest):
-            name = manifest["tokenizer"].get("name")
-            digest = manifest["tokenizer"]["sha256"]
+        if manifest is None:
+            continue
+        name = manifest["tokenizer"].get("name")
+        digest = manifest["tokenizer"]["sha256"] or (name and _digest_of(name))
+        if digest not in (None, tokenizer.digest):
             problems.append(
                 f"data.tokenizer ({named}, {tokenizer.digest[:_SHOWN_DIGITS]}) must be the tokenizer that {path} "
                 f"names ({name}, {digest[:_SHOWN_DIGITS]}): name that one, or prepare the data again"
             )
     return problems
+
+
+def _digest_of(name: str) -> str | None:
+    """The digest of the tokenizer of this path or hub id, if it is on this machine."""
+    try:
+        return Tokenizer.load(hub.resolve_tokenizer(name, cached=True)).digest
+    except ConfigError:
+        return None
 
 
 def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: Path) -> Path | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,17 @@ from shardwise.data.formats.text import TextSplit, plan_split
 from shardwise.data.reading.dataset_tables import DataSet, is_saved, require_library
 from shardwise.data.reading.manifest import of_folder, read_manifest
 from shardwise.data.reading.text_sources import ColumnSource
+from shardwise.data.reading.token_files import RowFiles
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes
 from shardwise.data.tokens.encoding import token_writers
+from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
 # An inspection takes seconds: about the most rows that it looks at.
 _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
+Rows = DataSet | RowFiles
+"""Tables with a column of token ids."""
 
 
 def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
@@ -45,17 +49,40 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     if not is_known_text:
         key = _key(dataset, request)
         if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
-            if problems := common.mark_problems(request.data):
-                raise DataError(problems)
-            entry = cache.open_or_build_tokens(
-                root, key, lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
-            )
-            return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
+            return open_rows(dataset, request, root, announce, any_size=any_size)
     if request.data.tokenizer is None and (any_size or request.weights is not None):
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
     return text.open_data(request, root, announce, any_size=any_size, source=dataset)
+
+
+def open_rows(
+    dataset: Rows, request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool
+) -> common.PreparedText:
+    """Opens rows of tokens from the cache, which is filled first if it has none."""
+    if problems := common.mark_problems(request.data, of_rows=True):
+        raise DataError(problems)
+    entry = cache.open_or_build_tokens(
+        root,
+        _key(dataset, request),
+        lambda folder: _build(folder, dataset, request),
+        f"{dataset.name}: once",
+        announce,
+    )
+    return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
+
+
+def _appended(request: DataRequest) -> int | None:
+    """The token that `data.append_eod` puts after rows that lack it; None if it is not asked for."""
+    data = request.data
+    if not data.append_eod or data.eod_token is not None:
+        return data.eod_token if data.append_eod else None
+    if data.tokenizer is None:
+        raise DataError(
+            "data.append_eod (true) needs the id that ends a document: set data.eod_token or data.tokenizer"
+        )
+    return open_user_tokenizer(data.tokenizer, request.vocab_size).required_end()
 
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
@@ -64,24 +91,27 @@ def _holds_tokens(dataset: DataSet, root: Path) -> bool:
         return dataset.holds_tokens
 
 
-def _key(dataset: DataSet, request: DataRequest) -> str:
+def _key(dataset: Rows, request: DataRequest) -> str:
     weights = request.data.split_weights
+    end = _appended(request)
     return cache.key_of(
         {
             "rows": dataset.stamp(),
             "split": list(request.data.split_names) or weights[1] / sum(weights),
             "vocab_size": request.vocab_size,
         }
+        | ({} if end is None else {"end": end})
     )
 
 
-def _build(folder: Path, dataset: DataSet, request: DataRequest) -> dict[str, Any]:
+def _build(folder: Path, dataset: Rows, request: DataRequest) -> dict[str, Any]:
     vocab_size = request.vocab_size
     dtype = cache.token_dtype(vocab_size)
     split = None if request.data.split_names else _plan(dataset, request)
+    last: Counter[int] = Counter()
     with ExitStack() as files:
         writers = token_writers(files, dtype, folder)
-        for part, number, tokens in _parts(dataset, vocab_size, split):
+        for part, number, tokens in _parts(dataset, request, split, last):
             writers[part].write(tokens)
             writers[part].documents += number
     facts: dict[str, Any] = {part: writer.facts() for part, writer in writers.items()}
@@ -91,76 +121,56 @@ def _build(folder: Path, dataset: DataSet, request: DataRequest) -> dict[str, An
         "dtype": dtype.str,
         "vocab_size": vocab_size,
         "documents": sum(writer.documents for writer in writers.values()),
+        "last": last.most_common(1),
         **facts,
         "tokenizer": None,
         "fingerprint": cache.fingerprint_of(digests),
     }
 
 
-def _plan(dataset: DataSet, request: DataRequest) -> TextSplit:
+def _plan(dataset: Rows, request: DataRequest) -> TextSplit:
     """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
-    lengths = [_lengths(array) for name in dataset.splits for array in dataset.rows(name)]
+    end = _appended(request)
+    lengths = [rows.ended(end).lengths for name in dataset.splits for rows in dataset.rows(name)]
     return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
 
 
 def _parts(
-    dataset: DataSet, vocab_size: int, split: TextSplit | None
+    dataset: Rows, request: DataRequest, split: TextSplit | None, last: Counter[int]
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
     Without `split`, the splits that are read are the parts.
+
+    Args:
+        last: counter of the last tokens of rows, as the data have them.
     """
     start = 0  # tokens of the data set before these rows
+    end = _appended(request)
     for part, name in zip(PART_NAMES, dataset.splits, strict=False):
         first = 0
-        for array in dataset.rows(name):
-            lengths = _lengths(array)
-            tokens = _tokens(array, lengths, dataset.where(name), first, vocab_size)
+        for given in dataset.rows(name):
+            given.require_below(request.vocab_size)
+            last.update(given.last.tolist())
+            rows = given.ended(end)
+            lengths, tokens = rows.lengths, rows.tokens
             if split is None:
-                yield part, len(array), tokens
+                yield part, len(rows), tokens
             else:
                 if split.held_out is not None:
-                    rows_held_out = split.held_out[first : first + len(array)]
+                    rows_held_out = split.held_out[first : first + len(rows)]
                     tokens_held_out = np.repeat(rows_held_out, lengths)
                 else:  # of tokens, the boundary is a token and no character
                     rows_held_out = start + np.cumsum(lengths) - lengths >= split.boundary
                     tokens_held_out = start + np.arange(len(tokens)) >= split.boundary
                 yield "train", int((~rows_held_out).sum()), tokens[~tokens_held_out]
                 yield "eval", int(rows_held_out.sum()), tokens[tokens_held_out]
-            first += len(array)
+            first += len(rows)
             start += len(tokens)
 
 
-def _lengths(array: Any) -> npt.NDArray[np.int64]:
-    """Tokens of each row."""
-    counts = importlib.import_module("pyarrow.compute").list_value_length(array)
-    lengths: npt.NDArray[np.int64] = counts.to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths
-
-
-def _tokens(
-    array: Any, lengths: npt.NDArray[np.int64], where: str, first: int, vocab_size: int
-) -> npt.NDArray[np.integer[Any]]:
-    """All tokens of rows of these lengths, of which the first is row number `first`."""
-    flat = array.flatten()
-    # Numpy has no nulls: as 0 the tokens keep their dtype, and the nulls are refused by the mask.
-    nulls = flat.is_null().to_numpy(zero_copy_only=False)
-    tokens: npt.NDArray[np.integer[Any]] = flat.fill_null(0).to_numpy()
-    for at in np.flatnonzero(nulls | (tokens < 0) | (tokens >= vocab_size))[:1]:
-        ends = np.cumsum(lengths)
-        row = int(np.searchsorted(ends, at, side="right"))
-        place = f"{where}: row {first + row}: token {at - (ends[row] - lengths[row])}"
-        if nulls[at]:
-            raise DataError(f"{place} is null: a row must hold tokens alone")
-        raise DataError(
-            f"{place} ({tokens[at]}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer "
-            "that made the data"
-        )
-    return tokens
-
-
 def _prepared(
-    entry: cache.CacheEntry, dataset: DataSet, request: DataRequest, root: Path, any_size: bool
+    entry: cache.CacheEntry, dataset: Rows, request: DataRequest, root: Path, any_size: bool
 ) -> common.PreparedText:
     problems = common.without_tokenizer(request)
     if request.in_pairs and not problems:
@@ -178,10 +188,22 @@ def _prepared(
     return common.PreparedText(
         common.tokenizer_in_cache(request, tokenizer, root),
         entry.manifest["fingerprint"],
-        f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens",
+        f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens{_ends(entry.manifest)}",
         tokens={part: entry.tokens(part) for part in PARTS},
         vocab_size=request.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
+
+
+def _ends(manifest: Mapping[str, Any]) -> str:
+    """The token that most rows end with, or that they have none, after a semicolon."""
+    if "last" not in manifest:
+        return ""
+    token, count = next(iter(manifest["last"]), (None, 0))
+    if 2 * count > manifest["documents"]:
+        return (
+            f"; {'each row ends' if count == manifest['documents'] else f'{count:,} rows end'} with the token {token}"
+        )
+    return "; rows end with different tokens: data.append_eod=true puts an end of document after each"
 
 
 def manifests(data: DataConfig) -> list[Path]:
@@ -207,30 +229,38 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         return text.inspect(data, samples)
     if problems := common.mark_problems(data):
         raise DataError(problems)
-    files, _ = text.files_of(dataset)
+    return inspect_rows(dataset, data, samples, text.files_of(dataset)[0], "arrow")
+
+
+def inspect_rows(dataset: Rows, data: DataConfig, samples: int, files: Sequence[Path], shown: str) -> Inspection:
+    """The first rows of tokens of a data set."""
     seen: list[npt.NDArray[np.integer[Any]]] = []
     lengths: list[npt.NDArray[np.int64]] = []
     leading: list[npt.NDArray[np.integer[Any]]] = []
-    for array in (array for name in dataset.splits for array in dataset.rows(name)):
-        sizes = _lengths(array)
-        flat = array.flatten().to_numpy(zero_copy_only=False)
-        lengths.append(sizes)
-        seen.append(flat)
-        leading += np.split(flat, np.cumsum(sizes)[: samples - len(leading)])[: samples - len(leading)]
+    for rows in (rows for name in dataset.splits for rows in dataset.rows(name)):
+        lengths.append(rows.lengths)
+        seen.append(rows.tokens)
+        cuts = np.cumsum(rows.lengths)[: samples - len(leading)]
+        leading += np.split(rows.tokens, cuts)[: samples - len(leading)]
         if sum(map(len, lengths)) >= _ARROW_ROWS:
             break
     number = dataset.num_rows
     measured = np.concatenate(lengths)
     inspection = Inspection(
         dataset.name,
-        "arrow",
+        shown,
         sum(file.stat().st_size for file in files),
-        rows=[("rows", f"{number:,}"), ("column", dataset.column)],
+        rows=[
+            ("rows", f"{len(measured):,} that were looked at" if number is None else f"{number:,}"),
+            ("column", dataset.column),
+        ],
         counts={"rows": number, "column": dataset.column},
         lengths=Lengths.of(f"tokens of {dataset.column}", measured, number),
         manifest=read_manifest(of_folder(user_path(data.name))),
     )
-    return inspecting.with_tokens(inspection, data.tokenizer, leading, seen, round(measured.mean() * number))
+    return inspecting.with_tokens(
+        inspection, data.tokenizer, leading, seen, round(measured.mean() * (number or len(measured)))
+    )
 
 
 FORMAT = DataFormat(

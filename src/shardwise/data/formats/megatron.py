@@ -23,6 +23,7 @@ from shardwise.data.reading.megatron_files import (
     is_indexed,
     prefix_of,
 )
+from shardwise.data.reading.token_files import flat_files
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, describe_sizes, digest_of, part_bounds
 from shardwise.data.samples import batch, causal, order, packing
@@ -278,7 +279,7 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
 FORMAT = DataFormat(
     name="megatron",
     contents="tokens",
-    is_at=is_indexed,
+    is_at=lambda path: is_indexed(path) and not flat_files(path),
     open_data=open_data,
     glance=glance,
     inspect=inspect,

@@ -15,7 +15,8 @@ from shardwise.base.errors import DataError
 from shardwise.data import cache
 from shardwise.data.formats import common
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, IntArray, Part, TokenArray
+from shardwise.data.rows import PART_NAMES, IntArray, Part
+from shardwise.data.samples.batch import TokenRow
 from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, document_bounds, packed_windows
 
 _RULE = 1
@@ -83,20 +84,34 @@ def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: in
     return {"facts": asdict(facts), "bounds": {"pieces": pieces.facts(), "samples": samples.facts()}}
 
 
-def packed_text(request: DataRequest, root: Path, data: _Text, announce: common.Announce) -> _Text:
+def packed_text(
+    request: DataRequest,
+    root: Path,
+    data: _Text,
+    announce: common.Announce,
+    documents: Mapping[Part, Callable[[], IntArray]] | None = None,
+) -> _Text:
     """`data` with packed samples of all parts, if `request` asks for them; else `data`.
+
+    Args:
+        documents: functions that find the bounds of the documents of each part that has some; None: they end with the
+            token that ends a document.
 
     Raises:
         DataError: a part has no ends of documents.
     """
     if not request.data.packs_documents:
         return data
-    ends = common.document_ends(request.data, data.tokenizer_path)
-    assert ends is not None, "documents are told apart"
+    token = None
+    if documents is None:
+        ends = common.document_ends(request.data, data.tokenizer_path)
+        assert ends is not None, "documents are told apart"
+        token = ends.token
+        documents = {part: _finder(request, part, row, token) for part, row in data.tokens.items() if len(row)}
     packed = open_packed(
         root,
-        key_of([data.fingerprint, ends.token], request),
-        {part: _finder(request, part, row, ends.token) for part, row in data.tokens.items() if len(row)},
+        key_of([data.fingerprint, token], request),
+        documents,
         request,
         request.data.name,
         announce,
@@ -104,12 +119,12 @@ def packed_text(request: DataRequest, root: Path, data: _Text, announce: common.
     return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
 
 
-def _finder(request: DataRequest, part: Part, row: TokenArray, end: int) -> Callable[[], IntArray]:
+def _finder(request: DataRequest, part: Part, row: TokenRow, end: int) -> Callable[[], IntArray]:
     """A function that finds the bounds of the documents of a part; DataError if it has none."""
 
     def find() -> IntArray:
         bounds = document_bounds(row, end)
-        if len(bounds) > 2 or row[-1] == end:
+        if len(bounds) > 2 or row[-1:][0] == end:
             return bounds
         raise DataError(
             f"the {PART_NAMES[part]} part of {request.data.key} ({request.data.name}) must have the token that ends a "

@@ -129,6 +129,7 @@ class DataFormat:
         inspect: describes the data, with the first samples, whose number is given.
         is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
             the system refuses the path.
+        is_in: True if the first row at `data.path` shows it; asked only if no names show a format.
         has_splits: True if the data may have splits with names.
         manifests: the files that may say which tokenizer made tokens; they need not be there.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
@@ -143,6 +144,7 @@ class DataFormat:
     glance: Callable[[DataRequest], str]
     inspect: Callable[[DataConfig, int], Inspection]
     is_at: Callable[[Path], bool] = lambda _path: False
+    is_in: Callable[[DataConfig], bool] = lambda _data: False
     has_splits: bool = False
     manifests: Callable[[DataConfig], Sequence[Path]] = lambda _data: ()
     most_tokens: Callable[[DataRequest, int], int | None] = lambda _request, _limit: None

@@ -27,6 +27,7 @@ from shardwise.base.registered import optional_library
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column
+from shardwise.data.reading.token_rows import TokenRows
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
@@ -323,15 +324,12 @@ class DataSet:
             f"and it holds {listing(found)} (data.text_key)"
         )
 
-    def rows(self, split: str) -> Iterator[Any]:
-        """Lists of token ids: arrow arrays of many rows each, none of them null."""
+    def rows(self, split: str) -> Iterator[TokenRows]:
+        """Rows of token ids, many at once; DataError if one is null."""
         number = 0
         for array in self.arrays(split):
-            if array.null_count:
-                row = number + array.is_null().to_pylist().index(True)
-                raise DataError(f"{self.where(split)}: row {row}: the column {self.column!r} is null: remove the row")
+            yield TokenRows.of_arrow(array, self.where(split), number, self.column)
             number += len(array)
-            yield array
 
     @property
     def num_rows(self) -> int:

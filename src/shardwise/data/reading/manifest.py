@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.base.files import write_atomic
 from shardwise.base.parsing import json_value
+from shardwise.data.reading.raw_tokens import read_metadata
 
 KIND = "shardwise.prepared"
 VERSION = 1
@@ -35,7 +36,10 @@ def of_folder(folder: Path) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The record; None if there is none, or a file of that name is another thing."""
+    """The record; None if there is none, or a file of that name is another thing. Of datatrove, the tokenizer alone."""
+    if path.suffix == ".metadata":
+        metadata = read_metadata(path)
+        return metadata and {"tokenizer": {"name": metadata[0], "sha256": None}}
     try:
         manifest = json_value(path.read_bytes())
     except (OSError, ValueError):

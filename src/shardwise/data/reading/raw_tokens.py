@@ -2,6 +2,11 @@
 
 A shard of llm.c, which modded-nanogpt has too: 256 int32, of which the first three are a magic, a version and the
 number of ids; then the ids (`_SHARDS`). The token that separates documents comes before each of them.
+
+A file of datatrove, NAME.ds: ids alone, of 2 or 4 bytes. NAME.ds.index has the end of each document, counted in ids,
+as uint64; NAME.ds.metadata has the lines TOKENIZER|BYTES, the number of ids, and that number for people.
+
+OLMo-core's and dolma's .npy are ids alone, of the narrowest unsigned dtype that holds the tokenizer's vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.data.reading.content import FOREIGN, HEAD
+from shardwise.data.reading.content import FOREIGN, HEAD, readable
+from shardwise.data.rows import IntArray
 
 DTYPES = ("uint16", "uint32", "int64")
 SUFFIXES = (".bin", ".npy", ".ds")
 """Names of files of ids: of nanoGPT and llm.c, of numpy and OLMo (which has no header), of datatrove."""
-_SHARDS = {20240520: ("uint16", 50256), 20240801: ("uint32", 128000)}
-"""The magic of a shard of llm.c → the dtype of its ids, and the separator of the tokenizer of GPT-2 or Llama 3."""
+_SHARDS = {20240520: (1, "uint16", 50256), 20240801: (7, "uint32", 128000)}
+"""The magic of a shard of llm.c → its version, the dtype of its ids, and the separator of GPT-2 or Llama 3."""
+_QUESTIONS = 20240522  # of llm.c's evaluations, such as hellaswag_val.bin
 _SHARD_HEADER = 1024
 _NUMPY = b"\x93NUMPY"
 # Bytes from which a dtype is derived.
@@ -39,19 +46,25 @@ class RawTokens:
     Attributes:
         end: the token that separates documents, where the format has one.
         reading: how the file is read, for the user; None if the user chose it.
+        ends: the end of each document, counted in ids; None if no file beside it tells them.
     """
 
     path: Path
     tokens: npt.NDArray[np.integer[Any]]
     end: int | None = None
     reading: str | None = None
+    ends: IntArray | None = None
 
     @classmethod
-    def open(cls, path: Path, dtype: str | None) -> RawTokens:
+    def open(
+        cls, path: Path, dtype: str | None, vocab_size: int | None = None, option: str = "--token-dtype"
+    ) -> RawTokens:
         """The ids of a file.
 
         Args:
-            dtype: dtype of the ids (--token-dtype); None: the header or the bytes decide.
+            dtype: dtype of the ids; None: the header, the vocabulary or the bytes decide.
+            vocab_size: vocabulary of the tokenizer that made the ids; None if it is unknown.
+            option: the option or key that gives the dtype, for messages.
 
         Raises:
             DataError: the file holds something else, or its bytes are ids of several dtypes.
@@ -59,8 +72,12 @@ class RawTokens:
         with path.open("rb") as file:
             head = file.read(HEAD)
         magic = int.from_bytes(head[:4], "little")
+        if magic == _QUESTIONS:
+            raise DataError(f"{path} holds the questions of an evaluation of llm.c, no text to train on: leave it out")
         if magic in _SHARDS:
-            found, end = _SHARDS[magic]
+            version, found, end = _SHARDS[magic]
+            if (written := int.from_bytes(head[4:8], "little")) != version:
+                raise DataError(f"{path} is a shard of llm.c of version {written}, and only {version} can be read")
             tokens = _flat(path, found, _SHARD_HEADER)
             if len(tokens) != (number := int.from_bytes(head[8:12], "little")):
                 raise DataError(
@@ -71,13 +88,22 @@ class RawTokens:
         elif head.startswith(_NUMPY):
             tokens = _array(path)
             raw = cls(path, tokens, None, f"an array of numpy, of {tokens.dtype.name}")
-        elif dtype is not None:
-            return cls(path, _flat(path, dtype))
+        elif path.suffix == ".ds" and (metadata := read_metadata(metadata_of(path))) is not None:
+            _, found, number = metadata
+            tokens = _flat(path, found)
+            if len(tokens) != number:
+                raise DataError(
+                    f"{path} ({len(tokens)} ids of {found}) must have {number}, as {path.name}.metadata says: copy it "
+                    "again"
+                )
+            raw = cls(path, tokens, None, f"a file of datatrove, of {found}", _ends(path, len(tokens)))
         else:
-            found = _looks_like(path, head)
-            return cls(path, _flat(path, found), None, f"{found}, as its bytes look; --token-dtype says otherwise")
+            found, why = (dtype, None) if dtype is not None else _looks_like(path, head, option, vocab_size)
+            tokens = _flat(path, found)
+            reading = why and f"{found}, as {why}; {option} says otherwise"
+            return cls(path, tokens, None, reading, _ends(path, len(tokens)))
         if dtype not in (None, raw.tokens.dtype.name):
-            raise DataError(f"--token-dtype ({dtype}) must be {raw.tokens.dtype.name}, which {path} is by its header")
+            raise DataError(f"{option} ({dtype}) must be {raw.tokens.dtype.name}, which {path} is by its header")
         return raw
 
 
@@ -91,10 +117,51 @@ def way_to_read(path: Path) -> str:
     return f"`shardwise data prepare {path} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
 
 
-def _looks_like(path: Path, head: bytes) -> str:
-    """The dtype that the ids seem to have: the high half of an id of 64 bits is 0, and of 32 bits below 16."""
+def read_metadata(path: Path) -> tuple[str, str, int] | None:
+    """The tokenizer, the dtype and the number of ids that a NAME.ds.metadata tells; None if there is none."""
+    if not path.is_file():
+        return None
+    with readable(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    # Without a tokenizer, datatrove writes the size twice.
+    name, _, width = lines[0].rpartition("|") if lines else ("", "", "")
+    if len(lines) < 2 or width not in ("2", "4") or not lines[1].isdecimal():
+        raise DataError(f"{path} must have the lines TOKENIZER|BYTES, of 2 or 4 bytes, and the number of ids")
+    return name, f"uint{8 * int(width)}", int(lines[1])
+
+
+def metadata_of(path: Path) -> Path:
+    """The file of datatrove that says which tokenizer made the ids of `path`."""
+    return path.with_name(f"{path.name}.metadata")
+
+
+def _ends(path: Path, number: int) -> IntArray | None:
+    """The ends of documents in datatrove's index, if there is one; DataError if it is not that of `number` ids."""
+    index = path.with_name(f"{path.name}.index")
+    if path.suffix != ".ds" or not index.is_file():
+        return None
+    size = index.stat().st_size
+    ends = np.fromfile(index, "<u8").astype(np.int64) if size and size % 8 == 0 else np.empty(0, np.int64)
+    if not ends.size or ends[-1] != number or (np.diff(ends, prepend=0) < 0).any():
+        last = f"of which the last is {ends[-1]}" if ends.size else f"and it has {size} bytes"
+        raise DataError(
+            f"{index} must have the end of each document as 8 bytes, ascending to {number}, the ids of {path.name}, "
+            f"{last}: copy both files again, or remove the index"
+        )
+    return ends
+
+
+def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) -> tuple[str, str]:
+    """The dtype that the ids seem to have, and why: the high half of an id of 64 bits is 0, and of 32 bits below 16.
+
+    The vocabulary decides where the bytes may be ids of several dtypes; DataError if the bytes contradict it.
+    """
     if (kind := next((kind for magic, kind in FOREIGN if re.match(magic, head, re.DOTALL)), None)) is not None:
-        raise DataError(f"{path} is {kind}, not raw tokens: leave it out, or say by --token-dtype that it holds ids")
+        raise DataError(f"{path} is {kind}, not raw tokens: leave it out, or say by {option} that it holds ids")
+    expected = None
+    if vocab_size is not None:  # OLMo-core takes the narrowest dtype, the others two bytes or four
+        kinds = ("uint8", "uint16", "uint32", "uint64")[path.suffix != ".npy" :]
+        expected = next(kind for kind in kinds if vocab_size - 1 <= np.iinfo(kind).max)
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(min(_LOOKED_AT, size // 4 * 4)), "<u2")
@@ -105,12 +172,19 @@ def _looks_like(path: Path, head: bytes) -> str:
         low, high = np.split(words[: len(words) // width * width].reshape(-1, width), 2, axis=1)
         if high.size and int(high.max()) < limit:
             if np.count_nonzero(low.max(axis=1) >= _HIGH_HALVES) >= _EVIDENCE:
-                return dtype
+                if expected is not None and np.dtype(expected).itemsize < np.dtype(dtype).itemsize:
+                    raise DataError(
+                        f"the bytes of {path} look like ids of {dtype}, and a vocabulary of {vocab_size} would be "
+                        f"{expected}: say which by {option}, or name the tokenizer that made them by data.tokenizer"
+                    )
+                return dtype, "its bytes look"
             unclear.append(dtype)
+    if expected is not None:
+        return expected, f"a vocabulary of {vocab_size} is"
     if not unclear:
-        return DTYPES[0]
+        return DTYPES[0], "its bytes look"
     dtypes = listing([DTYPES[0], *reversed(unclear)], "or")
-    raise DataError(f"the bytes of {path} may be ids of {dtypes}: say which by --token-dtype")
+    raise DataError(f"the bytes of {path} may be ids of {dtypes}: say which by {option}")
 
 
 def _flat(path: Path, dtype: str, offset: int = 0) -> npt.NDArray[np.integer[Any]]:

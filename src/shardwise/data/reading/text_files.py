@@ -6,7 +6,7 @@ import codecs
 import contextlib
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -126,7 +126,7 @@ def _holds_tokens(path: Path | HubFile, key: str) -> DataError:
     if isinstance(path, HubFile) or path.suffix == ".arrow":
         way = "set data.streaming=false, and they are read as tokens"
     else:
-        way = "name the folder that `save_to_disk` of the library datasets makes of it, which is read as tokens"
+        way = f"set data.format=tokens, and data.text_key={key}, and all files are read as tokens"
     return DataError(f"{path} holds token ids in {key!r}, not text: {way}")
 
 
@@ -179,7 +179,7 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
         DataError: there is no such field.
     """
     try:
-        return _field_of(record, key)
+        return field_of(record, key)
     except KeyError:
         names = [
             f"{name}.{inner}" if inner else name
@@ -193,14 +193,15 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
         ) from None
 
 
-def _field_of(record: Mapping[str, Any], key: str) -> Any:
+def field_of(record: Mapping[str, Any], key: str) -> Any:
+    """The value of a field, see `record_field`; KeyError if there is none."""
     if key in record:
         return record[key]
     for dot, letter in enumerate(key):
         inner = record.get(key[:dot]) if letter == "." else None
         if isinstance(inner, dict):
             with contextlib.suppress(KeyError):
-                return _field_of(inner, key[dot + 1 :])
+                return field_of(inner, key[dot + 1 :])
     raise KeyError(key)
 
 
@@ -272,6 +273,19 @@ def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
                 f"{path} must be a parquet file, and it is none, cut off or damaged ({_first_sentence(error)}): leave "
                 f"it out, or fetch or copy it again{see('data#file-cut-off')}"
             ) from None
+
+
+def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """The content of those of these columns that a parquet file has, as `column_kind` names it."""
+    parquet = _arrow("pyarrow.parquet")
+    with _sound_parquet(path), path.open("rb") as opened:
+        table = parquet.ParquetFile(opened).schema_arrow.empty_table()
+    kinds = {}
+    for name in names:
+        schema = with_column(table, name).schema
+        if schema.get_field_index(name) >= 0:
+            kinds[name] = column_kind(schema.field(name).type)
+    return kinds
 
 
 def require_text(path: Path | HubFile, schema: Any, key: str) -> None:

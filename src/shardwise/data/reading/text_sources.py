@@ -236,7 +236,7 @@ def open_source(data: DataConfig) -> Source:
     if data.path is not None:
         path = user_path(data.path)
         with readable(path):
-            return _user_source(path, data)
+            return user_files(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     text = BUILT_IN_TEXTS[data.dataset]
@@ -252,7 +252,8 @@ def open_source(data: DataConfig) -> Source:
         return _python_source(root)
 
 
-def _user_source(path: Path, data: DataConfig) -> FileSource:
+def user_files(path: Path, data: DataConfig) -> FileSource:
+    """The files of text, or of rows, at a path, without those that are no data; DataError if there are none."""
     from shardwise.data.reading import raw_tokens
 
     kind = chosen_kind(data.format)

@@ -32,6 +32,12 @@ class Tokens(Protocol):
         ...
 
 
+class TokenRow(Tokens, Protocol):
+    """A row of tokens of which slices are read too."""
+
+    def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
+
+
 @dataclass(frozen=True)
 class Batch:
     """One rank's micro-batch.

@@ -12,8 +12,8 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 
 from shardwise.base.units import counted
-from shardwise.data.rows import IntArray, TokenArray
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
+from shardwise.data.rows import IntArray
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenRow, Tokens
 from shardwise.data.samples.order import SampleOrder, mix_integer, runs
 
 WINDOW = 1 << 20
@@ -290,7 +290,7 @@ def _facts(bounds: IntArray, length: int, samples: int) -> PackingFacts:
     )
 
 
-def document_bounds(tokens: TokenArray, end: int) -> IntArray:
+def document_bounds(tokens: TokenRow, end: int) -> IntArray:
     """The first token of each document of a row, then the number of tokens; `end` is the last token of a document.
 
     Tokens after the last end are a document too.

@@ -240,7 +240,9 @@ class Tokenizer:
             (folder / TOKENIZER).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         end = self.end_of_document
         pairs = self.pair_names is not None
-        names = {"bos_token": self.begin_of_document or end, "eos_token": end}
+        # No text becomes the last one, which some programs require: bytes are never unknown. GPT-2's files have it too.
+        unknown = None if copies else end
+        names = {"bos_token": self.begin_of_document or end, "eos_token": end, "unk_token": unknown}
         if self.pair_names is not None:
             names = {f"{role}_token": name for role, name in self.pair_names.items()}
         special = {role: name for role, name in names.items() if name is not None}

@@ -31,6 +31,7 @@ from shardwise.base.hub import (
     without_tokenizer,
 )
 from shardwise.base.parsing import json_value
+from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
@@ -39,6 +40,7 @@ PIECES = "tokenizer.model"
 VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
 WORDS = "vocab.txt"
+TEKKEN = "tekken.json"
 SPECIAL = "special_tokens_map.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -84,7 +86,9 @@ class TokenizerFiles:
             raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
         names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            kind = {".model": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
+            kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
+            if re.fullmatch(r"tekken.*\.json", path.name):
+                kind = TEKKEN
             return cls({kind: path}, ())
         prefix = path.name.removesuffix(next(name for name in names if path.name.endswith(name)))
         files = {name: path.with_name(prefix + name) for name in names}
@@ -118,6 +122,10 @@ class TokenizerFiles:
             backend = _open_json(self.vocabulary[TOKENIZER])
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
+        elif TEKKEN in self.vocabulary:
+            file = self.vocabulary[TEKKEN]
+            with library_errors(file, "read"):
+                backend = open_tekken(read_bytes(file), file)
         elif PIECES in self.vocabulary:
             backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
@@ -129,8 +137,11 @@ class TokenizerFiles:
         return backend
 
     def named(self, role: str) -> str | None:
-        """The token that the companions give a role, such as `eos_token`."""
-        return self._special_tokens.named(role)
+        """The token that the companions give a role, such as `eos_token`, or the vocabulary itself."""
+        of_mistral = (
+            {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if TEKKEN in self.vocabulary else {}
+        )
+        return self._special_tokens.named(role) or of_mistral.get(role)
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:
@@ -221,19 +232,24 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 def _open_json(file: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
-    _refuse_tiktoken(file)
+    if (backend := _open_tiktoken(file)) is not None:
+        return backend
     text = _text(file)
     with library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
 
 
-def _refuse_tiktoken(file: Path) -> None:
-    """Raises DataError for a vocabulary of tiktoken, such as Llama 3's tokenizer.model: a token and its rank a line."""
-    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", read_bytes(file)[:1024]):
+def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
+    content = read_bytes(file)
+    if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
+        return None
+    if (known := open_tiktoken(content)) is None:
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
             f"take the {TOKENIZER} of a model with that encoding, which the hub has"
         )
+    return known
 
 
 def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) -> tokenizers.Tokenizer:
@@ -284,6 +300,8 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
     import tokenizers
     from tokenizers import decoders, models, normalizers, processors
 
+    if (backend := _open_tiktoken(file)) is not None:
+        return backend
     proto = _piece_model(file)
     kinds = type(proto).SentencePiece
     if problems := _unreadable_pieces(proto):
@@ -315,7 +333,6 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 def _piece_model(file: Path) -> Any:
     """The parsed file."""
-    _refuse_tiktoken(file)
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2

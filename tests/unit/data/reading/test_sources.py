@@ -268,7 +268,8 @@ def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
     for file in (tmp_path / "a", tmp_path / "b"):
         for key in ("text", "input_ids"):
             said = failure(file, text_key=key)
-            assert said.startswith(f"{file} holds token ids in 'input_ids', not text: name the folder that `save_to_")
+            way = "set data.format=tokens, and data.text_key=input_ids, and all files are read as tokens"
+            assert said == f"{file} holds token ids in 'input_ids', not text: {way}"
 
 
 def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:

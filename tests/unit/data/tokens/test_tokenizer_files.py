@@ -208,8 +208,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         open_user_tokenizer(str(folder / "vocab.json"), 300)
     (folder / "vocab.json").rename(folder / "other.bin")
     kinds = (
-        r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt or gpt2-vocab\.json with "
-        r"gpt2-merges\.txt"
+        r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt, tekken\.json or "
+        r"gpt2-vocab\.json with gpt2-merges\.txt"
     )
     with pytest.raises(DataError, match=rf"own must hold a tokenizer, which is {kinds}: it has other\.bin"):
         open_user_tokenizer(str(folder), 300)

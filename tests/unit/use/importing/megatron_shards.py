@@ -7,13 +7,19 @@ output), training/checkpointing.py (names of files, and `fix_query_key_value_ord
 from __future__ import annotations
 
 import argparse
+import json
+import pickle
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 State = dict[str, Any]
 
@@ -283,3 +289,109 @@ def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
         }
         | changes
     )  # fmt: skip
+
+
+# ---- torch_dist
+
+ORDERS = {
+    "core": ("input", "proj", "qkv", "post", "fc1", "fc2"),
+    "te": ("proj", "input", "qkv", "post", "fc1", "fc2"),
+}
+"""Roles of a layer as its modules have their parameters."""
+
+
+def whole_tensors(source: Source, style: str, numbered: bool) -> State:
+    """All tensors as `sharded_state_dict` names them: layers stacked, or numbered where they differ."""
+    (state,) = stage_states(source, style, 1, 1, 1, 3).values()
+    found = {name: tensor for name, tensor in state["model"].items() if "_extra_state" not in name}
+    if numbered:
+        return found
+    roles = {name.removeprefix("decoder.layers.0.") for name in found if name.startswith("decoder.layers.0.")}
+    stacked = {
+        f"decoder.layers.{role}": torch.stack([found[f"decoder.layers.{i}.{role}"] for i in range(source.layers)])
+        for role in roles
+    }
+    return stacked | {name: tensor for name, tensor in found.items() if not name.startswith("decoder.layers.")}
+
+
+def buffer(state: State, style: str, sizes: tuple[int, ...]) -> list[Tensor]:
+    """A rank's parameters as its distributed optimizer lays them out: reversed, each at a multiple of 64 elements.
+
+    `sizes`: number of parameters in each bucket but the last.
+    """
+    outside = [f"embedding.{name}_embeddings.weight" for name in ("word", "position")]
+    layers = sorted({int(name.split(".")[2]) for name in state if name.startswith("decoder.layers.")})
+    inside = [f"decoder.layers.{i}.{named(style, f'{r}.{k}')}" for i in layers for r in ORDERS[style] for k in KINDS]
+    last = [f"decoder.final_layernorm.{k}" for k in KINDS] + ["output_layer.weight"]
+    names = [name for name in (*outside, *inside, *last) if name in state][::-1]
+    buckets: list[Tensor] = []
+    for first, stop in zip((0, *sizes), (*sizes, len(names)), strict=True):
+        flat: list[Tensor] = []
+        for name in names[first:stop]:
+            flat.append(torch.full((-sum(map(len, flat)) % 64,), 99.0))
+            flat.append(state[name].flatten().float())
+        buckets.append(torch.cat(flat))
+    return buckets
+
+
+KINDS = ("weight", "bias")
+MOMENTS = {"param": lambda weight: weight, "exp_avg": lambda weight: weight * 0.5, "exp_avg_sq": torch.square}
+"""State → what it is of a weight, element by element."""
+GROUPS = [
+    {"lr": 5e-4, "max_lr": 1e-3, "weight_decay": 0.1, "step": 98},
+    {"lr": 5e-4, "max_lr": 1e-3, "weight_decay": 0.0},
+]
+SCHEDULE: State = {
+    "max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1600, "lr_decay_style": "linear",
+    "num_steps": 800,
+}  # fmt: skip
+TRAINING: State = {
+    "optimizer": "adam", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "clip_grad": 1.0, "train_iters": 200,
+    "global_batch_size": 8, "seq_length": 16, "consumed_train_samples": 800, "lr_decay_style": "linear",
+    "start_weight_decay": 0.1, "end_weight_decay": 0.1, "bf16": False,
+}  # fmt: skip
+
+
+def write_dist(
+    source: Source, folder: Path, form: str = "by name", *, style: str = "core", tp: int = 1, pp: int = 1,
+    virtual: int = 1, numbered: bool = False, sizes: tuple[int, ...] = (), common: State | None = None,
+) -> Path:  # fmt: skip
+    """A checkpoint of iteration 100 in the `torch_dist` format; `form` of the state: "by name", "buffers" or "none"."""
+    args = argparse.Namespace(**{**TRAINING, **vars(source.args)})
+    args.seq_length = TRAINING["seq_length"]
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = tp, pp
+    tensors = whole_tensors(source, style, numbered)
+    held: State = {"args": args, "iteration": 100, "checkpoint_version": 3.0, "opt_param_scheduler": SCHEDULE}
+    if form == "by name":
+        tensors |= {
+            f"optimizer.state.{kind}.{name}": of(tensor.float())
+            for name, tensor in tensors.items()
+            for kind, of in MOMENTS.items()
+        }
+        held["optimizer"] = {"optimizer": {"param_groups": GROUPS}}
+    elif form == "buffers":
+        for (rank, stage), states in stage_states(source, style, tp, pp, virtual, 3).items():
+            group = f"optimizer.distributed.dp_group_idx_{stage * tp + rank}"
+            tensors[f"{group}.optimizer/shard_0_1"] = [{"param_groups": GROUPS}]
+            for chunk, state in enumerate(states.values()):
+                for number, bucket in enumerate(buffer(state, style, sizes)):
+                    place = f"{group}.gbuf_idx_{chunk}.dtype_(torch.bfloat16, torch.float32).bucket_idx_{number}"
+                    tensors |= {f"{place}.{kind}": of(bucket) for kind, of in MOMENTS.items()}
+        held["optimizer"] = {"param_state_sharding_type": "dp_reshardable"}
+    target = folder / "iter_0000100"
+    target.mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("100")
+    with warnings.catch_warnings():  # one process alone is meant
+        warnings.simplefilter("ignore")
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        objects = {"rng_state/shard_0_1": [{"np_rng_state": 1}]}
+        dcp.save(tensors | objects, checkpoint_id=target, no_dist=True, planner=planner)
+    # Megatron Core keeps the plans of its ranks in the list of tensors.
+    listed = pickle.loads((target / ".metadata").read_bytes())
+    plan = WriteItem(MetadataIndex("output_layer.weight"), WriteItemType.SHARD)
+    listed.all_local_plans = [SavePlan([plan])]
+    (target / ".metadata").write_bytes(pickle.dumps(listed))
+    torch.save(held | (common or {}), target / "common.pt")
+    described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (target / "metadata.json").write_text(json.dumps(described))
+    return folder

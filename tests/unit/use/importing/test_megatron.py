@@ -73,7 +73,7 @@ def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
 
 
 def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise_use.importing.tensor_parallel_shards.STREAM_BYTES", 1000)
+    monkeypatch.setattr("shardwise_use.importing.torch_dcp._PART_BYTES", 1000)
     model = make("gpt").bfloat16()
     model.save_pretrained(tmp_path / "saved")
     folder = write(Source(model, gpt_args(model)), tmp_path / "megatron", "legacy", tp=2)
@@ -221,8 +221,8 @@ def test_what_a_file_must_have(tmp_path: Path, change: Callable[[dict[str, Any]]
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     assert problems(tmp_path) == ["FOLDER must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …"]
-    (tmp_path / ".metadata").touch()
-    assert problems(tmp_path)[0].endswith("write it again by Megatron-LM with --ckpt-format torch")
+    (tmp_path / "zero_to_fp32.py").touch()
+    assert "and it is a checkpoint of DeepSpeed's ZeRO: run `python" in problems(tmp_path)[0]
     (tmp_path / "mp_rank_00_000_000").mkdir()
     assert "is of a model with experts" in problems(tmp_path)[0]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")

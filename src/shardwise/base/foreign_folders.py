@@ -1,0 +1,86 @@
+"""Folders of other programs that are no model's folder: each is answered with the command that makes one of it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Collection
+from fnmatch import filter as names_like
+from pathlib import PurePath
+
+_SMALL_FILES = "copy the model's config.json and tokenizer into OUT, and give OUT"
+_TO_FP32 = "run `python {parent}/zero_to_fp32.py {parent} OUT --tag {name} --safe_serialization`, " + _SMALL_FILES
+_MEGATRON = (
+    "a checkpoint of Megatron-LM",
+    "run `shardwise checkpoint import {folder} DEST --from megatron`, and give DEST",
+)
+
+# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop; the others stand
+# on the pages of their makers.
+_RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
+    ("adapter_config.json",): (
+        "an adapter of peft, such as LoRA, without the model that it changes",
+        'run `python -c "from peft import AutoPeftModelForCausalLM as M; '
+        "M.from_pretrained('{path}').merge_and_unload().save_pretrained('OUT')\"`, copy the tokenizer into OUT, "
+        "and give OUT",
+    ),
+    ("zero_to_fp32.py",): (
+        "a checkpoint of DeepSpeed's ZeRO",
+        "run `python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization`, " + _SMALL_FILES,
+    ),
+    ("*zero_pp_rank_*_optim_states.pt",): ("a step of a checkpoint of DeepSpeed's ZeRO", _TO_FP32),
+    ("latest_universal",): (
+        "a universal checkpoint of DeepSpeed",
+        "give the checkpoint that ds_to_universal.py made it from, which has a zero_to_fp32.py",
+    ),
+    ("lit_model.pth",): (
+        "a checkpoint of litgpt",
+        'run `litgpt convert_from_litgpt {folder} OUT` and `python -c "import torch, safetensors.torch as s; '
+        "s.save_file(torch.load('OUT/model.pth'), 'OUT/model.safetensors')\"`, copy into OUT the tokenizer and a "
+        "config.json of the model that model_config.yaml describes, and give OUT",
+    ),
+    ("pytorch_model_fsdp_0",): (
+        "a sharded checkpoint of accelerate's FSDP",
+        "run `accelerate merge-weights {folder}/pytorch_model_fsdp_0 OUT`, " + _SMALL_FILES,
+    ),
+    ("latest_checkpointed_iteration.txt",): _MEGATRON,
+    ("mp_rank_0*",): _MEGATRON,
+    ("run_config.yaml", ".metadata"): (
+        "a checkpoint of Megatron-Bridge",
+        "run `AutoBridge.from_hf_pretrained(ID).export_ckpt('{path}', 'OUT')` of megatron.bridge, and give OUT",
+    ),
+    ("common.pt", ".metadata"): _MEGATRON,
+    ("context", "weights"): (
+        "a checkpoint of NeMo 2",
+        "run `llm.export_ckpt(Path('{path}'), target='hf', output_path=Path('OUT'))` of nemo.collections, and give OUT",
+    ),
+    ("checkpoint_metadata.json", "model_config.json"): (
+        "a checkpoint of nanotron",
+        "run nanotron's `torchrun --nproc-per-node 1 examples/llama/convert_nanotron_to_hf.py "
+        "--checkpoint_path={folder} --save_path=OUT`, and give OUT",
+    ),
+    ("hf_model_*.pt",): (
+        "a checkpoint of torchtune",
+        "save it by FullModelHFCheckpointer with safe_serialization: true, and give that folder",
+    ),
+    ("meta.pt", ".metadata"): (
+        "a sharded checkpoint of Lightning",
+        "run `python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}`, save the model in that file by "
+        "save_pretrained(…), and give that folder",
+    ),
+}
+"""Names that a folder holds, all of them → what it is, and what to do. OUT and DEST are for the user to choose."""
+
+
+def converter(shown: str, names: Collection[str]) -> str | None:
+    """What a folder of another program is, and how a model's folder is made of it; None for any other folder.
+
+    Args:
+        shown: path or hub id of the folder.
+        names: names of its files and folders.
+    """
+    for patterns, (kind, way) in _RECORDS.items():
+        if all(names_like(names, pattern) for pattern in patterns):
+            place = PurePath(shown)
+            folder, parent = (shlex.quote(str(path)) for path in (place, place.parent))
+            return f"it is {kind}: {way.format(path=shown, folder=folder, parent=parent, name=shlex.quote(place.name))}"
+    return None

@@ -1,0 +1,206 @@
+"""Files of token ids that a path names: rows in tables, or flat files that are read as one row of tokens."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.base.errors import DataError
+from shardwise.base.files import user_path
+from shardwise.config import DataConfig
+from shardwise.data.cache import spread_digest
+from shardwise.data.reading.content import FileReading, readable
+from shardwise.data.reading.raw_tokens import RawTokens, is_raw_tokens, metadata_of
+from shardwise.data.reading.text_sources import user_files
+from shardwise.data.reading.token_rows import TokenRows, beyond, file_rows, token_column
+from shardwise.data.rows import IntArray, digest_of
+
+# A start looks at so many blocks of tokens of all files together.
+_BLOCKS = 256
+_BLOCK_TOKENS = 1 << 15
+
+
+def has_rows(data: DataConfig) -> bool:
+    """True if the first row of the first file at `data.path` has token ids."""
+    assert data.path is not None
+    path = user_path(data.path)
+    try:
+        return path.exists() and token_column(user_files(path, data).files[0], data.text_key) is not None
+    except DataError:  # opening the path as text will report it
+        return False
+
+
+def flat_files(path: Path) -> list[Path]:
+    """The flat files at a path, sorted: a file, those of a folder and its folders, or a glob's matches."""
+    if path.is_file():
+        return [path] if is_raw_tokens(path) else []
+    pattern = glob.escape(str(path)) + "/**" if path.is_dir() else str(path)
+    return sorted(file for name in glob.glob(pattern, recursive=True) if is_raw_tokens(file := Path(name)))  # noqa: PTH207
+
+
+def metadata_files(data: DataConfig) -> list[Path]:
+    """The files of datatrove that say which tokenizer made the tokens; they need not be there."""
+    assert data.path is not None
+    return [metadata_of(file) for file in flat_files(user_path(data.path))]
+
+
+@dataclass(frozen=True)
+class FlatTokens:
+    """The tokens of flat files, one file after another, mapped into memory: those from `first` on, before `stop`."""
+
+    files: Sequence[RawTokens]
+    vocab_size: int
+    first: int
+    stop: int
+
+    @staticmethod
+    def open(data: DataConfig, vocab_size: int, tokenizer_size: int | None) -> FlatTokens:
+        """All tokens that `data.path` names.
+
+        Args:
+            tokenizer_size: vocabulary of the tokenizer, by which ids without a header are read; None: `vocab_size`.
+
+        Raises:
+            DataError: a file cannot be read, or one of the blocks that are looked at has a token beyond the vocabulary.
+        """
+        assert data.path is not None
+        paths = flat_files(user_path(data.path))
+        if not paths:
+            raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
+        files, problems, size = [], [], tokenizer_size or vocab_size
+        # Of a task without documents, datatrove leaves an empty file.
+        for path in [path for path in paths if path.stat().st_size] or paths:
+            try:
+                with readable(path):
+                    files.append(RawTokens.open(path, data.token_dtype, size, "data.token_dtype"))
+            except DataError as error:
+                problems += error.problems
+        if problems:
+            raise DataError(problems)
+        tokens = FlatTokens(files, vocab_size, 0, sum(len(file.tokens) for file in files))
+        last = max(0, len(tokens) - _BLOCK_TOKENS)
+        for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():
+            tokens[start : start + _BLOCK_TOKENS]
+        return tokens
+
+    @cached_property
+    def begins(self) -> IntArray:
+        """The first token of each file, then the number of tokens: [files + 1]."""
+        return np.cumsum([0, *(len(file.tokens) for file in self.files)])
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of blocks that are spread over all files."""
+        blocks = max(2, _BLOCKS // len(self.files))
+        return digest_of([[str(file.tokens.dtype), spread_digest(file.path, blocks)] for file in self.files])
+
+    @cached_property
+    def documents(self) -> IntArray | None:
+        """The first token of each document, then the number of tokens; None if a file lacks an index."""
+        opened = zip(self.begins, self.files, strict=False)
+        ends = [begin + file.ends for begin, file in opened if file.ends is not None]
+        if len(ends) < len(self.files):
+            return None
+        bounds = np.unique(np.concatenate([np.zeros(1, dtype=np.int64), *ends]))
+        return bounds[(bounds >= self.first) & (bounds <= self.stop)] - self.first
+
+    def bounds(self) -> IntArray:
+        """`documents`, where all files have an index."""
+        assert self.documents is not None
+        return self.documents
+
+    def part(self, first: int, stop: int) -> FlatTokens:
+        """The tokens from the place `first` on, before `stop`."""
+        return FlatTokens(self.files, self.vocab_size, first, stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    def __getitem__(self, places: slice) -> npt.NDArray[Any]:
+        start, stop, _ = places.indices(len(self))
+        found = [np.empty(0, dtype=self.files[0].tokens.dtype)]
+        for number, begin in enumerate(self.begins[:-1].tolist()):
+            low, high = max(0, self.first + start - begin), self.first + stop - begin
+            if low < min(high, len(self.files[number].tokens)):
+                found.append(self._checked(number, slice(low, high), low))
+        return np.concatenate(found)
+
+    def take(self, places: IntArray) -> npt.NDArray[Any]:
+        """The tokens at `places`; a DataError names the file and the place of one beyond the vocabulary."""
+        places = places + self.first
+        number_of = np.searchsorted(self.begins, places, side="right") - 1
+        tokens = np.empty(len(places), dtype=np.int64)
+        for number in np.unique(number_of).tolist():
+            chosen = number_of == number
+            tokens[chosen] = self._checked(number, places[chosen] - self.begins[number])
+        return tokens
+
+    def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> npt.NDArray[Any]:
+        """The tokens of a file at places, or at a slice that begins at `start`."""
+        file = self.files[number]
+        found = file.tokens[places]
+        for at in np.flatnonzero((found < 0) | (found >= self.vocab_size))[:1]:
+            place = start + at if isinstance(places, slice) else places[at]
+            raise DataError(f"{file.path}: token {place} {beyond(found[at], self.vocab_size)}")
+        return found
+
+
+@dataclass(frozen=True)
+class RowFiles:
+    """Rows of token ids in JSON lines and parquet files, one file after another, as a data set of one split."""
+
+    data: DataConfig
+
+    splits = ("",)
+    num_rows = None
+
+    @property
+    def name(self) -> str:
+        return self.data.name
+
+    @property
+    def shown(self) -> str:
+        """The name with its key, for messages."""
+        return f"{self.data.key} ({self.name})"
+
+    @cached_property
+    def files(self) -> Sequence[Path]:
+        """The files, in their order."""
+        assert self.data.path is not None
+        return user_files(user_path(self.data.path), self.data).files
+
+    @cached_property
+    def readings(self) -> Sequence[tuple[Path, FileReading, str]]:
+        """Each file with its reading and its column; DataError if one has no rows of tokens."""
+        readings = []
+        for file in self.files:
+            found = token_column(file, self.data.text_key)
+            if found is None:
+                raise DataError(
+                    f"{file} must hold lists of token ids in {self.data.text_key!r} or 'input_ids', as "
+                    f"{self.files[0]} does: leave it out, or set data.text_key"
+                )
+            readings.append((file, *found))
+        return readings
+
+    @property
+    def column(self) -> str:
+        """The column of the first file."""
+        return self.readings[0][2]
+
+    def stamp(self) -> str:
+        """A digest that changes when the files do, found without opening them."""
+        facts = [[str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns] for file in self.files]
+        return digest_of(["rows", facts, self.data.text_key])
+
+    def rows(self, _split: str) -> Iterator[TokenRows]:
+        """All rows, many at once."""
+        for file, reading, column in self.readings:
+            yield from file_rows(file, reading, column)

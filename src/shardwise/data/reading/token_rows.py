@@ -1,0 +1,182 @@
+"""Rows of token ids in tables that other programs tokenized: columns of arrow, and fields of JSON lines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from shardwise.base.errors import DataError, see
+from shardwise.data.reading import text_files
+from shardwise.data.reading.content import FileReading, opened, reading_of
+from shardwise.data.rows import IntArray
+
+# Lines that are decoded at once.
+_LINES = 256
+# Kinds of columns that hold numbers: those that are no whole numbers are refused when they are read.
+_NUMBERS = r"tokens|.*list.*<.*: (float|double|halffloat)"
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Some rows, one after another.
+
+    Attributes:
+        lengths: tokens of each row.
+        tokens: tokens of all rows.
+        nulls: True for each token that is null; None if none is.
+        place: function that names row 0, 1, … of these in messages.
+    """
+
+    lengths: IntArray
+    tokens: npt.NDArray[np.integer[Any]]
+    place: Callable[[int], str]
+    nulls: npt.NDArray[np.bool_] | None = None
+
+    @staticmethod
+    def of_arrow(array: Any, where: str, first: int, column: str) -> TokenRows:
+        """The rows of an arrow array of lists, of which the first is row number `first`; DataError if one is null."""
+        if array.null_count:
+            row = first + array.is_null().to_pylist().index(True)
+            raise DataError(f"{where}: row {row}: the column {column!r} is null: remove the row")
+        flat = array.flatten()
+        lengths = importlib.import_module("pyarrow.compute").list_value_length(array)
+        return TokenRows(
+            lengths.to_numpy(zero_copy_only=False).astype(np.int64),
+            # Numpy has no nulls: as 0 the tokens keep their dtype, and the nulls are refused by the mask.
+            flat.fill_null(0).to_numpy(zero_copy_only=False),
+            lambda row: f"{where}: row {first + row}",
+            flat.is_null().to_numpy(zero_copy_only=False) if flat.null_count else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def last(self) -> npt.NDArray[np.integer[Any]]:
+        """The last token of each row that has some."""
+        return self.tokens[(np.cumsum(self.lengths) - 1)[self.lengths > 0]]
+
+    def ended(self, end: int | None) -> TokenRows:
+        """These rows, with the token `end` after each that has tokens and another last one."""
+        if end is None:
+            return self
+        lacks = self.lengths > 0
+        lacks[lacks] = self.last != end
+        places = np.cumsum(self.lengths)[lacks]
+        nulls = None if self.nulls is None else np.insert(self.nulls, places, False)
+        tokens = np.insert(self.tokens.astype(np.int64), places, end)
+        return replace(self, lengths=self.lengths + lacks, tokens=tokens, nulls=nulls)
+
+    def require_below(self, vocab_size: int) -> None:
+        """Raises DataError for the first token that is null, or not of the vocabulary."""
+        bad = (self.tokens < 0) | (self.tokens >= vocab_size)
+        if self.nulls is not None:
+            bad |= self.nulls
+        for at in np.flatnonzero(bad)[:1]:
+            ends = np.cumsum(self.lengths)
+            row = int(np.searchsorted(ends, at, side="right"))
+            place = f"{self.place(row)}: token {at - (ends[row] - self.lengths[row])}"
+            if self.nulls is not None and self.nulls[at]:
+                raise DataError(f"{place} is null: a row must hold tokens alone")
+            raise DataError(f"{place} {beyond(self.tokens[at], vocab_size)}")
+
+
+def beyond(token: np.integer[Any], vocab_size: int) -> str:
+    """The end of a message about a token that is not of the vocabulary."""
+    return (
+        f"({token}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
+    )
+
+
+def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
+    """The reading of a file whose first row has a list of numbers, and its column: `key`, or `input_ids` for `text`.
+
+    None if the file has no such rows; DataError if it cannot be read.
+    """
+    reading = reading_of(file, None, key)
+    names = [key, *([text_files.TOKENS] if key == "text" else [])]
+    if reading.kind == "parquet":
+        kinds = text_files.parquet_kinds(file, names)
+        name = next(iter(kinds), key)
+        return (reading, name) if re.match(_NUMBERS, kinds.get(name, "")) else None
+    for number, line in _lines(file) if reading.kind == "jsonl" else ():
+        record = text_files.line_record(line, partial(text_files.line_name, file, 0, number), key, orjson.loads)
+        for name in names:
+            with contextlib.suppress(KeyError):
+                values = text_files.field_of(record, name)
+                if values != []:  # which may be anything: the next line tells
+                    is_row = isinstance(values, list) and {*map(type, values)} <= {int, float}
+                    return (reading, name) if is_row else None
+                break
+        else:
+            return None
+    return None
+
+
+def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
+    """The rows of a file, some at once.
+
+    Raises:
+        DataError: a row holds anything but whole numbers; names file and row.
+    """
+    if reading.kind == "parquet":
+        require = partial(_require_tokens, file, column)
+        for first, batch in text_files.parquet_batches(file, require):
+            table = importlib.import_module("pyarrow").Table.from_batches([batch])
+            values = text_files.with_column(table, column).column(column).combine_chunks()
+            yield TokenRows.of_arrow(values, str(file), first, column)
+        return
+    lines = _lines(file)
+    while block := list(islice(lines, _LINES)):
+        numbers = [number for number, _ in block]
+        rows = [_line_tokens(file, number, line, column) for number, line in block]
+
+        def place(row: int, numbers: Sequence[int] = numbers) -> str:
+            return text_files.line_name(file, 0, numbers[row])
+
+        yield TokenRows(np.array([*map(len, rows)], dtype=np.int64), np.concatenate(rows), place)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers."""
+    with opened(file) as content:
+        yield from ((number, line) for number, line in enumerate(content, start=1) if line.strip())
+
+
+def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
+    where = partial(text_files.line_name, file, 0, number)
+    values = text_files.record_field(text_files.line_record(line, where, column, orjson.loads), where, column, "tokens")
+    if not isinstance(values, list):
+        raise DataError(
+            f"{where()}: the field {column!r} must hold a list of whole numbers, not {text_files.type_name(values)} "
+            "(data.text_key)"
+        )
+    if not {*map(type, values)} <= {int}:
+        at = next(at for at, value in enumerate(values) if type(value) is not int)
+        raise DataError(f"{where()}: token {at} ({json.dumps(values[at])[:40]}) must be a whole number")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:
+        raise DataError(f"{where()}: a token ({max(values, key=abs)}) must be an id, and has too many digits") from None
+
+
+def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
+    """The column, to read it; DataError if a table with this schema holds no tokens there."""
+    fields = text_files.with_column(schema.empty_table(), column).schema
+    kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
+    if kind != "tokens":
+        found = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
+        raise DataError(f"{found}, and must hold lists of whole numbers (data.text_key){see('data#no-such-field')}")
+    return [column]

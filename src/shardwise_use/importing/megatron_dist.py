@@ -1,0 +1,369 @@
+"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama and Qwen models.
+
+    SOURCE/iter_0000100/metadata.json      names the format and its version
+    SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
+    SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
+
+As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers are
+stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V
+are fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and
+masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their
+place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
+
+    optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_….bucket_idx_B.{param,exp_avg,exp_avg_sq}      [elements]
+
+with the parameters of model chunk C in reverse order, each of them at a multiple of 64 elements. Which parameter is
+where is not written: the order is that of Megatron Core's modules, and counts where the masters there are the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, error_text, listing
+from shardwise.base.parsing import json_object
+from shardwise.base.tensor_box import Box, segments
+from shardwise.checkpoint.format.writing import StreamedWeight
+from shardwise.config.optimizer import RatePoint
+from shardwise.optim.learning_rate import RateAtStep, rate_at
+from shardwise_use.importing import megatron, megatron_arguments, pickled
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.tensor_parallel_shards import Shards
+from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
+
+_FORMAT = "metadata.json"
+_COMMON = "common.pt"
+_STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "master", "param": "master"}
+"""Megatron's name of a state → the name in a checkpoint of shardwise."""
+_BY_NAME = re.compile(r"(?:chained_0\.)?optimizer\.state\.(\w+)\.(.+)")
+_BUCKET = re.compile(
+    r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
+)
+_HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
+_WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
+_COMPARED = 2**22
+"""Elements that are compared at a time."""
+_ALIGNMENT = 64
+"""Elements: each parameter in a bucket begins at a multiple of them."""
+_SHOWN = 6
+_RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
+# Roles of a layer's tensors in the order of its modules: Megatron Core's own ones, and TransformerEngine's.
+_ORDERS = (
+    ("input_norm", "dense", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
+    ("dense", "input_norm", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
+)
+_Tensors: TypeAlias = Mapping[str, LazyTensor]
+
+
+def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
+    """The model in a folder of one iteration, with its progress.
+
+    Args:
+        vocab_size: number of tokens without padding, where the checkpoint lacks it.
+
+    Raises:
+        ConfigError: it is of another version or model, incomplete, contradicts itself, or is not safe to open.
+    """
+    common = _common(folder)
+    args = vars(common["args"])
+    megatron_arguments.require_known(args, str(folder))
+    stored = DcpFolder.open(folder)
+    weights = {name: tensor for name, tensor in stored.tensors.items() if ".optimizer." not in f".{name}"}
+    shards = _shards(weights, str(folder))
+    config, notes = megatron.described(shards, args, vocab_size, legacy=False)
+    model = megatron.canonical(shards, config)
+    layout = {name: args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")}
+    opened = ForeignModel(config, model, layout, tokens=megatron.NO_TOKENS, notes=notes)
+    states, reason = _states(stored, opened, shards, args)
+    if not states:
+        note = f"the weights alone are imported, without step and optimizer: {reason}"
+        return replace(opened, notes=(*notes, note))
+    try:
+        progress, remarks = _progress(common, states, stored)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"{folder / _COMMON} must tell of a training as Megatron-LM does: {error_text(error)}"
+        ) from None
+    padding = len(shards.parts("word.weight")[0]) - config.vocab_size
+    if padding:
+        remarks.append(
+            f"Megatron-LM's loss counts {padding:,} rows of padding among the tokens, and here there are none: its "
+            f"loss is less by their probability (--vocab-size {config.vocab_size + padding} keeps them)"
+        )
+    return replace(opened, progress=progress, notes=(*notes, *remarks))
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    """The content of common.pt; ConfigError unless it is of a version that is read here."""
+    try:
+        described = json_object((folder / _FORMAT).read_bytes(), str(folder / _FORMAT))
+    except OSError:
+        raise ConfigError(
+            f"{folder} must have a {_FORMAT}, as Megatron-LM writes it with --ckpt-format torch_dist: it has none, as "
+            "with fsdp_dtensor and torch_dcp: save it again in that format"
+        ) from None
+    backend, version = described.get("sharded_backend"), described.get("sharded_backend_version")
+    if (backend, version) != ("torch_dist", 1):
+        raise ConfigError(
+            f"{folder / _FORMAT}: its format ({backend}, version {version}) must be torch_dist, version 1: save the "
+            "checkpoint again with --ckpt-format torch_dist"
+        )
+    if not (folder / _COMMON).is_file():
+        raise ConfigError(f"{folder} must have a {_COMMON} beside its tensors: it is missing, copy the folder whole")
+    common = pickled.load(folder / _COMMON)
+    if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
+        raise ConfigError(
+            f"{folder / _COMMON} must hold the arguments of the training under 'args', as Megatron-LM writes them; "
+            "Megatron-Bridge writes none: its AutoBridge.export_ckpt makes a Hugging Face folder"
+        )
+    if common.get("checkpoint_version") != 3:
+        raise ConfigError(f"{folder}: its checkpoint_version ({common.get('checkpoint_version')!r}) must be 3.0")
+    return common
+
+
+def _shards(tensors: _Tensors, where: str) -> Shards:
+    """Whole tensors by role, as the only rank has them."""
+    found: dict[str, LazyTensor] = {}
+    unknown: list[str] = []
+    for name, tensor in tensors.items():
+        stacked = re.fullmatch(r"(decoder\.layers\.)([a-z].*)", name)
+        single = {f"{stacked[1]}{i}.{stacked[2]}": tensor[i] for i in range(len(tensor))} if stacked else {name: tensor}
+        for full_name, part in single.items():
+            role = megatron.role_name(full_name, 0)
+            if role is not None:
+                found[role] = part
+            elif not megatron.NO_WEIGHTS.fullmatch(full_name):
+                unknown.append(name)
+    if unknown:
+        names = listing(dict.fromkeys(unknown), most=_SHOWN)
+        raise ConfigError(f"{where} has {names}, which its arguments do not tell of")
+    shards = Shards(where, 1)
+    shards.add([found], "in the checkpoint")
+    shards.require_floats()
+    return shards
+
+
+# ---- the optimizer's state
+
+
+def _states(
+    stored: DcpFolder, opened: ForeignModel, weights: Shards, args: Mapping[str, Any]
+) -> tuple[list[StreamedWeight], str]:
+    """The optimizer's state of all weights; where there is none that can be read, the reason."""
+    kinds: dict[str, dict[str, LazyTensor]] = {}
+    for name, tensor in stored.tensors.items():
+        if match := _BY_NAME.fullmatch(name):
+            kinds.setdefault(match[1], {})[match[2]] = tensor
+    buckets = {name: match for name in stored.tensors if (match := _BUCKET.fullmatch(name))}
+    if not kinds and not buckets:
+        return [], f"{stored.where} holds no state of an optimizer"
+    found = {kind: _shards(tensors, f"{stored.where}: {kind}") for kind, tensors in kinds.items()}
+    if buckets:
+        found = _unpacked(stored, buckets, weights, opened.config, args)
+        if not found:
+            return [], f"the buffers of its distributed optimizer do not have the order of its modules; {_RESHARDABLE}"
+    if args.get("optimizer") != "adam" or not {"exp_avg", "exp_avg_sq"} <= found.keys() <= _STATES.keys():
+        return [], f"its optimizer ({args.get('optimizer')}, with {listing(sorted(found))}) must be adam"
+    return [
+        replace(weight, state=_STATES[kind])
+        for kind, shards in found.items()
+        # Masters of float32 weights are the weights.
+        if _STATES[kind] != "master" or opened.dtype != "float32"
+        for weight in megatron.canonical(shards, opened.config)  # type: ignore[arg-type]
+    ], ""
+
+
+def _unpacked(
+    stored: DcpFolder, buckets: Mapping[str, re.Match[str]], weights: Shards, config: Any, args: Mapping[str, Any]
+) -> dict[str, Shards]:
+    """The states in the buffers of the distributed optimizer; {} where the masters there are not the weights."""
+    tensor = args.get("tensor_model_parallel_size") or 1
+    pipeline = args.get("pipeline_model_parallel_size") or 1
+    chunks = max(int(match[2]) for match in buckets.values()) + 1
+    packed: dict[tuple[int, int, str], list[LazyTensor]] = {}
+    for name, match in sorted(buckets.items(), key=lambda bucket: int(bucket[1][3])):
+        packed.setdefault((int(match[1]), int(match[2]), match[4]), []).append(stored.tensors[name])
+    layers = args["num_layers"]
+    per_chunk, left = divmod(layers, pipeline * chunks)
+    kinds = {match[4] for match in buckets.values()}
+    if left or "param" not in kinds or len(packed) != tensor * pipeline * chunks * len(kinds):
+        return {}
+
+    def placed(order: Sequence[str]) -> dict[str, Shards]:
+        found = {kind: Shards(f"{stored.where}: {kind}", tensor) for kind in kinds}
+        for chunk, stage in itertools.product(range(chunks), range(pipeline)):
+            first = (chunk * pipeline + stage) * per_chunk
+            roles = _roles(weights, range(first, first + per_chunk), layers, order)
+            shapes = {role: _local_shape(role, weights, tensor) for role in roles}
+            for kind, shards in found.items():
+                ranks = [
+                    _placed(packed.get((stage * tensor + rank, chunk, kind), []), shapes) for rank in range(tensor)
+                ]
+                if not all(ranks):
+                    return {}
+                shards.add(ranks, "")
+        return found
+
+    for order in _ORDERS:
+        found = placed(order)
+        if found and _are_masters(megatron.tensors(found["param"], config), megatron.tensors(weights, config)):
+            return found
+    return {}
+
+
+def _roles(weights: Shards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
+    """The tensors of a model chunk with these layers, in the order of its modules."""
+    names = ["word", "position"] if layers.start == 0 else []
+    names += [f"layers.{layer}.{role}" for layer in layers for role in order]
+    names += ["final_norm", "head"] if layers.stop == of_all else []
+    for role in (f"{name}.{kind}" for name in names for kind in ("weight", "bias")):
+        # The last stage of a pipeline has a copy of a tied embedding.
+        if weights.has(role) or (role == "head.weight" and layers.start > 0):
+            yield role
+
+
+def _local_shape(role: str, weights: Shards, ranks: int) -> tuple[int, ...]:
+    """The shape on one of the tensor-parallel ranks."""
+    shape = weights.tensors[role if weights.has(role) else "word.weight"][0].shape
+    name, _, kind = role.rpartition(".")
+    name = name.rpartition(".")[2]
+    if name in ("word", "head", "qkv", "fc1"):
+        return (shape[0] // ranks, *shape[1:])
+    return (shape[0], shape[1] // ranks) if name in ("dense", "fc2") and kind == "weight" else shape
+
+
+def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LazyTensor]:
+    """The tensors in the buckets of a rank by role, of these shapes; {} where these do not fill the buckets."""
+    found: dict[str, LazyTensor] = {}
+    number = at = 0
+    for role in reversed(list(shapes)):
+        size = math.prod(shapes[role])
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT
+        if number < len(buckets) and at >= len(buckets[number]):
+            number, at = number + 1, 0
+        if number >= len(buckets) or at + size > len(buckets[number]):
+            return {}
+        found[role] = _view(buckets[number], at, shapes[role])
+        at += size
+    return found if number == len(buckets) - 1 and at == len(buckets[number]) else {}
+
+
+def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
+    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
+    row = math.prod(shape[1:])
+
+    def load(box: Box) -> Tensor:
+        rows = flat.load(Box((start + box.start[0] * row,), (box.size[0] * row,)))
+        return rows.view(box.size[0], *shape[1:])[(slice(None), *box.slices[1:])]
+
+    return LazyTensor(shape, flat.dtype, load)
+
+
+def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
+    """True if all weights are their masters, rounded."""
+    return all(
+        torch.equal(masters[name].load(box).to(weight.dtype), weight.load(box))
+        for name, weight in weights.items()
+        for box in segments(weight.shape, _COMPARED)
+    )
+
+
+# ---- rates
+
+
+def _progress(
+    common: Mapping[str, Any], states: Sequence[StreamedWeight], stored: DcpFolder
+) -> tuple[ForeignProgress, list[str]]:
+    """The progress that common.pt tells, and sentences on what has no counterpart."""
+    args = vars(common["args"])
+    held = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
+    groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *held[:1]], "param_groups"), [])
+    updates = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
+    step, batch, length = int(common["iteration"]), int(args["global_batch_size"]), int(args["seq_length"])
+    samples = int(args["consumed_train_samples"])
+    keys: dict[str, Any] = {
+        "train.steps": args.get("train_iters") or math.ceil(args["train_samples"] / batch),
+        "train.global_batch": batch,
+        "train.sequence_length": length,
+        "optimizer.lr": float(groups[0]["max_lr"]),
+        "optimizer.weight_decay": max(float(group["weight_decay"]) for group in groups),
+        "optimizer.betas": [float(args["adam_beta1"]), float(args["adam_beta2"])],
+        "optimizer.eps": float(args["adam_eps"]),
+        "optimizer.max_norm": float(args.get("clip_grad") or 0) or None,
+    }
+    notes: list[str] = []
+    if len({group["max_lr"] for group in groups}) > 1:
+        notes.append("some parameters have a learning rate of their own there, and none has here")
+    if args.get("start_weight_decay") != args.get("end_weight_decay"):
+        notes.append(f"weight decay changes there: {keys['optimizer.weight_decay']:g} is that of the next step")
+    points = _points(common.get("opt_param_scheduler") or {}, args, batch)
+    curve = [RateAtStep(point.at, keys["optimizer.lr"] * point.factor, point.shape) for point in points]
+    # What the scheduler has set for the next update tells whether the curve is Megatron's.
+    if points and math.isclose(rate_at(curve, step + 1), float(groups[0]["lr"]), rel_tol=1e-6, abs_tol=1e-12):
+        keys["optimizer.schedule"] = "points"
+        keys["optimizer.points"] = [point.model_dump(mode="json") for point in points]
+    else:
+        notes.append(
+            f"the schedule ({args.get('lr_decay_style')}) has no counterpart here: its next rate is "
+            f"{groups[0]['lr']:g}; set optimizer.schedule yourself"
+        )
+    if args.get("fp16"):
+        notes.append("training was in fp16: set precision.mode yourself")
+    elif args.get("bf16"):
+        keys["precision.mode"] = "mixed"
+    done = [int(count) for count in updates if count is not None]
+    progress = ForeignProgress(
+        step, states, samples=samples, tokens=samples * length, updates=max(done, default=step), keys=keys
+    )
+    return progress, notes
+
+
+def _found(value: Any, key: str) -> Iterator[Any]:
+    """The values of a key in nested dictionaries and lists."""
+    if isinstance(value, dict):
+        if key in value:
+            yield value[key]
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        yield from _found(inner, key)
+
+
+def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -> list[RatePoint]:
+    """Megatron's rates as points of `optimizer.points`: update s has that of s - 1 updates; none for another curve.
+
+    Its scheduler counts in samples.
+    """
+    peak = float(scheduler.get("max_lr") or 0)
+    style = scheduler.get("lr_decay_style")
+    stops = {name: scheduler.get(f"lr_{name}_steps", 0) / batch for name in ("warmup", "decay")}
+    if not peak or args.get("rampup_batch_size") or any(stop % 1 for stop in stops.values()):
+        return []
+    warmup, decay = int(stops["warmup"]), int(stops["decay"])
+    least = float(scheduler["min_lr"]) / peak
+    points: list[tuple[int, float, str]] = []
+    if warmup:
+        points.append((1, float(args.get("lr_warmup_init") or 0) / peak, "linear"))
+    points.append((warmup + 1, 1.0, "linear"))
+    if style == "WSD":
+        annealed = args.get("lr_wsd_decay_iters") or (args.get("lr_wsd_decay_samples") or 0) / batch
+        shape = _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
+        if shape is None or annealed % 1 or not annealed:
+            return []
+        if decay - int(annealed) > warmup:
+            points.append((decay - int(annealed) + 1, 1.0, "linear"))
+        points.append((decay + 1, least, shape))
+    elif style in ("linear", "cosine"):
+        points.append((decay + 1, least, style))
+    elif style != "constant":
+        return []
+    return [RatePoint.model_validate({"at": at, "factor": factor, "shape": shape}) for at, factor, shape in points]

@@ -1,0 +1,145 @@
+"""Checkpoints of torchtitan: Llama 3 and Qwen 3 models with the state of AdamW, by its CheckpointManager.
+
+    SOURCE/step-N/.metadata, __R_0.distcp     torch's distributed checkpoint
+
+The names are flat: weights as `layers.0.attention.qkv_linear.wq.weight`; `optimizer.state.NAME.exp_avg` and
+`optimizer.param_groups.NAME.lr`; `lr_scheduler.last_epoch`; `train_state.step` and `.ntokens_seen`;
+`dataloader.world_size`. The last checkpoint of a run has the weights alone by default. No file says which model it is.
+
+Llama 3's queries and keys are rotated in neighbouring pairs, those of Hugging Face in halves: the rows of each head
+change their order. With a fused projection the weights are saved apart, and the moments as one tensor `wqkv`: of each
+key/value head the rows of its queries, of its key and of its value. `ntokens_seen` counts the tokens of one
+data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from shardwise.base.errors import ConfigError, listing
+from shardwise.checkpoint.canonical_tensors import canonical_shapes
+from shardwise.checkpoint.format.model_files import read_model
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import FamilyConfig
+from shardwise_use.importing.dcp_models import (
+    adamw_progress,
+    halves,
+    named_weights,
+    newest_step,
+    open_folder,
+    renamed,
+    without_copy,
+)
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
+
+_OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
+_NAMES = (
+    (r"model\.embed_tokens\.weight", r"tok_embeddings.weight"),
+    (r"model\.norm\.weight", r"norm.weight"),
+    (r"model\.(layers\.\d+\.)self_attn\.([qkv])_proj\.(weight|bias)", r"\1attention.qkv_linear.w\2.\3"),
+    (r"model\.(layers\.\d+\.)self_attn\.o_proj\.weight", r"\1attention.wo.weight"),
+    (r"model\.(layers\.\d+\.)self_attn\.([qk]_norm)\.weight", r"\1attention.\2.weight"),
+    (r"model\.(layers\.\d+\.)mlp\.gate_proj\.weight", r"\1feed_forward.w1.weight"),
+    (r"model\.(layers\.\d+\.)mlp\.down_proj\.weight", r"\1feed_forward.w2.weight"),
+    (r"model\.(layers\.\d+\.)mlp\.up_proj\.weight", r"\1feed_forward.w3.weight"),
+    (r"model\.(layers\.\d+\.)mlp\.gate\.weight", r"\1moe.router.gate.weight"),
+    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.gate_proj\.weight", r"\1moe.routed_experts.inner_experts.w1_EFD#\2"),
+    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.down_proj\.weight", r"\1moe.routed_experts.inner_experts.w2_EDF#\2"),
+    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.up_proj\.weight", r"\1moe.routed_experts.inner_experts.w3_EFD#\2"),
+    (r"model\.(layers\.\d+\.)input_layernorm\.weight", r"\1attention_norm.weight"),
+    (r"model\.(layers\.\d+\.)post_attention_layernorm\.weight", r"\1ffn_norm.weight"),
+)
+"""Canonical name → torchtitan's; `#3`: number 3 of a tensor of all experts."""
+_FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
+"""Family → its heads are rotated in neighbouring pairs there."""
+_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
+
+
+def open_torchtitan(
+    source: Path, config_file: Path, ignore: Collection[str] = (), *, weights_only: bool = False
+) -> ForeignModel:
+    """The model of a checkpoint of torchtitan, with its progress where the optimizer's state is there.
+
+    Args:
+        source: the folder of one step, or of several, of which the newest is taken.
+        config_file: the model's Hugging Face `config.json`, or its folder (torchtitan's `hf_assets_path`).
+        ignore: fields of `config.json` that change nothing, as the user says.
+        weights_only: the step and the optimizer's state are left out.
+
+    Raises:
+        ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
+    """
+    folder = open_folder(newest_step(source), "torchtitan")
+    path = config_file / "config.json" if config_file.is_dir() else config_file
+    if not path.is_file():
+        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
+    config = read_model(Root.of(path), ignore)
+    if config.family not in _FAMILIES:
+        raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")
+    stored = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith(_OTHER)}
+    for name in [name for name in stored if _BIAS.fullmatch(name)]:
+        if bool(stored.pop(name).read().any()):
+            raise ConfigError(f"{folder.where}: {name} must be 0, and is not: {config.family} has no such bias")
+    if config.tie_word_embeddings:
+        for copy in ("lm_head.weight", "output.weight"):
+            without_copy(folder.where, stored, "tok_embeddings.weight", copy)
+    weights = named_weights(folder.where, config, _tensors(config, stored), stored)
+    progress, notes = (None, []) if weights_only else _progress(folder, config)
+    return ForeignModel(config, weights, notes=notes, progress=progress)
+
+
+def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
+    """Canonical name, name in the checkpoint and tensor, of all that are there."""
+    for name in canonical_shapes(config):
+        there, _, expert = renamed(name, _NAMES).partition("#")
+        fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
+        if there not in stored and fused not in stored:
+            # Releases before 0.3.
+            there = there.replace("qkv_linear.", "").replace("lm_head.", "output.")
+        if there in stored:
+            tensor = stored[there][int(expert)] if expert else stored[there]
+        elif fused in stored:
+            there, tensor = fused, _of_fused(stored[fused], config, there.rpartition(".")[0][-1])
+        else:
+            continue
+        is_rotated = _FAMILIES[config.family] and re.search(r"\.[qk]_proj\.", name)
+        yield name, there, tensor.by_rows(config.head_dim, halves) if is_rotated else tensor
+
+
+def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTensor:
+    """The rows of q, k or v in a fused projection."""
+    size, kv_heads = config.head_dim, config.num_key_value_heads or config.num_attention_heads
+    rows = len(tensor) // kv_heads
+    stops = {"q": (0, rows - 2 * size), "k": (rows - 2 * size, rows - size), "v": (rows - size, rows)}
+    start, stop = stops[letter]
+    return LazyTensor.cat([tensor.rows(head * rows + start, head * rows + stop) for head in range(kv_heads)])
+
+
+def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
+    """The progress, and sentences for the user."""
+    if not any(name.startswith("optimizer.") for name in folder.tensors):
+        return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
+    step, tokens, ranks = (
+        folder.object(name) if name in folder.objects else None
+        for name in ("train_state.step", "train_state.ntokens_seen", "dataloader.world_size")
+    )
+    if type(step) is not int or step < 1:
+        raise ConfigError(f"{folder.where} must have the step of its training, train_state.step, and has {step!r}")
+    progress = adamw_progress(folder, "optimizer.", step, config, partial(_tensors, config))
+    if progress is None:
+        return None, [f"the optimizer's state of {folder.where} is not AdamW's: the weights alone are imported"]
+    notes = [
+        "torchtitan's checkpoints do not tell the schedule of the rates (optimizer.schedule), clipping "
+        "(optimizer.max_norm; there training.max_norm) and train.steps: give them as they were there"
+    ]
+    if type(tokens) is int and type(ranks) is int:
+        progress = replace(progress, tokens=tokens * ranks)
+        notes.append(
+            f"{tokens:,} tokens on each of {ranks} data-parallel ranks: with context parallelism, give --tokens"
+        )
+    return progress, notes

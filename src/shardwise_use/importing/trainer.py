@@ -1,0 +1,345 @@
+"""The progress that a Hugging Face Trainer saved beside a model: `checkpoint-500/` with optimizer.pt.
+
+    optimizer.pt          AdamW's state by number: of the weights that decay, then of biases and norms, each in the
+                          order of `model.named_parameters()`
+    trainer_state.json    step, steps in all, tokens if they were counted, losses
+    training_args.bin     TrainingArguments, pickled: rates, clipping, batch; each of its objects is opened as a record
+    rng_state*.pth        one a rank: their number is that of the ranks
+
+Rates of the Trainer lag by a step: update s has the rate of s - 1 updates, the first of a warmup 0.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError, error_text, listing
+from shardwise.base.files import reason_of
+from shardwise.base.parsing import read_record
+from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
+from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
+from shardwise.checkpoint.storage.root import Buffer
+from shardwise.checkpoint.weight_writers import DTYPE_NAMES
+from shardwise.config.optimizer import RatePoint
+from shardwise.optim.learning_rate import RateAtStep, rate_at
+from shardwise_use.importing import pickled
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+
+OPTIMIZER = "optimizer.pt"
+_STATE = "trainer_state.json"
+_ARGUMENTS = "training_args.bin"
+_PACKAGES = ("transformers.", "accelerate.", "trl.")
+"""Packages whose classes a training_args.bin may name: each object becomes a record."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_LEAVE = "import the weights alone by --weights-only"
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
+_LOSSES = 32
+_Groups: TypeAlias = Sequence[Mapping[str, Any]]
+_States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+"""The state of a parameter, by the number that the groups give it."""
+
+
+def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
+    """The model of a folder, with the progress of the Trainer that saved it; as it is where there are no such files.
+
+    Raises:
+        ConfigError: the files are damaged, name what could run code, or are of another optimizer or model.
+    """
+    if not (folder / OPTIMIZER).exists():
+        if not (folder / _STATE).exists():
+            return opened
+        note = f"{folder} has no {OPTIMIZER}, so the weights alone are imported, without step and optimizer"
+        return replace(opened, notes=(*opened.notes, note))
+    try:
+        saved = read_record(folder / _STATE)
+    except (OSError, ValueError) as error:
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
+            f"or {_LEAVE}"
+        ) from None
+    groups, states = _read_optimizer(folder / OPTIMIZER)
+    arguments = _read_arguments(folder / _ARGUMENTS)
+    try:
+        progress, notes = _progress(opened, saved, groups, states, arguments, folder)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
+        raise ConfigError(problem) from None
+    return replace(opened, progress=progress, notes=(*opened.notes, *notes))
+
+
+def _progress(
+    opened: ForeignModel,
+    saved: Mapping[str, Any],
+    groups: _Groups,
+    states: _States,
+    arguments: Mapping[str, Any],
+    folder: Path,
+) -> tuple[ForeignProgress, list[str]]:
+    """The progress that the content of the files tells, and sentences on what has no counterpart."""
+    step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
+    if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
+        raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
+    streamed, updates = _by_name(opened, groups, states, folder / OPTIMIZER)
+    keys, notes = _keys(arguments, groups, step, steps, opened.dtype)
+    samples = None
+    if arguments:
+        ranks = max(1, len(list(folder.glob("rng_state_*.pth"))))
+        per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
+        keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
+        samples = step * keys["train.global_batch"]
+    model = read_record(folder / CONFIG)
+    if model.get("output_router_logits"):
+        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
+        notes.append(
+            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
+            "batch, and metrics.jsonl has it beside the loss"
+        )
+    if opened.config.family == "gpt":
+        notes.append(
+            "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
+            "by their S + 1 labels"
+        )
+    tokens = saved.get("num_input_tokens_seen") or None
+    losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
+    progress = ForeignProgress(
+        step,
+        streamed,
+        samples=samples,
+        tokens=None if tokens is None else int(tokens),
+        updates=updates,
+        keys=keys,
+        # Others are means of many steps.
+        losses=tuple(losses[-_LOSSES:]) if saved.get("logging_steps") == 1 else (),
+    )
+    return progress, notes
+
+
+# ---- optimizer.pt
+
+
+def _read_optimizer(path: Path) -> tuple[_Groups, _States]:
+    """The parameter groups and, by the parameter's number, the state of a torch AdamW."""
+    held = pickled.load(path)
+    groups, states = (held.get(key) if isinstance(held, dict) else None for key in ("param_groups", "state"))
+    are_groups = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
+    are_states = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
+    if not (groups and states and are_groups and are_states):
+        raise ConfigError(f"{path} must be the state of an optimizer after a step, and is none: {_LEAVE}")
+    kept = {name for state in states.values() for name in state}
+    wanted = {"step", *_MOMENTS}
+    if kept != wanted or not all(state.keys() == wanted for state in states.values()):
+        raise ConfigError(
+            f"{path} must hold the state of AdamW ({listing(sorted(wanted))}), and it holds {listing(sorted(kept))}, "
+            f"of another optimizer: go on where it was made, or {_LEAVE}"
+        )
+    for group in groups:
+        if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
+            raise ConfigError(f"{path} must be of AdamW, and is of Adam with weight decay in its gradients: {_LEAVE}")
+    return groups, states
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """A parameter of the model in transformers: its shape, and the canonical weights in it, each with its place."""
+
+    shape: tuple[int, ...]
+    parts: dict[str, tuple[int | slice, ...]]
+
+
+def _by_name(
+    opened: ForeignModel, groups: _Groups, states: _States, path: Path
+) -> tuple[list[StreamedWeight], int | dict[str, int]]:
+    """The moments by canonical name, and the updates of each weight."""
+    shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
+    numbers = [number for group in groups for number in group["params"]]
+    of_both = [{tuple(states[number][state].shape) for state in _MOMENTS if number in states} for number in numbers]
+    found = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
+    # Some families have the router of a layer before its experts.
+    for router_first in (True, False):
+        parameters = _parameters(shapes, opened.config.family, router_first=router_first)
+        if len(groups) > 1:
+            # By the Trainer's rule: biases and norms, which are the vectors, do not decay.
+            parameters.sort(key=lambda parameter: len(parameter.shape) == 1)
+        if [parameter.shape for parameter in parameters] == found:
+            break
+    else:
+        pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, found, strict=False)]
+        differing = [f"; {name} {list(a)} is {list(b)} there" for name, a, b in pairs if a != b]
+        raise ConfigError(
+            f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
+            f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
+            f"frozen; {_LEAVE}"
+        )
+    streamed: list[StreamedWeight] = []
+    updates: dict[str, int] = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for name, place in parameter.parts.items():
+            updates[name] = int(states[number]["step"])
+            for state in _MOMENTS:
+                moment = states[number][state][place]
+                dtype = DTYPE_NAMES[moment.dtype]
+                streamed.append(StreamedWeight(name, dtype, shapes[name], partial(_segments, moment), state))
+    common = set(updates.values())
+    return streamed, common.pop() if len(common) == 1 else updates
+
+
+def _segments(tensor: Tensor) -> Iterator[Buffer]:
+    """The bytes of a tensor in a mapped file: they are not copied."""
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(data), STREAM_BYTES):
+        yield data[start : start + STREAM_BYTES]
+
+
+def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:
+    """The parameters of the model in transformers 5, in the order of their definition there."""
+    first: dict[str, int] = {}
+    places: dict[str, tuple[int, int, int, bool]] = {}
+    for name in shapes:
+        layer = _LAYER.match(name)
+        module = name.rpartition(".")[0]
+        # A module's own parameters are before those of the modules in it: `cls.predictions.bias` is the first there.
+        for end in re.finditer(r"\.", name):
+            first.setdefault(name[: end.start()], len(first))
+        outer = first[layer[0][:-1] if layer else module]
+        rank = _rank(name.removeprefix(layer[0]), family, router_first=router_first) if layer else 0
+        places[name] = (outer, rank, first[module], name.endswith("bias"))
+    parameters: dict[str, _Parameter] = {}
+    for name in sorted(shapes, key=lambda name: places[name]):
+        shape = shapes[name]
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            parameters[name] = _Parameter(shape, {name: ()})
+            continue
+        # `[E, 2F, H]` with the gates above, and `[E, H, F]`.
+        layer_experts, expert, kind = match[1], int(match[2]), match[3]
+        is_down = kind in ("down_proj", "w2")
+        key = f"{layer_experts}.{is_down}"
+        rows = slice(None) if is_down else slice(shape[0], None) if kind in ("up_proj", "w3") else slice(shape[0])
+        parts = parameters[key].parts if key in parameters else {}
+        parameters[key] = _Parameter((expert + 1, shape[0] * (2 - is_down), shape[1]), parts | {name: (expert, rows)})
+    return list(parameters.values())
+
+
+def _rank(name: str, family: str, *, router_first: bool) -> int:
+    """The place of a module in its layer: attention, its norms, MLP, the layer's norms, which GPT-NeoX has first."""
+    is_norm = "norm" in name
+    if name.startswith(("self_attn.", "attention.")):
+        return 1 + is_norm
+    if is_norm:
+        return 0 if family == "gpt_neox" else 5
+    return 3 if router_first and name.endswith(".gate.weight") else 4
+
+
+# ---- rates
+
+
+def _read_arguments(path: Path) -> dict[str, Any]:
+    """The TrainingArguments by name, with the values of enumerations in their place; {} where there are none."""
+    if not path.exists():
+        return {}
+    try:
+        record = pickled.load(path, records=_PACKAGES)
+    except ConfigError as error:
+        fix = f"move {path.name} away to import without its rates, or {_LEAVE}"
+        raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
+    if not isinstance(record, pickled.Record):
+        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {_LEAVE}")
+    return {name: value.value if isinstance(value, pickled.Record) else value for name, value in record.fields.items()}
+
+
+def _keys(
+    arguments: Mapping[str, Any], groups: _Groups, step: int, steps: int, dtype: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Keys of shardwise with the Trainer's values, and sentences on what has no counterpart."""
+    group = groups[0]
+    rate = float(group.get("initial_lr", group["lr"]))
+    keys: dict[str, Any] = {
+        "train.steps": steps,
+        "optimizer.lr": rate,
+        "optimizer.weight_decay": float(group["weight_decay"]),
+        "optimizer.betas": [float(beta) for beta in group["betas"]],
+        "optimizer.eps": float(group["eps"]),
+    }
+    notes: list[str] = []
+    if len({other["weight_decay"] for other in groups[1:]} - {0.0}):
+        notes.append("biases and norms do not decay here, and they did there")
+    if not arguments:
+        notes.append(
+            f"there is no {_ARGUMENTS}: set optimizer.schedule, optimizer.max_norm and train.global_batch yourself"
+        )
+        return keys, notes
+    keys["optimizer.max_norm"] = float(arguments.get("max_grad_norm") or 0.0) or None
+    points = curve_points(arguments, rate, steps)
+    if points is not None:
+        curve = [RateAtStep(point.at, rate * point.factor, point.shape) for point in points]
+        # What the scheduler has set for the next update tells whether the curve is the Trainer's.
+        if not math.isclose(rate_at(curve, step + 1), float(group["lr"]), rel_tol=1e-6, abs_tol=1e-12):
+            points = None
+    if points is None:
+        schedule = arguments.get("lr_scheduler_type")
+        notes.append(
+            f"the schedule ({schedule}) has no counterpart here: its next rate is {group['lr']:g}; set "
+            "optimizer.schedule yourself"
+        )
+    else:
+        keys["optimizer.schedule"] = "points"
+        keys["optimizer.points"] = [point.model_dump(mode="json") for point in points]
+    if arguments.get("bf16"):
+        keys["precision.mode"] = "mixed" if dtype == "float32" else "bfloat16"
+    elif dtype != "float32" or arguments.get("fp16"):
+        notes.append(f"weights are {dtype}{' with fp16' if arguments.get('fp16') else ''}: set precision.mode yourself")
+    notes += [
+        f"{name} ({arguments[name]}) has no counterpart here"
+        for name in ("label_smoothing_factor", "neftune_noise_alpha")
+        if arguments.get(name)
+    ]
+    return keys, notes
+
+
+def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[RatePoint] | None:
+    """The Trainer's schedule as points of `optimizer.points`; None for one that they cannot tell."""
+    schedule = arguments.get("lr_scheduler_type")
+    given = arguments.get("lr_scheduler_kwargs") or {}
+    warmup = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
+    # A share of all steps where it is less than 1; releases before 5 had `warmup_ratio` for it.
+    warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+    end, shape, least, stop = steps, "linear", 0.0, steps
+    if schedule in ("constant", "constant_with_warmup"):
+        warmup, end, least = warmup * (schedule != "constant"), warmup, 1.0
+    elif schedule in ("cosine", "cosine_with_min_lr"):
+        shape = "cosine"
+        least = float(given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / rate)
+        if given.get("num_cycles", 0.5) != 0.5:
+            return None
+    elif schedule == "polynomial" and given.get("power", 1.0) == 1.0:
+        least = float(given.get("lr_end", 1e-7)) / rate
+    elif schedule == "warmup_stable_decay" and given.get("warmup_type", "linear") == "linear":
+        shape = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}[given.get("decay_type", "cosine")]
+        least = float(given.get("min_lr_ratio", 0.0))
+        decay = int(given["num_decay_steps"])
+        stable = given.get("num_stable_steps")
+        stop = warmup + (steps - warmup - decay if stable is None else int(stable))
+        end = stop + decay
+    elif schedule != "linear":
+        return None
+    first = least if schedule == "warmup_stable_decay" else 0.0
+    points = [(1, first, "linear")] if warmup else []
+    points.append((warmup + 1, 1.0, "linear"))
+    if warmup < stop < end:
+        points.append((stop + 1, 1.0, "linear"))
+    if end > max(warmup, stop if stop < end else warmup):
+        points.append((end + 1, least, shape))
+    return [RatePoint.model_validate({"at": at, "factor": factor, "shape": shape}) for at, factor, shape in points]

@@ -1,0 +1,47 @@
+"""optimizer.no_decay names the weights that do not decay; without it they are biases and norms."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import config_from
+from shardwise.distributed.placement import placements
+from shardwise.train.build import parameter_groups
+from tests.dist.dense import mesh
+from tests.dist.dense import run as on_ranks
+from tests.dist.test_export import LLAMA, SIZES
+
+
+def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
+    """Canonical name → weight decay on this rank."""
+    from shardwise.models.build import build_model
+
+    config = config_from(
+        {
+            "model": SIZES | LLAMA | {"attention_bias": True},
+            "parallel": {"tensor": tensor},
+            "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
+            "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "no_decay": no_decay},
+        }
+    )
+    model = build_model(config, mesh(tensor).tp, sequence_parallel=False, dtype=torch.float32)
+    names: dict[Any, list[str]] = {p: [piece.name for piece in record.pieces] for _, p, record in placements(model)}
+    return {
+        name: float(str(group["weight_decay"]))
+        for group in parameter_groups(model, config.optimizer)
+        for parameter in group["params"]  # type: ignore[attr-defined]
+        for name in names[parameter]
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_without_decay(ranks: Any, size: int) -> None:
+    for no_decay, expected in (
+        (None, lambda name: "norm" not in name and not name.endswith("bias")),
+        ([], lambda name: True),
+        (["model.embed_tokens.weight", "*.bias"], lambda name: "embed" not in name and not name.endswith("bias")),
+    ):
+        for found in on_ranks(ranks, size, decaying, size, no_decay):
+            assert found == {name: 0.1 if expected(name) else 0.0 for name in found}
+            assert {"model.norm.weight", "model.embed_tokens.weight"} <= found.keys()

@@ -1,0 +1,210 @@
+"""Folders of torch.distributed.checkpoint written by torch on two ranks: boxes are read, no code runs."""
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.tensor_box import Box
+from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
+from tests.rank_pool import RankPool
+
+NAMES = ("rows", "columns", "grid", "whole", "half", "count", "empty")
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "rows": torch.randn(7, 5, generator=generator),  # uneven: 4 and 3 rows
+        "columns": torch.randn(6, 9, generator=generator),
+        "grid": torch.randn(3, 4, 6, generator=generator),
+        "whole": torch.randn(8, 3, generator=generator).t(),  # saved as it lies in memory: column by column
+        "half": torch.randn(33, generator=generator).to(torch.bfloat16),
+        "count": torch.tensor(12),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def save(folder: str) -> None:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placed = {"rows": Shard(0), "columns": Shard(1), "grid": Shard(1), "half": Shard(0), "empty": Replicate()}
+    state: dict[str, Any] = {
+        name: distribute_tensor(tensor, mesh, [placed[name]]) if name in placed else tensor
+        for name, tensor in tensors().items()
+    }
+    objects = {"step": 5, "betas": (0.9, 0.95), "nested": {"list": [1, {"a": 2}]}}
+    dcp.save(
+        {"model": state, "objects": objects, f"rank_{dist.get_rank()}": {"seed": dist.get_rank()}}, checkpoint_id=folder
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dcp") / "step-5"
+    ranks(2).run(save, str(path))
+    return path
+
+
+def test_boxes_of_every_tensor(folder: Path) -> None:
+    opened = DcpFolder.open(folder)
+    assert {name.removeprefix("model.") for name in opened.tensors} == set(NAMES)
+    for name, wanted in tensors().items():
+        tensor = opened.tensors[f"model.{name}"]
+        assert (tensor.shape, tensor.dtype) == (tuple(wanted.shape), wanted.dtype)
+        assert torch.equal(tensor.read(), wanted)
+        data = b"".join(bytes(part) for part in tensor.segments())
+        assert data == wanted.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        # Every box of a matrix, over the border of the chunks and inside of one.
+        for low in range(wanted.shape[0] if wanted.dim() == 2 else 0):
+            for high in range(low + 1, len(wanted) + 1):
+                box = Box((low, 1), (high - low, 2))
+                assert torch.equal(tensor.read(box), wanted[low:high, 1:3])
+
+
+def test_views(folder: Path) -> None:
+    opened, wanted = DcpFolder.open(folder), tensors()
+    rows, grid = opened.tensors["model.rows"], opened.tensors["model.grid"]
+    assert torch.equal(grid[2].rows(1, 4).t.read(), wanted["grid"][2, 1:4].t())
+    assert torch.equal(rows.t.read(Box((1, 2), (3, 4))), wanted["rows"].t()[1:4, 2:6])
+    both = LazyTensor.cat([rows, rows.rows(2, 5), LazyTensor.of(wanted["rows"])])
+    whole = torch.cat([wanted["rows"], wanted["rows"][2:5], wanted["rows"]])
+    assert both.shape == tuple(whole.shape)
+    for low in range(len(whole)):
+        assert torch.equal(both.rows(low, min(low + 5, len(whole))).read(), whole[low : low + 5])
+    flipped = rows.rows(0, 6).by_rows(2, lambda block: block.flip(0))
+    assert torch.equal(flipped.rows(1, 4).read(), wanted["rows"][[0, 3, 2]])
+
+
+def test_objects(folder: Path) -> None:
+    opened = DcpFolder.open(folder)
+    found = {name: opened.object(name) for name in opened.objects}
+    assert found == {
+        "objects.step": 5, "objects.betas": (0.9, 0.95), "objects.nested.list.0": 1, "objects.nested.list.1.a": 2,
+        "rank_0.seed": 0, "rank_1.seed": 1,
+    }  # fmt: skip
+    assert opened.fields["version"] == "1.0.0"
+    assert opened.fields["planner_data"]["model.rows"] == ("model", "rows")
+
+
+class Malicious:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+def rewritten(folder: Path, copy: Path, change: Callable[[Any], Any]) -> Path:
+    shutil.copytree(folder, copy)
+    record = pickle.loads((folder / ".metadata").read_bytes())
+    (copy / ".metadata").write_bytes(pickle.dumps(change(record) or record))
+    return copy
+
+
+def read_all(folder: Path) -> None:
+    opened = DcpFolder.open(folder)
+    for tensor in opened.tensors.values():
+        tensor.read()
+    for name in opened.objects:
+        opened.object(name)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_all(folder)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text.replace(str(folder), "DIR")
+
+
+def test_metadata_that_asks_for_more_is_refused(folder: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for number, place in enumerate(("planner_data", "version", "storage_meta")):
+        copy = rewritten(folder, tmp_path / str(number), lambda record, p=place: setattr(record, p, Malicious(mark)))
+        assert "its pickle names io.open, by which opening it could run code; none was run" in refusal(copy)
+    copy = rewritten(folder, tmp_path / "other", lambda record: Malicious(mark))
+    assert "DIR/.metadata is refused" in refusal(copy)
+    assert not mark.exists()
+    # It would have run.
+    pickle.loads((copy / ".metadata").read_bytes()).close()
+    assert mark.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_entries_that_ask_for_more_are_refused(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    mark = tmp_path / "ran"
+    path = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(2), "o": Malicious(mark)}, checkpoint_id=path, no_dist=True)
+    assert "(o) is refused: beside tensors and plain values its pickle names io.open" in refusal(path)
+    # A chunk whose file holds another thing than the tensor.
+    record = pickle.loads((path / ".metadata").read_bytes())
+    places = {index.fqn: info for index, info in record.storage_data.items()}
+    places["a"].__dict__.update(places["o"].__dict__)
+    (path / ".metadata").write_bytes(pickle.dumps(record))
+    assert "__0_0.distcp is refused" in refusal(path)
+    assert not mark.exists()
+
+
+def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    def half(record: Any) -> None:
+        (tmp_path / "half" / "__1_0.distcp").unlink()
+
+    def version(record: Any) -> None:
+        record.version = "2.0.0"
+
+    def outside(record: Any) -> None:
+        for index in record.storage_data:
+            record.storage_data[index] = _StorageInfo("../secret", 0, 1)
+
+    def packed(record: Any) -> None:
+        next(iter(record.storage_data.values())).transform_descriptors = ("zstd",)
+
+    def gap(record: Any) -> None:
+        record.state_dict_metadata["model.rows"].chunks.pop()
+
+    def long(record: Any) -> None:
+        for info in record.storage_data.values():
+            info.length += 10**9
+
+    def moved(record: Any) -> None:
+        for info in record.storage_data.values():
+            info.offset += 1
+
+    expected = {
+        half: "DIR must have the files of all ranks: of 2 that its .metadata names it lacks __1_0.distcp",
+        version: "DIR/.metadata: its version ('2.0.0') must be '1.0.0'",
+        outside: "DIR/.metadata must name files in its folder, and it names '../secret'",
+        packed: "is compressed by an extension of torch's writer",
+        gap: "DIR: the chunks of model.rows must tile its shape [7, 5]",
+        long: "is truncated: ",
+        moved: "after the end of the file",
+    }
+    for change, message in expected.items():
+        assert message in refusal(rewritten(folder, tmp_path / change.__name__, change))
+    copy = tmp_path / "cut"
+    shutil.copytree(folder, copy)
+    (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])
+    assert "DIR/.metadata is truncated or no pickle of torch's Metadata" in refusal(copy)
+    (copy / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    assert "DIR/.metadata must hold torch's Metadata" in refusal(copy)
+    assert "with .metadata: it has none" in refusal(tmp_path)
+    zeros = tmp_path / "zeros"
+    shutil.copytree(folder, zeros)
+    for file in zeros.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert "is damaged" in refusal(zeros)

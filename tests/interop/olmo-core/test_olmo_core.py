@@ -1,0 +1,103 @@
+"""OLMo-core 3.0.0 trains on two CPU ranks and saves at step 6; its next ten losses are those of a run here."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, batches, losses_here, shardwise, torchrun
+
+STEPS = 20
+CASES = [("olmo2", "skip"), ("olmo3", "adamw"), ("olmo3-yarn", "adamw"), ("llama", "skip"), ("qwen3", "adamw")]
+PRESETS = {
+    "llama3_70B": None,  # its width, 8,196, is no multiple of 64 heads
+    "olmo2_": "olmo2", "olmo3_": "olmo3", "llama2_": "llama", "llama3_": "llama", "qwen3_0_6B": "qwen3",
+    "qwen3_8B": "qwen3", "gemma3_1B": None, "qwen3_5_4B": None, "olmoe_1B_7B": None, "ngpt_271M": None,
+}  # fmt: skip
+"""Beginning of the names of OLMo-core's own sizes → the family here."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What OLMo-core wrote: the folder of a run, and the losses of all steps."""
+
+    run: Path
+    losses: list[float]
+
+
+def make(folder: Path, model: str, optimizer: str) -> Made:
+    np.save(folder / "batches.npy", batches())
+    spec = {
+        "model": model, "optimizer": optimizer, "folder": str(folder), "batches": str(folder / "batches.npy"),
+        "steps": STEPS, "stop": BEFORE + AFTER, "save_at": BEFORE,
+    }  # fmt: skip
+    (folder / "spec.json").write_text(json.dumps(spec))
+    torchrun(2, Path(__file__).with_name("maker.py"), folder / "spec.json")
+    return Made(folder / "run", json.loads((folder / "losses.json").read_text()))
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("-".join(request.param)), *request.param)
+
+
+def test_the_next_ten_losses_are_olmo_cores(made: Made, tmp_path: Path) -> None:
+    told = shardwise("checkpoint", "import", made.run / f"step{BEFORE}", tmp_path / "run", "--from", "olmo-core")
+    assert f"after step {BEFORE}, {BEFORE * BATCH} samples and {BEFORE * BATCH * LENGTH} tokens" in told
+    losses = losses_here(tmp_path / "run", [])
+    assert len(losses) == AFTER
+    assert losses == pytest.approx(made.losses[BEFORE:], rel=0, abs=1e-5)
+
+
+def test_weights_alone_have_equal_logits(made: Made, tmp_path: Path) -> None:
+    """The logits of transformers, with the weights that were imported, give the loss of OLMo-core's next batch."""
+    from transformers import AutoModelForCausalLM
+
+    step = made.run / f"step{BEFORE}"
+    shardwise("checkpoint", "import", step, tmp_path / "run", "--from", "olmo-core", "--weights-only")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "step-00000000", dtype=torch.float32)
+    ids = torch.from_numpy(batches()[BEFORE])
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert float(loss) == pytest.approx(made.losses[BEFORE], rel=0, abs=1e-5)
+    half = tmp_path / "half"
+    shutil.copytree(step, half)
+    for file in (half / "model_and_optim").glob("__1_*"):
+        file.unlink()
+    told = shardwise("checkpoint", "import", half, tmp_path / "no", "--from", "olmo-core", expect=2)
+    assert "must have the files of all ranks" in told
+
+
+def test_every_size_of_olmo_core_is_read_or_refused(tmp_path: Path) -> None:
+    from olmo_core.nn.transformer import TransformerConfig
+
+    from shardwise.base.errors import ConfigError
+    from shardwise_use.importing.olmo_core import model_of
+
+    for name in dir(TransformerConfig):
+        family = next((family for start, family in PRESETS.items() if name.startswith(start)), "")
+        if family == "" or name.endswith("_like"):
+            continue
+        described = {"model": getattr(TransformerConfig, name)(vocab_size=1000).as_config_dict()}
+        described = json.loads(json.dumps({**described, "train_module": {"max_sequence_length": 4096}}))
+        with nullcontext() if family else pytest.raises(ConfigError, match="must be"):
+            config, _ = model_of(described, "config.json")
+            assert config.family == family, name
+
+
+def test_a_model_that_no_family_has_is_refused(tmp_path: Path) -> None:
+    made = make(tmp_path, "peri", "skip")
+    told = shardwise("checkpoint", "import", made.run, tmp_path / "no", "--from", "olmo-core", expect=2)
+    assert (
+        "its model.block.name ('peri_norm') must be 'default' or 'reordered_norm': no family here has another" in told
+    )
+    told = shardwise(
+        "checkpoint", "import", made.run, tmp_path / "no", "--from", "torchtitan", "--config", tmp_path, expect=2
+    )
+    assert "Traceback" not in told

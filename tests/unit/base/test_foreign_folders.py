@@ -1,0 +1,66 @@
+"""Folders of other programs are answered with the command that makes a model's folder of them."""
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.hub import check_weights, without_weights
+from shardwise.cli import main
+
+FOLDERS = {
+    "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
+    "ZeRO": (("global_step3", "zero_to_fp32.py"), "`python {0}/zero_to_fp32.py {0} OUT --safe_serialization`"),
+    "a step of ZeRO": (
+        ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        "`python {1}/zero_to_fp32.py {1} OUT --tag global_step3 --safe_serialization`",
+    ),
+    "litgpt": (("lit_model.pth", "model_config.yaml", "config.json"), "`litgpt convert_from_litgpt {0} OUT`"),
+    "FSDP": (("optimizer_0", "pytorch_model_fsdp_0"), "`accelerate merge-weights {0}/pytorch_model_fsdp_0 OUT`"),
+    "Megatron-LM": (
+        ("iter_0000006", "latest_checkpointed_iteration.txt"),
+        "`shardwise checkpoint import {0} DEST --from megatron`",
+    ),
+    "an iteration": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "--from megatron`"),
+    "Bridge": ((".metadata", "common.pt", "run_config.yaml"), "export_ckpt('{0}', 'OUT')"),
+    "NeMo 2": (("context", "weights"), "llm.export_ckpt(Path('{0}'), target='hf'"),
+    "nanotron": (("checkpoint_metadata.json", "model", "model_config.json"), "--checkpoint_path={0} --save_path=OUT"),
+    "Lightning": ((".metadata", "__0_0.distcp", "meta.pt"), "consolidate_checkpoint {0}`"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
+    names, command = FOLDERS[case]
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(ConfigError) as caught:
+        check_weights(folder)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"checkpoint.load ({folder}) must be the folder of a model, and it is a")
+    assert command.format(folder, tmp_path) in problem
+
+
+def test_other_folders_have_no_converter() -> None:
+    assert "must hold model.safetensors" in without_weights("x", ["context", "config.json", "checkpoint_metadata.json"])
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "import"], ["generate", "--prompt", "x"], ["evaluate"], ["chat"]])
+def test_every_command_that_opens_a_model_names_the_converter(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").touch()
+    places = [str(tmp_path), str(tmp_path / "out")] if "import" in command else [str(tmp_path)]
+    assert main([*command, *places]) == 2
+    # The ranks of a chat write to the terminal themselves.
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
+    assert len(lines) == 1
+    assert "merge_and_unload" in lines[0]
+
+
+def test_training_names_the_converter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lit_model.pth").touch()
+    assert main(["train", "llama3-tiny", f"checkpoint.load={tmp_path}", "--dry-run"]) == 2
+    assert "litgpt convert_from_litgpt" in capsys.readouterr().err

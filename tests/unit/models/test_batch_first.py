@@ -1,0 +1,99 @@
+"""A plain module, batch first and with logits, trains as the class that one line makes of it."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.own_model import plain
+from shardwise import batch_first
+from shardwise.base.errors import ConfigError
+from shardwise.models.batch_first import PLAIN_MODULE
+from tests.dist.test_own_training import trainer
+from tests.unit.models.own_classes import Write, config, problem
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+HEAD = "import shardwise as sw\nfrom torch import nn\n\nclass Model(nn.Module):\n"
+IDS_ALONE = """
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, ids):
+        return self.layer(ids)
+
+    def {name}(self, ids):
+        return self.layer(ids)
+"""
+
+
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Module(nn.Module):
+    """`kind`: the form in which its logits come."""
+
+    def __init__(self, vocab_size: int, kind: str = "tensor") -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
+
+    def forward(self, ids: Tensor) -> Any:
+        logits = self.head(self.embedding(ids).cumsum(1))
+        kinds: dict[str, Any] = {
+            "tensor": logits,
+            "tuple": (logits.mean(), logits),
+            "named": Output(None, logits),
+            "none": {},
+        }
+        return kinds[self.kind]
+
+
+def test_it_is_the_sum_over_targets_of_the_same_weights() -> None:
+    torch.manual_seed(0)
+    module = batch_first(plain.Decoder)(64, **SIZES)
+    assert type(module).__name__ == "Decoder"
+    whole = plain.Decoder(64, **SIZES)
+    whole.load_state_dict(module.state_dict())
+    ids_SB, targets_SB = torch.randint(64, (2, 8, 3))
+    targets_SB[-1] = -100
+    expected = whole(ids_SB.t(), targets_SB.t()) * (targets_SB != -100).sum()
+    assert module(ids_SB, targets_SB).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert torch.allclose(module.logits(ids_SB), whole.logits(ids_SB.t()).transpose(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "named"])
+def test_the_forms_of_logits(kind: str) -> None:
+    torch.manual_seed(0)
+    module = batch_first(Module)(16, kind=kind)
+    ids_SB, targets_SB = torch.randint(16, (2, 6, 2))
+    logits_SBV = module.head(module.embedding(ids_SB).cumsum(0))
+    expected = F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), reduction="sum")
+    assert module(ids_SB, targets_SB).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_an_output_without_logits_is_named() -> None:
+    with pytest.raises(TypeError, match=r"must return logits \[batch, sequence, vocabulary\], not a dict"):
+        batch_first(Module)(16, kind="none")(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64))
+
+
+def test_the_first_errors_of_a_plain_module_name_it(write: Write) -> None:
+    """Each of: a forward of ids alone, an output that is no sum, swapped axes, a loss that gets no logits."""
+    text = IDS_ALONE.format(name="head")
+    family = write("", text, head=HEAD)
+    assert problem(config(family)).endswith(PLAIN_MODULE)
+    loss = {"hooks": {"loss": "tests.own_hooks:cross_entropy"}}
+    said = problem(config(family, loss))
+    assert said.startswith(
+        "hooks.loss (tests.own_hooks:cross_entropy) needs a method logits(ids) of model.family (mine:"
+    )
+    assert said.endswith(PLAIN_MODULE)
+    for name in ("Pairs", "Summing"):
+        with pytest.raises(ConfigError) as refused:
+            trainer(name, **({"axis": 1} if name == "Summing" else {}))
+        assert PLAIN_MODULE in str(refused.value)

@@ -1,0 +1,166 @@
+"""A model of the user's own is counted without data, and what it needs is known before a device is paid."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.own_model import plain
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config, Layout, config_from, load_config
+from shardwise.distributed.mesh import Group
+from shardwise.estimates.memory import expected_memory
+from shardwise.models.batch_first import batch_first
+from shardwise.models.own_shapes import own_shapes, own_token_flops
+from shardwise.models.parameter_counts import flops_per_token, parameter_count
+from shardwise.models.user_model import build_user_model
+from shardwise.train.summary import start_rows
+from tests.e2e.command import within
+
+S, B, V, H = 32, 2, 512, 64
+SIZES = {"hidden_size": H, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def config_of(family: str, **keys: Any) -> Config:
+    return config_from(
+        {
+            "model": {"family": family, "vocab_size": V, **keys},
+            "train": {"steps": 2, "global_batch": B, "micro_batch": B, "sequence_length": S},
+            "optimizer": {"lr": 1e-3},
+        }
+    )
+
+
+class Attending(nn.Module):
+    """The attention of torch, and a head that keeps the logits of the whole vocabulary."""
+
+    def __init__(self, vocab_size: int, width: int = H, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        x = self.embedding(ids_SB)
+        for block in self.blocks:
+            q, k, v = block(x).transpose(0, 1).unsqueeze(1).chunk(3, dim=-1)
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1).transpose(0, 1)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+
+class ReadsData(Attending):
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        return super().forward(ids_SB, targets_SB) * max(1, int(ids_SB.max()) // V)
+
+
+ATTENDING = f"{__name__}:Attending"
+
+
+Plain = batch_first(plain.Decoder)
+FAMILIES = {"plain": f"{__name__}:Plain", "sharded": "examples.own_model.sharded:Decoder"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_are_those_of_the_formula(family: str) -> None:
+    """Of plain layers and of ours: 6 for each element of a matrix, and 12·L·H·S of attention, masked keys too."""
+    shapes = own_shapes(config_of(FAMILIES[family], **SIZES))
+    matrices = 4 * (4 * H * H + 2 * H * 192) + H * V
+    assert shapes.token_flops == 6 * matrices + 12 * 4 * H * S
+    assert shapes.token_flops == flops_per_token(shapes.like, S, count_masked=True)
+    assert shapes.is_cut == (family == "sharded")
+    assert not shapes.recomputes
+
+
+def test_fused_attention_counts_as_much() -> None:
+    shapes = own_shapes(config_of(ATTENDING))
+    assert shapes.token_flops == 6 * (2 * 3 * H * H + H * V) + 12 * 2 * H * S
+
+
+@pytest.mark.parametrize("keys", [{}, {"width": 128, "layers": 3}])
+def test_the_bytes_are_those_of_a_real_forward_pass(keys: dict[str, int]) -> None:
+    config = config_of(ATTENDING, **keys)
+    shapes = own_shapes(config)
+    model = build_user_model(config, Group(), sequence_parallel=False)
+    assert shapes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(S, B, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(ids, ids)
+    real = sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in own)
+    assert shapes.saved_bytes == pytest.approx(real, rel=0.02)
+
+
+def test_the_llama_that_is_like_it_has_its_size() -> None:
+    for family in FAMILIES.values():
+        config = config_of(family, **SIZES)
+        shapes = own_shapes(config)
+        assert parameter_count(shapes.like) == pytest.approx(shapes.parameters, rel=0.01)
+        memory = expected_memory(shapes.sized(config), Layout(1), False)
+        assert memory is not None
+        assert memory.activations + memory.loss == pytest.approx(shapes.saved_bytes, rel=0.3)
+
+
+def test_torchs_generators_stay_as_they_are() -> None:
+    before = torch.get_rng_state()
+    own_shapes(config_of(ATTENDING, width=32))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_on_a_known_device_has_an_mfu(tmp_path: Path) -> None:
+    config = config_of(ATTENDING)
+    sizes: dict[str, Any] = {"parameters": 7, "memory": {}, "token_flops": own_token_flops(config)}
+    name = "NVIDIA H100 80GB HBM3"
+    rows = dict(start_rows(config, Layout(1), device_name=name, **sizes, steps=(0, 2), epochs="", run_path=tmp_path))
+    assert re.fullmatch(
+        r"of 989.* TFLOP/s; .* FLOPs per token, forward and backward, with all of attention", rows["MFU"]
+    )
+
+
+def test_a_forward_that_reads_its_data_is_told_and_trains_all_the_same(tmp_path: Path) -> None:
+    config = config_of(f"{__name__}:ReadsData")
+    with pytest.raises(ConfigError, match=r"ReadsData\): forward must work on tensors without data"):
+        own_shapes(config)
+    assert own_token_flops(config) is None
+
+
+RECIPE = f"""
+model: {{family: "{ATTENDING}", vocab_size: 50304, width: 64, layers: 2}}
+train: {{steps: 100, global_batch: 512, micro_batch: 64, sequence_length: 512}}
+optimizer: {{lr: 1.0e-3}}
+data: {{dataset: tiny}}
+"""
+
+
+def test_dry_run_and_plan_know_it(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(RECIPE)
+    shapes = own_shapes(load_config(str(tmp_path / "own.yaml"), ["precision.mode=mixed"]), True)
+    device = ("--device", "h100:8")
+    shown = within("train", "own.yaml", "precision.mode=mixed", "--dry-run", *device, at=tmp_path).succeeded().out
+    assert f"({shapes.parameters:,}), built without data" in shown
+    assert "not known" not in shown
+    # Logits of the whole vocabulary in bfloat16, which no formula of ours has.
+    logits = 512 * 64 * 50304 * 2
+    assert shapes.saved_bytes > logits
+    (activations,) = re.findall(r"activations  ([\d.]+) GiB", shown)
+    assert float(activations) == pytest.approx(shapes.saved_bytes / 2**30, rel=0.02)
+    planned = within("plan", "own.yaml", "precision.mode=mixed", *device, "--json", at=tmp_path)
+    assert planned.code == 0, planned.err
+    assert f"was built without data: {shapes.parameters:,} parameters" in planned.err
+    plans = json.loads(planned.out)["plans"]
+    assert {(plan["layout"]["tensor"], plan["layout"]["pipeline"], plan["data"]) for plan in plans} == {(1, 1, 8)}
+    free = 80e9 * 0.94 - max(plan["memory_bytes"] for plan in plans)
+    assert min(plan["headroom_bytes"] for plan in plans) < free - logits / 2
+    written = within("plan", "own.yaml", *device, "--write", "planned.yaml", at=tmp_path)
+    assert written.code == 0, written.err
+    assert load_config(str(tmp_path / "planned.yaml")).model == load_config(str(tmp_path / "own.yaml")).model

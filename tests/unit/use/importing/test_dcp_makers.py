@@ -1,0 +1,348 @@
+"""torchtitan's and OLMo-core's names, written by torch's own writer: weights, moments, keys, and what is refused."""
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwise.base.errors import ConfigError
+from shardwise.base.hub import check_weights
+from shardwise.checkpoint.storage.root import Root
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_checkpoint
+from shardwise_use.importing.olmo_core import open_olmo_core
+from shardwise_use.importing.torchtitan import open_torchtitan
+from tests.hugging_face import make, save
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+FULL = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+GROUP = {"lr": 1e-4, "initial_lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+TITAN = (
+    (r"model\.embed_tokens", "tok_embeddings"), (r"model\.", ""),
+    (r"self_attn\.([qkv])_proj", r"attention.qkv_linear.w\1"), (r"self_attn\.o_proj", "attention.wo"),
+    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
+    (r"mlp\.up_proj", "feed_forward.w3"), (r"input_layernorm", "attention_norm"),
+    (r"post_attention_layernorm", "ffn_norm"), (r"mlp\.gate\.", "moe.router.gate."),
+)  # fmt: skip
+OLMO = (
+    (r"model\.embed_tokens", "embeddings"), (r"model\.norm", "lm_head.norm"),
+    (r"lm_head\.weight", "lm_head.w_out.weight"), (r"model\.layers", "blocks"),
+    (r"self_attn\.([qkv])_proj", r"attention.w_\1"), (r"self_attn\.o_proj", "attention.w_out"),
+    (r"self_attn", "attention"), (r"mlp\.gate_proj", "feed_forward.w1"), (r"mlp\.down_proj", "feed_forward.w2"),
+    (r"mlp\.up_proj", "feed_forward.w3"), (r"post_attention_layernorm", "attention_norm"),
+    (r"post_feedforward_layernorm", "feed_forward_norm"),
+)  # fmt: skip
+
+
+def named(weights: Mapping[str, Tensor], rules: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        other = name
+        for pattern, replacement in rules:
+            other = re.sub(pattern, replacement, other)
+        found[other] = tensor
+    return found
+
+
+def in_pairs(tensors: dict[str, Tensor], heads: Mapping[str, int]) -> dict[str, Tensor]:
+    """Rows of queries and keys as their heads are rotated in neighbouring pairs."""
+    for name, tensor in tensors.items():
+        if count := next((count for end, count in heads.items() if end in name), 0):
+            tensors[name] = tensor.view(count, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+    return tensors
+
+
+def fused(tensors: dict[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
+    """The moments of a projection to queries, keys and values as one: the heads of a group below each other."""
+    for name in [name for name in tensors if ".wq." in name]:
+        parts = [tensors.pop(name.replace(".wq.", f".w{letter}.")).unflatten(0, (kv_heads, -1)) for letter in "qkv"]
+        tensors[name.replace(".wq.", ".wqkv.")] = torch.cat(parts, 1).flatten(0, 1)
+    return tensors
+
+
+def state(moments: Mapping[str, Tensor], step: int, no_decay: str = "") -> dict[str, Any]:
+    held: dict[str, Any] = {}
+    for name, tensor in moments.items():
+        held |= {f"state.{name}.exp_avg": tensor, f"state.{name}.exp_avg_sq": tensor**2}
+        held[f"state.{name}.step"] = torch.tensor(float(step))
+        for key, value in GROUP.items():
+            held[f"param_groups.{name}.{key}"] = 0.0 if key == "weight_decay" and name == no_decay else value
+    return held
+
+
+def write(state: Mapping[str, Any], folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+
+
+def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
+    """A checkpoint of torchtitan in `step-3` beside config.json; what the weights are here."""
+    model = save(case, folder, **fields)
+    weights = load_file(folder / "model.safetensors")
+    there = named(weights, TITAN)
+    if case == "llama":
+        there = in_pairs(there, {".wq.": 4, ".wk.": 2})
+    for name in [name for name in there if ".experts.0." in name]:
+        layer, kind = re.fullmatch(r"(layers\.\d+\.)mlp\.experts\.0\.(\w+)_proj\.weight", name).groups()
+        ours = f"model.{layer}mlp.experts.{{}}.{kind}_proj.weight"
+        number = {"gate": "w1_EFD", "down": "w2_EDF", "up": "w3_EFD"}[kind]
+        there[f"{layer}moe.routed_experts.inner_experts.{number}"] = torch.stack(
+            [weights[ours.format(expert)] for expert in range(4)]
+        )
+        there[f"{layer}moe.expert_bias_E"] = torch.zeros(4)
+    there = {name: tensor for name, tensor in there.items() if ".mlp.experts." not in name}
+    trained = {name: tensor for name, tensor in there.items() if "expert_bias" not in name}
+    other = {f"optimizer.{name}": value for name, value in state(fused(trained, 2), 3).items()}
+    other |= {
+        "train_state.step": 3,
+        "train_state.ntokens_seen": 50,
+        "dataloader.world_size": 2,
+        "lr_scheduler.last_epoch": 3,
+    }
+    other["dataloader.dp_rank_0"] = pickle.dumps({"anything": 1})
+    if model.config.tie_word_embeddings:
+        there["lm_head.weight"] = there["tok_embeddings.weight"].clone()
+    write({**there, **other}, folder / "step-3")
+    write(there, folder / "step-1")
+    return weights
+
+
+def olmo_fields(**changes: Any) -> dict[str, Any]:
+    norm = {"name": "rms", "eps": 1e-6, "bias": False}
+    attention = {
+        "type": "attention", "name": "default", "n_heads": 4, "n_kv_heads": 2, "bias": False, "qk_norm": norm,
+        "rope": {"name": "default", "theta": 10000},
+    }  # fmt: skip
+    block = {
+        "name": "reordered_norm", "sequence_mixer": attention, "layer_norm": norm,
+        "feed_forward": {"name": "default", "hidden_size": 48, "bias": False},
+    }  # fmt: skip
+    model = {
+        "name": "default", "d_model": 32, "vocab_size": 61, "n_layers": 2, "block": block,
+        "lm_head": {"name": "default", "bias": False, "layer_norm": norm},
+    }  # fmt: skip
+    optimizer = {"_CLASS_": "olmo_core.optim.adamw.SkipStepAdamWConfig"}
+    scheduler = {"_CLASS_": "olmo_core.optim.scheduler.WSD", "warmup_fraction": 0.1, "decay": 4, "decay_min_lr": 1e-4}
+    module = {
+        "max_sequence_length": 24, "max_grad_norm": 0.5, "optim": optimizer, "scheduler": scheduler,
+        "z_loss_multiplier": 1e-5,
+    }  # fmt: skip
+    fields = {"model": model, "train_module": module}
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        place: Any = fields
+        for name in parents:
+            place = place[name]
+        place[last] = value
+    return fields
+
+
+def olmo(folder: Path) -> dict[str, Tensor]:
+    """A checkpoint of OLMo-core of an OLMo 2 in `step3`; what the weights are here."""
+    save("olmo2", folder / "hf", rms_norm_eps=1e-6)
+    weights = load_file(folder / "hf" / "model.safetensors")
+    there = named(weights, OLMO)
+    optimizer = {f"optim.{name}": value for name, value in state(there, 4, "embeddings.weight").items()}
+    step = folder / "step3"
+    write({f"model.{name}": tensor for name, tensor in there.items()} | optimizer, step / "model_and_optim")
+    (step / "train").mkdir()
+    trained = {"global_step": 3, "global_train_tokens_seen": 3 * 2 * 24, "max_steps": 20, "rng": {}}
+    torch.save(trained, step / "train" / "rank0.pt")
+    (step / "config.json").write_text(json.dumps(olmo_fields()))
+    return weights
+
+
+def assert_is(opened: ForeignModel, weights: Mapping[str, Tensor], folder: Path) -> ForeignProgress:
+    """The weights and moments of a checkpoint to the bit, once it is written."""
+    assert opened.progress is not None
+    found: dict[str, dict[str, Tensor]] = {}
+    for tensor in opened.tensors:
+        data = torch.frombuffer(bytearray(b"".join(map(bytes, tensor.read()))), dtype=torch.float32)
+        found.setdefault(tensor.state, {})[tensor.name] = data.view(tensor.shape)
+    for kind, wanted in (
+        ("model", dict(weights)),
+        ("exp_avg", dict(weights)),
+        ("exp_avg_sq", {n: w**2 for n, w in weights.items()}),
+    ):
+        assert found[kind].keys() == wanted.keys()
+        assert not [name for name in wanted if not torch.equal(found[kind][name], wanted[name])]
+    write_checkpoint(opened, Root.of(folder))
+    return opened.progress
+
+
+def refusal(action: Callable[..., object], *arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", FULL), ("qwen3_moe", {})],
+)
+def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
+    weights = titan(case, tmp_path, **fields)
+    opened = open_torchtitan(tmp_path, tmp_path)  # the newest step
+    progress = assert_is(opened, weights, tmp_path / "ours")
+    assert (progress.step, progress.tokens, progress.samples, progress.updates) == (3, 100, None, 3)
+    assert progress.keys == {
+        "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1,
+        "optimizer.no_decay": [],
+    }  # fmt: skip
+    alone = open_torchtitan(tmp_path / "step-1", tmp_path / "config.json")
+    assert alone.progress is None
+    assert "has weights alone" in alone.notes[0]
+    assert open_torchtitan(tmp_path, tmp_path, weights_only=True).progress is None
+
+
+def test_torchtitan_before_0_3(tmp_path: Path) -> None:
+    """Its names were shorter, and its moments those of single projections."""
+    from shardwise_use.importing.torch_dcp import DcpFolder
+
+    weights = titan("llama", tmp_path)
+    folder = DcpFolder.open(tmp_path / "step-3")
+    tensors: dict[str, Any] = {name: tensor.read() for name, tensor in folder.tensors.items()}
+    objects = {name: folder.object(name) for name in folder.objects if not name.startswith("dataloader")}
+    apart = {name: tensor for name, tensor in tensors.items() if "wqkv" not in name}
+    for name in [name for name in tensors if re.fullmatch(r"layers.*\.w[qkv]\.weight", name)]:
+        for key, value in state({name: tensors[name]}, 3).items():
+            apart[f"optimizer.{key}"] = value
+    older = {
+        name.replace("qkv_linear.", "").replace("lm_head.", "output."): value
+        for name, value in {**apart, **objects}.items()
+        if "wqkv" not in name
+    }
+    write(older, tmp_path / "older")
+    assert_is(open_torchtitan(tmp_path / "older", tmp_path), weights, tmp_path / "ours")
+
+
+def test_olmo_core(tmp_path: Path) -> None:
+    weights = olmo(tmp_path)
+    opened = open_olmo_core(tmp_path)
+    progress = assert_is(opened, weights, tmp_path / "ours")
+    assert (progress.step, progress.tokens, progress.samples, progress.updates) == (3, 144, 6, 4)
+    assert progress.keys == {
+        "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.1,
+        "optimizer.no_decay": ["model.embed_tokens.weight"], "optimizer.max_norm": 0.5, "optimizer.schedule": "points",
+        "optimizer.points": [
+            {"at": 0, "factor": 0.0, "shape": "linear"}, {"at": 2, "factor": 1.0, "shape": "linear"},
+            {"at": 16, "factor": 1.0, "shape": "linear"}, {"at": 20, "factor": 0.1, "shape": "linear"},
+        ],
+        "train.sequence_length": 24, "train.global_batch": 2, "train.steps": 20,
+    }  # fmt: skip
+    assert ["SkipStepAdamW" in note or "z_loss_multiplier" in note for note in opened.notes] == [True, True]
+    assert open_olmo_core(tmp_path / "step3" / "model_and_optim", weights_only=True).progress is None
+
+
+def test_models_of_olmo_core(tmp_path: Path) -> None:
+    """What config.json says of the model: windows, scaling, and what no family here has."""
+    olmo(tmp_path)
+    file = tmp_path / "step3" / "config.json"
+
+    def opened(**changes: Any) -> Any:
+        file.write_text(json.dumps(olmo_fields(**changes)))
+        return open_olmo_core(tmp_path).config
+
+    mixer = "model.block.sequence_mixer"
+    free = {f"force_full_attention_on_{end}_layer": False for end in ("first", "last")}
+    window = {"pattern": [3, -1], **free}
+    yarn = {"_CLASS_": "olmo_core.nn.rope.YaRNRoPEScalingConfig", "factor": 4.0, "old_context_len": 24}
+    yarn |= {"beta_fast": 32, "beta_slow": 1}
+    config = opened(**{f"{mixer}.sliding_window": window, "train_module.max_sequence_length": 96})
+    assert (config.family, config.sliding_window, config.max_position_embeddings) == ("olmo3", 3, 96)
+    assert config.layer_types == ("sliding_attention", "full_attention")
+    assert (
+        opened(**{f"{mixer}.rope.scaling": yarn, "train_module.max_sequence_length": 96}).rope_scaling["factor"] == 4.0
+    )
+    for path, value, reason in (
+        (f"{mixer}.clip_qkv", 8.0, "clip_qkv (8.0) must be None"),
+        (f"{mixer}.bias", None, "attention.bias (None) must be False"),
+        ("model.block.name", "peri_norm", "name ('peri_norm') must be 'default' or 'reordered_norm'"),
+        ("model.name", "moe", "model.name ('moe') must be 'default'"),
+        (f"{mixer}.qk_norm", None, "no family here has blocks 'reordered_norm' with norms of queries and keys none"),
+        ("model.block", {"a": 1}, "is no configuration as OLMo-core writes it"),
+        ("model", 3, "is no configuration as OLMo-core writes it"),
+        ("train_module.max_sequence_length", None, "is no configuration as OLMo-core writes it"),
+        ("model.n_layers", "two", "is no configuration as OLMo-core writes it"),
+        ("train_module.optim.step_increment_bugfix", False, "does not count its updates"),
+        (f"{mixer}.sliding_window", {"pattern": [3, 5], **free}, "windows [3, 5]"),
+    ):
+        assert reason in refusal(lambda: opened(**{path: value})), path  # noqa: B023
+    file.write_text("{")
+    assert "cannot be read" in refusal(open_olmo_core, tmp_path)
+
+
+def test_folders_of_others_are_named(tmp_path: Path) -> None:
+    titan("llama", tmp_path / "titan")
+    olmo(tmp_path / "olmo")
+    make("llama").save_pretrained(tmp_path / "hf")
+    (tmp_path / "megatron" / "iter_0000003").mkdir(parents=True)
+    config = tmp_path / "hf"
+    step = tmp_path / "titan" / "step-3"
+    assert "it is of torchtitan: give --from torchtitan" in refusal(open_olmo_core, step)
+    assert "it is of olmo-core: give --from olmo-core" in refusal(
+        open_torchtitan, tmp_path / "olmo" / "step3" / "model_and_optim", config
+    )
+    assert "is a Hugging Face folder: leave out --from" in refusal(open_torchtitan, tmp_path / "hf", config)
+    assert "give --from megatron" in refusal(open_torchtitan, tmp_path / "megatron", config)
+    assert "shardwise checkpoint import --from torchtitan" in refusal(check_weights, step)
+    assert "must be llama, qwen3 or qwen3_moe with torchtitan" in refusal(
+        open_torchtitan, step, tmp_path / "olmo" / "hf"
+    )
+    write({"a": torch.zeros(1)}, tmp_path / "own")
+    assert "it has a" in refusal(open_torchtitan, tmp_path / "own", config)
+
+
+def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
+    titan("llama", tmp_path)
+    from shardwise_use.importing.torch_dcp import DcpFolder
+
+    folder = DcpFolder.open(tmp_path / "step-3")
+    tensors: dict[str, Any] = {name: tensor.read() for name, tensor in folder.tensors.items()}
+    objects = {name: folder.object(name) for name in folder.objects if not name.startswith("dataloader")}
+
+    def told(**changes: Any) -> str:
+        changed = {name: value for name, value in {**tensors, **objects, **changes}.items() if value is not None}
+        place = tmp_path / str(len([*tmp_path.iterdir()]))
+        write(changed, place)
+        return refusal(open_torchtitan, place, tmp_path)
+
+    assert "has adapters (layers.0.attention.wo.lora_a.weight)" in told(
+        **{"layers.0.attention.wo.lora_a.weight": torch.zeros(2, 2)}
+    )
+    assert "has more.weight [3], which the model lacks" in told(**{"more.weight": torch.zeros(3)})
+    assert "lacks model.norm.weight [32]" in told(**{"norm.weight": None})
+    assert "lacks the exp_avg of model.norm.weight" in told(**{"optimizer.state.norm.weight.exp_avg": None})
+    assert "initial_lr must be the same for all weights" in told(
+        **{"optimizer.param_groups.norm.weight.initial_lr": 0.5}
+    )
+    assert "weight_decay must be one rate" in told(**{"optimizer.param_groups.norm.weight.weight_decay": 0.5})
+    assert "train_state.step, and has None" in told(**{"train_state.step": None})
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from shardwise.cli import main
+
+    olmo(tmp_path)
+    titan("llama", tmp_path / "titan")
+    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--from", "olmo-core"]) == 0
+    told = capsys.readouterr().out
+    assert "after step 3, 6 samples and 144 tokens" in told
+    assert (tmp_path / "run" / "imported.yaml").exists()
+    from_titan = ["checkpoint", "import", str(tmp_path / "titan"), str(tmp_path / "other"), "--from", "torchtitan"]
+    for words, reason in (
+        ([], "--from torchtitan needs --config PATH"),
+        (["--config", str(tmp_path / "titan")], "give --samples N"),
+        (["--config", str(tmp_path / "none"), "--samples", "6"], "none"),
+    ):
+        assert main([*from_titan, *words]) == 2
+        assert reason in capsys.readouterr().err
+    assert main([*from_titan, "--config", str(tmp_path / "titan"), "--samples", "6"]) == 0
+    assert "after step 3, 6 samples and 100 tokens" in capsys.readouterr().out

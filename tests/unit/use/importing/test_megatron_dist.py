@@ -1,0 +1,226 @@
+"""Megatron-LM's torch_dist checkpoints become the model that they were, with the progress that they tell."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.base.errors import ConfigError
+from shardwise.cli import main
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.megatron import open_megatron
+from tests.hugging_face import VOCABULARY, save
+from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing.megatron_shards import (
+    MOMENTS,
+    NAMES,
+    ORDERS,
+    TRAINING,
+    Source,
+    gpt_args,
+    llama_args,
+    write_dist,
+)
+
+
+def source(folder: Path, case: str, layers: int = 2, **args: Any) -> tuple[Any, Source]:
+    count = {"n_layer" if case.startswith("gpt") else "num_hidden_layers": layers}
+    model = save(case, folder / "saved", **count)
+    return model, Source(model, (gpt_args if case.startswith("gpt") else llama_args)(model, **args))
+
+
+def states(opened: ForeignModel) -> dict[str, dict[str, torch.Tensor]]:
+    """State → canonical name → tensor; the weights are the state `model`."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for each in opened.tensors:
+        dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[each.dtype]
+        data = torch.frombuffer(bytearray(b"".join(map(bytes, each.read()))), dtype=dtype)
+        found.setdefault(each.state, {})[each.name] = data.view(each.shape)
+    return found
+
+
+def progress_of(opened: ForeignModel) -> ForeignProgress:
+    assert opened.progress is not None, opened.notes
+    return opened.progress
+
+
+def assert_moments(opened: ForeignModel) -> None:
+    assert progress_of(opened).updates == 98
+    found = states(opened)
+    assert found.keys() == {"model", "exp_avg", "exp_avg_sq"}
+    for state in ("exp_avg", "exp_avg_sq"):
+        for name, weight in found["model"].items():
+            assert torch.equal(found[state][name], MOMENTS[state](weight)), (state, name)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+@pytest.mark.parametrize(
+    ("case", "style"), [("gpt", "core"), ("gpt-untied", "te"), ("llama", "te"), ("llama-tied", "core")]
+)
+def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) -> None:
+    model, made = source(tmp_path, case)
+    opened = open_megatron(write_dist(made, tmp_path / "megatron", style=style, numbered=numbered), VOCABULARY)
+    assert_moments(opened)
+    assert_same_model(replace(opened, progress=None), tmp_path / "ours", model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("case", "style", "tp", "pp", "virtual", "sizes"),
+    [
+        ("llama", "core", 1, 1, 1, ()),
+        ("llama", "te", 2, 1, 1, (3, 7)),
+        ("gpt", "te", 2, 2, 1, (1,)),
+        ("gpt-untied", "core", 1, 2, 2, ()),
+        ("llama-tied", "core", 2, 2, 2, (2,)),
+    ],
+)
+def test_buffers_of_the_distributed_optimizer(
+    tmp_path: Path, case: str, style: str, tp: int, pp: int, virtual: int, sizes: tuple[int, ...]
+) -> None:
+    _, made = source(tmp_path, case, layers=4)
+    folder = write_dist(made, tmp_path / "megatron", "buffers", style=style, tp=tp, pp=pp, virtual=virtual, sizes=sizes)
+    opened = open_megatron(folder, VOCABULARY)
+    assert_moments(opened)
+    assert opened.layout == {"tensor": tp, "pipeline": pp}
+
+
+def test_the_rates_clipping_and_counts_are_carried_over(tmp_path: Path) -> None:
+    _, made = source(tmp_path, "llama")
+    opened = open_megatron(write_dist(made, tmp_path / "megatron"))
+    progress = progress_of(opened)
+    assert (progress.step, progress.samples, progress.tokens) == (100, 800, 800 * 16)
+    assert progress.keys == {
+        "train.steps": 200, "train.global_batch": 8, "train.sequence_length": 16, "optimizer.lr": 1e-3,
+        "optimizer.weight_decay": 0.1, "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8, "optimizer.max_norm": 1.0,
+        "optimizer.schedule": "points",
+        "optimizer.points": [
+            {"at": 1, "factor": 1.0, "shape": "linear"}, {"at": 201, "factor": 0.0, "shape": "linear"},
+        ],
+    }  # fmt: skip
+    # The padding of the vocabulary is counted by Megatron's loss.
+    assert any("rows of padding" in note for note in opened.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"lr_decay_style": "inverse-square-root"}, "the schedule (inverse-square-root) has no counterpart"),
+        ({"rampup_batch_size": [2, 2, 100]}, "its next rate is 0.0005; set optimizer.schedule yourself"),
+        ({"start_weight_decay": 0.0}, "weight decay changes there"),
+        ({"fp16": True}, "training was in fp16"),
+        ({"optimizer": "sgd"}, "the weights alone are imported, without step and optimizer: its optimizer (sgd"),
+    ],
+)
+def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any], note: str) -> None:
+    _, made = source(tmp_path, "llama", **changes)
+    scheduler = {"max_lr": 1e-3, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1600}
+    scheduler["lr_decay_style"] = {**TRAINING, **changes}["lr_decay_style"]
+    opened = open_megatron(write_dist(made, tmp_path / "megatron", common={"opt_param_scheduler": scheduler}))
+    assert any(note in each for each in opened.notes), opened.notes
+
+
+def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which parameter is where is not written: masters that are not the weights show that it is another order."""
+    _, made = source(tmp_path, "llama")
+    monkeypatch.setitem(ORDERS, "core", ("post", "proj", "qkv", "input", "fc1", "fc2"))
+    opened = open_megatron(write_dist(made, tmp_path / "megatron", "buffers"))
+    assert opened.progress is None
+    assert "--dist-ckpt-optim-fully-reshardable" in opened.notes[-1]
+
+
+def test_no_state_means_weights_alone(tmp_path: Path) -> None:
+    _, made = source(tmp_path, "llama")
+    opened = open_megatron(write_dist(made, tmp_path / "megatron", "none"))
+    assert opened.progress is None
+    assert "holds no state of an optimizer" in opened.notes[-1]
+
+
+def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, made = source(tmp_path, "llama")
+    folder = write_dist(made, tmp_path / "megatron", "buffers", tp=2)
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "run"), "--from", "megatron"]) == 0
+    out = capsys.readouterr().out
+    assert "from TP 2 × PP 1" in out
+    assert "after step 100, 800 samples and 12,800 tokens, with the optimizer's exp_avg and exp_avg_sq" in out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000100").is_dir()
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    return write_dist(source(folder, "llama")[1], folder / "megatron")
+
+
+def _change_common(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        held = torch.load(folder / "common.pt", weights_only=False)
+        change(held)
+        torch.save(held, folder / "common.pt")
+
+    return apply
+
+
+def _described(**fields: Any) -> Callable[[Path], object]:
+    def apply(folder: Path) -> object:
+        path = folder / "metadata.json"
+        return path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return apply
+
+
+def _plan_of_code(folder: Path) -> None:
+    listed = pickle.loads((folder / ".metadata").read_bytes())
+    listed.all_local_plans = [Path.cwd]
+    (folder / ".metadata").write_bytes(pickle.dumps(listed))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (_described(sharded_backend="zarr"), "its format (zarr, version 1) must be torch_dist, version 1"),
+        (_described(sharded_backend_version=2), "its format (torch_dist, version 2) must be torch_dist, version 1"),
+        (lambda folder: (folder / "metadata.json").unlink(), "as with fsdp_dtensor and torch_dcp: save it again"),
+        (lambda folder: (folder / "common.pt").unlink(), "must have a common.pt beside its tensors"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "must have the files of all ranks"),
+        (_change_common(lambda held: held.pop("args")), "AutoBridge.export_ckpt makes a Hugging Face folder"),
+        (_change_common(lambda held: held.update(checkpoint_version=2.0)), "its checkpoint_version (2.0) must be 3.0"),
+        (_change_common(lambda held: held.pop("iteration")), "must tell of a training as Megatron-LM does"),
+        (_change_common(lambda held: held.update(extra=Path.cwd)), "plain values its pickle names"),
+        (_change_common(lambda held: setattr(held["args"], "num_experts", 8)), "its argument num_experts (8) must be"),
+        (_change_common(lambda held: setattr(held["args"], "num_layers", 3)), "as its num_layers (3), and it has 2"),
+        (_change_common(lambda held: setattr(held["args"], "swiglu", False)), "no other models are imported"),
+        (_plan_of_code, "by which opening it could run code; none was run"),
+    ],
+)  # fmt: skip
+def test_what_a_folder_must_have(
+    damage: Callable[[Path], object],
+    text: str,
+    written: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "megatron"
+    shutil.copytree(written, folder)
+    damage(folder / "iter_0000100")
+    with pytest.raises(ConfigError) as caught:
+        open_megatron(folder)
+    (problem,) = caught.value.problems
+    assert text in problem
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "run"), "--from", "megatron"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, made = source(tmp_path, "llama")
+    monkeypatch.setitem(NAMES["core"], "fc2", "mlp.linear_fc3")
+    with pytest.raises(ConfigError, match=r"has decoder\.layers\.mlp\.linear_fc3\.weight, which its arguments do not"):
+        open_megatron(write_dist(made, tmp_path / "megatron"))

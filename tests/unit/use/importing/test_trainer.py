@@ -1,0 +1,216 @@
+"""Progress that a Hugging Face Trainer saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config import OptimizerConfig
+from shardwise.optim.learning_rate import learning_rate
+from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
+from shardwise_use.importing.trainer import curve_points, with_progress
+from tests.hugging_face import CASES
+from tests.unit.use.importing.trainer_files import save
+
+
+def opened(folder: Path) -> ForeignModel:
+    return with_progress(open_hugging_face(Root.of(folder)), folder)
+
+
+def moments(found: ForeignModel, state: str) -> dict[str, torch.Tensor]:
+    assert found.progress is not None
+    return {
+        tensor.name: torch.frombuffer(bytearray(b"".join(tensor.read())), dtype=torch.float32).view(tensor.shape)
+        for tensor in found.progress.states
+        if tensor.state == state
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moments_are_those_of_their_weights(tmp_path: Path, case: str) -> None:
+    """Of every family, the two groups of the Trainer and a single one."""
+    for groups in (2, 1):
+        folder = save(case, tmp_path / str(groups), groups)
+        found, wanted = opened(folder), load_file(folder / "model.safetensors")
+        for state, power in (("exp_avg", 1), ("exp_avg_sq", 2)):
+            have = moments(found, state)
+            assert have.keys() == {name for name in wanted if not name.endswith("e_score_correction_bias")}
+            differing = [name for name, moment in have.items() if not torch.equal(moment, wanted[name] ** power)]
+            assert not differing, differing
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save("llama", tmp_path_factory.mktemp("good"), warmup_steps=2, gradient_accumulation_steps=2)
+
+
+@pytest.fixture
+def saved(good: Path, tmp_path: Path) -> Path:
+    """A copy, to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "saved"))
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "constant": {},
+    "constant_with_warmup": {},
+    "cosine": {},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "polynomial": {"lr_end": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 3, "decay_type": "1-sqrt", "min_lr_ratio": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
+    from transformers import TrainingArguments, get_scheduler
+
+    given = {"lr_scheduler_type": name, "warmup_steps": warmup, "lr_scheduler_kwargs": SCHEDULES[name]}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=4e-3)
+    steps = TrainingArguments("unused", **given).get_warmup_steps(12)
+    scheduler = get_scheduler(name, optimizer, steps, 12, scheduler_specific_kwargs=SCHEDULES[name])
+    points = curve_points(given, 4e-3, 12)
+    assert points is not None
+    settings = OptimizerConfig.model_validate({"lr": 4e-3, "schedule": "points", "points": points})
+    for step in range(1, 13):
+        wanted = scheduler.get_last_lr()[0]
+        assert learning_rate(settings, 12, step) == pytest.approx(wanted, rel=1e-12, abs=1e-18), f"step {step}"
+        optimizer.step()
+        scheduler.step()
+
+
+def test_keys_and_place(good: Path) -> None:
+    progress = opened(good).progress
+    assert progress is not None
+    assert (progress.step, progress.samples, progress.tokens, progress.updates) == (3, 3 * 16, None, 3)
+    wanted = {
+        "train.steps": 9, "train.global_batch": 16, "optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.999],
+        "optimizer.eps": 1e-8, "optimizer.weight_decay": 0.0, "optimizer.max_norm": 1.0, "optimizer.schedule": "points",
+    }  # fmt: skip
+    assert {key: progress.keys[key] for key in wanted} == wanted
+
+
+def test_a_schedule_without_counterpart_is_told(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path, lr_scheduler_type="inverse_sqrt", warmup_steps=2, bf16=True, max_grad_norm=0.0)
+    found = opened(folder)
+    assert found.progress is not None
+    assert "optimizer.schedule" not in found.progress.keys
+    assert (found.progress.keys["precision.mode"], found.progress.keys["optimizer.max_norm"]) == ("mixed", None)
+    (note,) = found.notes
+    assert note.startswith("the schedule (inverse_sqrt) has no counterpart here: its next rate is 0.000")
+
+
+def test_the_balance_loss_goes_on(tmp_path: Path) -> None:
+    folder = save("qwen3_moe", tmp_path)
+    assert "optimizer.router_pooled_loss" not in opened(folder).progress.keys  # type: ignore[union-attr]
+    config = json.loads((folder / "config.json").read_text())
+    balanced = config | {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    (folder / "config.json").write_text(json.dumps(balanced))
+    found = opened(folder)
+    assert found.progress is not None
+    assert found.progress.keys["optimizer.router_pooled_loss"] == 0.02
+    assert "the Trainer's loss contains the balance loss" in found.notes[0]
+
+
+def test_what_is_missing_is_told(saved: Path) -> None:
+    for rank in range(4):
+        (saved / f"rng_state_{rank}.pth").touch()
+    assert opened(saved).progress.samples == 4 * 3 * 16  # type: ignore[union-attr]
+    (saved / "training_args.bin").unlink()
+    found = opened(saved)
+    assert found.progress is not None
+    assert (found.progress.samples, found.progress.keys.get("train.global_batch")) == (None, None)
+    assert "set optimizer.schedule, optimizer.max_norm and train.global_batch yourself" in found.notes[0]
+    (saved / "optimizer.pt").unlink()
+    found = opened(saved)
+    assert found.progress is None
+    assert "has no optimizer.pt, so the weights alone are imported" in found.notes[0]
+    (saved / "trainer_state.json").unlink()
+    assert opened(saved).notes == ()
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "training_args.bin"])
+def test_a_pickle_that_asks_for_more_is_refused(saved: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(saved)
+    torch.save({"state": {}, "param_groups": [Evil()]}, saved / name)
+    with pytest.raises(ConfigError, match=rf"{name} is refused: .*mkdir, by which opening it could run code; none was"):
+        opened(saved)
+    assert not (saved / "executed").exists()
+
+
+def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
+    file = saved / "optimizer.pt"
+    content = file.read_bytes()
+    held = torch.load(file, weights_only=True)
+
+    def refused(message: str, value: Any = None) -> None:
+        if value is not None:
+            torch.save(value, file)
+        with pytest.raises(ConfigError, match=message) as caught:
+            opened(saved)
+        assert len(caught.value.problems) == 1
+        file.write_bytes(content)
+
+    file.write_bytes(content[: len(content) // 2])
+    refused(r"optimizer.pt is truncated")
+    none = r"optimizer.pt must be the state of an optimizer after a step, and is none: import"
+    for value in ([], {"state": {}, "param_groups": []}, held | {"state": {0: 1}}, held | {"param_groups": [{}]}):
+        refused(none, value)
+    rows = {"step": 3, "exp_avg_sq_row": torch.ones(2), "exp_avg_sq_col": torch.ones(2)}
+    adamw = r"must hold the state of AdamW \(exp_avg, exp_avg_sq and step\), and it holds "
+    refused(rf"{adamw}exp_avg_sq_col, exp_avg_sq_row and step, of another", held | {"state": {0: rows}})
+    codes = {"step": 3, "state1": torch.ones(2, dtype=torch.uint8), "state2": torch.ones(2, dtype=torch.uint8)}
+    refused(rf"{adamw}state1, state2 and step, of another optimizer", held | {"state": {0: codes}})
+    decay, vectors = held["param_groups"]
+    adam = [decay | {"decoupled_weight_decay": False, "weight_decay": 0.1}, vectors]
+    refused(r"must be of AdamW, and is of Adam with weight decay in its gradients", held | {"param_groups": adam})
+    state = {number: kept for number, kept in held["state"].items() if number != 1}
+    query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] is \[\] there"
+    refused(rf"it holds 20 of 21; {query}", held | {"state": state})
+    halves = held["state"] | {1: held["state"][1] | {"exp_avg_sq": torch.ones(32, 16)}}
+    refused(rf"it holds 21 of 21; {query}", held | {"state": halves})
+    shorter = [decay | {"params": decay["params"][:-1]}, vectors]
+    refused(r"the 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
+    refused(
+        r"as a Trainer saves it: KeyError: 'betas'",
+        held | {"param_groups": [{name: decay[name] for name in ("params", "weight_decay", "eps", "lr")}, vectors]},
+    )
+    (saved / "trainer_state.json").write_text('{"global_step": 12, "max_steps": 9}')
+    refused(r"must have a global_step \(12\) from 1 to its max_steps \(9\)")
+    (saved / "trainer_state.json").write_text("{")
+    refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read \(Expecting")
+    (saved / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 9, "log_history": [{"loss": "a"}]}')
+    refused(r"as a Trainer saves it: ValueError")
+    (saved / "trainer_state.json").unlink()
+    refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read")
+
+
+def test_state_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
+    other = save("gpt", tmp_path / "other")
+    shutil.copy(other / "optimizer.pt", saved)
+    with pytest.raises(ConfigError, match=r"optimizer.pt must hold .* of the llama model, .* it is of another model"):
+        opened(saved)
+
+
+def test_moments_that_are_not_finite_are_refused(saved: Path, tmp_path: Path) -> None:
+    held = torch.load(saved / "optimizer.pt", weights_only=True)
+    held["state"][0]["exp_avg"][0, :2] = torch.nan
+    torch.save(held, saved / "optimizer.pt")
+    with pytest.raises(ConfigError, match=r"exp_avg of model.embed_tokens.weight \(2\)"):
+        write_checkpoint(opened(saved), Root.of(tmp_path / "ours"))
+    assert not list((tmp_path / "ours").iterdir())

@@ -1,0 +1,112 @@
+"""The record of programs that read a model, and what `checkpoint export --for` and `--gguf` make of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.base import registered
+from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.root import Root
+from shardwise.config.model import FAMILIES
+from shardwise_use import gguf_file, readers
+from shardwise_use.importing.hugging_face import open_hugging_face
+from tests.e2e.command import within
+from tests.hugging_face import save
+from tests.stored import write_checkpoint
+from tests.unit.use.importing.checks import write
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+def model(family: str, **keys: Any) -> Any:
+    return FAMILIES[family].model_validate({"family": family, **SIZES, **keys})
+
+
+def test_every_family_was_tried_with_five_programs() -> None:
+    record = readers.record()
+    assert set(record["lines"]) == set(FAMILIES)
+    assert {"transformers", "gguf", "llama.cpp", "mlx-lm", "ctranslate2", "vllm"} <= set(record["readers"])
+    for family, of_family in record["lines"].items():
+        assert len(of_family[readers.PLAIN]) >= 5, family
+        assert all(readers.is_right(results.get("transformers", {"by": 0})) for results in of_family.values()), family
+
+
+def test_a_model_is_described_by_the_lines_of_its_values() -> None:
+    assert readers.lines_of(model("llama")) == {}
+    scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    lines = readers.lines_of(
+        model("llama", rope_scaling=scaled | {"original_max_position_embeddings": 16}, head_dim=64)
+    )
+    assert set(lines) == {"rope_scaling=llama3", "head_dim"}
+    assert set(readers.lines_of(model("mistral", sliding_window=8))) == {"sliding_window"}
+    assert readers.lines_of(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
+    assert set(readers.lines_of(model("gpt", activation_function="relu"))) == {
+        "activation_function=relu",
+        "intermediate_size",
+    }
+    sparse = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    assert set(readers.lines_of(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, "published models have the other"
+
+
+def test_what_a_program_computes_wrongly_is_refused() -> None:
+    assert readers.require_readable(model("mistral"), "mlx-lm") == ()
+    with pytest.raises(ConfigError) as caught:
+        readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
+    by = readers.record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
+    assert str(caught.value).startswith(
+        "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with "
+        f"model.sliding_window (8) are off by {by:.2g}; right with it: transformers"
+    )
+    with pytest.raises(ConfigError, match=r"refuses olmo2 with default values \(ValueError: No conver.*\); "):
+        readers.require_readable(model("olmo2", num_key_value_heads=2), "ctranslate2")
+    with pytest.raises(ConfigError, match=r"--for \(mlx\) must be a program that models were tried with: did you mean"):
+        readers.require_readable(model("llama"), "mlx")
+
+
+def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"readers": {"x": {"title": "X", "version": "1"}}, "lines": {"llama": {"defaults": {"x": {"by": 0.0}}}}}
+    monkeypatch.setattr(readers, "record", lambda: record)
+    (note,) = readers.require_readable(model("llama", rope_theta=5.0), "x")
+    assert note == "X 1 was not tried with family llama and model.rope_theta (5.0)"
+
+
+def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
+    save("mistral", tmp_path / "saved")
+    write(open_hugging_face(Root.of(tmp_path / "saved")), tmp_path / "ours")
+    for options, said in (
+        (("out", "--for", "mlx-lm"), "of mistral with model.sliding_window (5) are off by "),
+        (("out", "--for", "vlm"), "--for (vlm) must be a program that models were tried with: did you mean vllm?"),
+        (("s3://b/out", "--gguf"), "DEST (s3://b/out) must be a path"),
+        (("out.gguf", "--gguf", "--for", "mlx-lm"), "--push and --for must be left out"),
+    ):
+        failed = within("checkpoint", "export", tmp_path / "ours/step-00000000", *options, at=tmp_path)
+        assert (failed.code, said in failed.err) == (2, True), failed.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "saved"]
+
+
+def test_without_the_package_the_command_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ImportError(f"No module named '{name}'")
+
+    monkeypatch.setattr(registered, "import_module", absent)
+    with pytest.raises(
+        ConfigError, match=r"--gguf needs gguf \(No module named 'gguf'\): pip install 'shardwise\[gguf\]'"
+    ):
+        gguf_file.GGUFExport(write_checkpoint(tmp_path / "checkpoints"))
+
+
+def test_rows_in_the_order_of_llama_cpp() -> None:
+    heads = np.arange(2 * 6)[:, None]
+    assert gguf_file._neighbours(heads, head_dim=6).ravel().tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    fused = np.arange(2 * 3 * 2)
+    assert gguf_file._by_kind(fused, heads=2).tolist() == [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11]
+    assert gguf_file._plus_one(np.zeros(2, np.float32), np.float32(3)).tolist() == [3, 3]
