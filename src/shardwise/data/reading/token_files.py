@@ -61,10 +61,11 @@ class FlatTokens:
     stop: int
 
     @staticmethod
-    def open(data: DataConfig, vocab_size: int, tokenizer_size: int | None) -> FlatTokens:
+    def open(data: DataConfig, vocab_size: int | None, tokenizer_size: int | None) -> FlatTokens:
         """All tokens that `data.path` names.
 
         Args:
+            vocab_size: vocabulary of the model; None: any token is taken.
             tokenizer_size: vocabulary of the tokenizer, by which ids without a header are read; None: `vocab_size`.
 
         Raises:
@@ -84,7 +85,7 @@ class FlatTokens:
                 problems += error.problems
         if problems:
             raise DataError(problems)
-        tokens = FlatTokens(files, vocab_size, 0, sum(len(file.tokens) for file in files))
+        tokens = FlatTokens(files, vocab_size or np.iinfo(np.int64).max, 0, sum(len(file.tokens) for file in files))
         last = max(0, len(tokens) - _BLOCK_TOKENS)
         for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():
             tokens[start : start + _BLOCK_TOKENS]
