@@ -13,6 +13,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.config import config_from
+from shardwise.config.other_names import PROGRAMS
 from shardwise_use.porting.recipes import recipe_of
 
 OTHERS = Path(__file__).parent / "others"
@@ -369,7 +370,7 @@ def test_a_table_says_what_became_of_each_setting(others: Path, capsys: pytest.C
         "Megatron-LM: carried over",
         "nothing to set",
         "not understood",
-        "Step s of Megatron-LM has the rate that step s - 1 has here: its first step has 0 with a warmup.",
+        PROGRAMS["megatron"].note,
         f"wrote {target}; train it with: shardwise train {target} --nproc 8",
     ]
     assert "  decoupled_lr = 0.0005" in said
