@@ -76,11 +76,12 @@ class FlatTokens:
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
         files, problems, size = [], [], tokenizer_size or vocab_size
+        dtype = None if data.token_dtype == "auto" else data.token_dtype
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
             try:
                 with readable(path):
-                    files.append(RawTokens.open(path, data.token_dtype, size, "data.token_dtype"))
+                    files.append(RawTokens.open(path, dtype, size, "data.token_dtype"))
             except DataError as error:
                 problems += error.problems
         if problems:
