@@ -71,10 +71,10 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_not_too_large(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        has_bound = any(hasattr(rule, "le") for rule in cls.model_fields[info.field_name].metadata)
-        if isinstance(value, int) and value > LARGEST and not has_bound:
-            raise PydanticKnownError("less_than_equal", {"le": LARGEST})
+        if isinstance(value, int) and value > LARGEST:
+            assert info.field_name is not None
+            if not any(hasattr(rule, "le") for rule in cls.model_fields[info.field_name].metadata):
+                raise PydanticKnownError("less_than_equal", {"le": LARGEST})
         return value
 
 
