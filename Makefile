@@ -1,6 +1,8 @@
-# What CI runs, and what a fresh machine needs: `make train` and `make test` set everything up themselves.
-.PHONY: test-packages env train test test-all test-device test-interop test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
+# What CI runs, and what a fresh machine needs: `make train` and `make test` set up what they need themselves.
+.PHONY: test-packages env runtime again train test test-all test-device test-interop test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
 .DEFAULT_GOAL := test
+# Two installations do not write into one .venv at once.
+.NOTPARALLEL:
 
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
 PYTHON_M := .venv/bin/python -m
@@ -8,21 +10,35 @@ PYTHON_M := .venv/bin/python -m
 PYTEST := $(PYTHON_M) pytest -n 3 --dist loadfile
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
-export PYTHON
+export PYTHON INSTALLER
 
-# Creates .venv, or does nothing when it is complete. TORCH=2.11.0 chooses another torch than the one installed.
+# `env` creates .venv, or does nothing when it is complete; `runtime` is the part of it that training needs.
+# TORCH=2.11.0 chooses another torch than the one installed.
 ifdef TORCH
 env:
 	@scripts/env.sh $(TORCH)
+
+runtime:
+	@scripts/env.sh --runtime $(TORCH)
 else
 env: .venv/.complete
+
+runtime: .venv/.runtime
 endif
 
-.venv/.complete: pyproject.toml constraints.txt scripts/env.sh
+inputs := pyproject.toml constraints.txt scripts/env.sh
+# A .venv whose interpreter has gone is made again.
+inputs += $(shell [ ! -L .venv/bin/python ] || [ -e .venv/bin/python ] || echo again)
+
+.venv/.complete: $(inputs)
 	@scripts/env.sh
 
-train: env
-	@.venv/bin/shardwise train quickstart $$(.venv/bin/python scripts/quickstart_layout.py) $(ARGS)
+.venv/.runtime: $(inputs)
+	@scripts/env.sh --runtime
+
+# Its ranks compile the packages that they import, as the installation does not.
+train: runtime
+	@PYTHONDONTWRITEBYTECODE= .venv/bin/shardwise train quickstart $$(.venv/bin/python scripts/quickstart_layout.py) $(ARGS)
 
 test: env test-packages
 	$(PYTEST) $(ARGS)

@@ -268,7 +268,7 @@ def porting_page() -> str:
         names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
         lines.append(f"| {', '.join(names)} | {reason} |")
     lines += ["", "What trains otherwise:", ""]
-    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values()]
+    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values() if program.note]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 

@@ -99,9 +99,7 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
         return tuple(f"{title} was not tried with family {model.family} and {shown}" for shown in untried)
     # What a program makes of the family itself explains the other lines.
     told = {PLAIN: wrong[PLAIN]} if PLAIN in wrong else wrong
-    reasons = listing(
-        _told(result, f"{model.family} with {_shown(line, lines[line])}") for line, result in told.items()
-    )
+    reasons = [_told(result, f"{model.family} with {_shown(line, lines[line])}") for line, result in told.items()]
     others = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
     advice = f"right with it: {listing(others)}" if others else "no program that was tried is right with it"
     raise ConfigError(

@@ -48,8 +48,8 @@ def read_loss(path: Path, name: str | None, x: str, shift: int = 0) -> tuple[dic
     pairs = zip(overlay.places_of(series, x), series.numbers["loss"], strict=True)
     placed = [(place + shift, loss) for place, loss in pairs if math.isfinite(place)]
     points = {place: loss for place, loss in placed if math.isfinite(loss)}
-    if series.steps and not placed:
-        raise ConfigError(f"{path} must record {overlay.AXES[x]} in its steps for --x {x}, and it does not")
+    if x != "step" and not points:
+        raise ConfigError(f"{path} must record {overlay.AXES[x]} and finite losses for --x {x}, and it does not")
     # A run without a loss is refused in the words for other curves.
     points = points or {step + shift: loss for step, loss in read_curve(path, name).items()}
     return points, [place for place, loss in placed if not math.isfinite(loss)]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import ConfigError
 from shardwise.config import config_from
 from shardwise.distributed.placement import placements
 from shardwise.train.build import parameter_groups
@@ -45,3 +46,9 @@ def test_weights_without_decay(ranks: Any, size: int) -> None:
         for found in on_ranks(ranks, size, decaying, size, no_decay):
             assert found == {name: 0.1 if expected(name) else 0.0 for name in found}
             assert {"model.norm.weight", "model.embed_tokens.weight"} <= found.keys()
+
+
+def test_a_pattern_that_splits_a_parameter_is_refused(ranks: Any) -> None:
+    problem = "no_decay .*must match all or none of .*q_proj.*it matches .*k_proj"
+    with pytest.raises(ConfigError, match=problem):
+        decaying(1, ["*.k_proj.weight"])

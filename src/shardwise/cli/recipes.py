@@ -117,7 +117,8 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     )
     block("no counterpart", without, lambda row: [row.reason])
     block("not understood", unknown, lambda row: [])
-    output.prose(program.note)
+    if program.note:
+        output.prose(program.note)
     if made.problems:
         keys = dict.fromkeys(re.findall(r"^[a-z]+(?:\.\w+)*", "\n".join(made.problems), re.MULTILINE))
         words = [_NEEDED.get(key, f"{key}=VALUE") for key in keys]

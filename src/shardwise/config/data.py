@@ -27,7 +27,7 @@ SHUFFLE_BUFFER = 10_000
 CHAT = "chat"
 """The value of `data.format` for conversations, and of `data.dataset` for those of this package."""
 DataFormatName = Literal["auto", "text", "jsonl", "parquet", "megatron", "hdf5", "datasets", "chat", "tokens"]
-TokenDtype = Literal["uint8", "uint16", "uint32", "uint64", "int32", "int64"]
+TokenDtype = Literal["auto", "uint8", "uint16", "uint32", "uint64"]
 """Values of `data.format`; all but auto, jsonl and parquet are modules of `data.formats`, looked for in this order."""
 BEST_FIT = "best_fit"
 """The value of `data.packing` for samples of whole documents."""
@@ -105,10 +105,10 @@ class SourceConfig(Section):
         "datasets; .bin without .idx, .npy and .ds are token ids), else from the content of each file: JSON lines, "
         "parquet (both of text, or of token ids) or plain text; packed files (gzip, zstd, xz, bzip2, lz4) are unpacked",
     )
-    token_dtype: TokenDtype | None = Field(
-        default=None,
+    token_dtype: TokenDtype = Field(
+        default="auto",
         description="the dtype of token ids in flat files without a header (.npy of OLMo-core, .bin of nanoGPT); "
-        "null = the narrowest that holds the vocabulary of the tokenizer, else of the model",
+        "auto = the narrowest that holds the vocabulary of the tokenizer, else of the model",
     )
     text_key: str = Field(
         default="text",

@@ -167,7 +167,8 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     fields |= dict.fromkeys(file.absent)  # null, as their absence would mean another value
     if not model.ffn_dropout_p:
         fields.pop("ffn_dropout", None)  # only shardwise reads this field
-    if not file.writes_derived_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
+    writes_heads = model.extends_positions if file.writes_derived_heads == "scaled" else file.writes_derived_heads
+    if not writes_heads and model.head_dim * model.num_attention_heads == model.hidden_size:
         del fields["head_dim"]
     if "rope_theta" in keys:
         fields |= _rotary_fields(model)

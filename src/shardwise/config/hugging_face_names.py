@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.base.parsing import read_mapping
 
@@ -45,7 +45,8 @@ class ConfigFile:
             `layer_types`.
         window_rotary_key: key with the base of the rotary frequencies of blocks with a window, if files have angles
             for each type of layer.
-        writes_derived_heads: true if a file states `head_dim` where it follows from other fields.
+        writes_derived_heads: true if a file states `head_dim` where it follows from other fields; `scaled`: only beside
+            a `rope_scaling`, for which transformers reads a null of this class as no width.
         null_if_derived: keys that a file states as null where they follow from others.
         twice: field → a second name under which files state it too, for programs that read that name alone.
         written: further fields of written files, with their values.
@@ -64,7 +65,7 @@ class ConfigFile:
     layer_interval: str | None = None
     max_window_layers: int | None = None
     window_rotary_key: str | None = None
-    writes_derived_heads: bool = True
+    writes_derived_heads: bool | Literal["scaled"] = True
     null_if_derived: tuple[str, ...] = ()
     twice: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)

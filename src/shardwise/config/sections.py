@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -493,8 +493,6 @@ class LogConfig(Section):
     )
     run_name: str | None = Field(
         default=None,
-        min_length=1,
-        max_length=128,
         examples=["lr 3e-4"],
         description="name of the run in the trackers; null = the name of its folder",
     )
@@ -529,21 +527,20 @@ class LogConfig(Section):
             reject([f"log.profile ({shown}) {needs}"])
         return value
 
-    @model_validator(mode="after")
-    def _names_fit_every_tracker(self) -> Self:
-        """Refuse what a tracker would refuse after the start of the run, when it is left out."""
+    def name_problems(self) -> list[str]:
+        """The names that a tracker would refuse after the start of the run, when it is left out."""
         problems = []
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
+        if self.run_name is not None and not 1 <= len(self.run_name) <= 128:
+            problems.append(f"log.run_name ({self.run_name!r}) must have 1 to 128 characters")
         part = r"\w[\w.: -]*"
-        problems += [
+        return problems + [
             f"log.tags ({tag!r}) must have 1 to 64 characters: letters, digits, and _ - . : / or blanks after the "
             "first; more after ="
             for tag in self.tags
             if len(tag) > 64 or not re.fullmatch(rf"{part}(/{part})*(=.*)?", tag)
         ]
-        reject(problems)
-        return self
 
     @property
     def profile_steps(self) -> range | None:

@@ -150,6 +150,7 @@ class MixtralConfig(_SparseConfig):
         spellings={"num_experts": "num_local_experts"},
         only={"router_jitter_noise": 0.0},
         inert=_TRAINING_FIELDS,
+        writes_derived_heads="scaled",
     )
 
     # Files with fused experts have the names of the other families.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -336,15 +336,23 @@ def decay_groups(
     """Parameter groups: what decays, and what does not: names that match `no_decay`, without it vectors.
 
     Vectors are biases and norms, by their canonical shape.
+
+    Raises:
+        ConfigError: a pattern matches some of the tensors that one parameter holds, such as Q alone of Q, K and V.
     """
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for parameter in parameters:
-        piece = of_or_whole(parameter).pieces[0]
-        if no_decay is None:
-            decays = len(piece.shape) > 1
-        else:
-            decays = not any(fnmatchcase(piece.name, pattern) for pattern in no_decay)
+        pieces = of_or_whole(parameter).pieces
+        decays = len(pieces[0].shape) > 1
+        if no_decay is not None:
+            named = [piece.name for piece in pieces if any(fnmatchcase(piece.name, name) for name in no_decay)]
+            decays = not named
+            if named and len(named) < len(pieces):
+                raise ConfigError(
+                    f"optimizer.no_decay ({listing(no_decay)}) must match all or none of "
+                    f"{listing([piece.name for piece in pieces])}, which are one parameter: it matches {listing(named)}"
+                )
         (decaying if decays else others).append(parameter)
     groups: list[dict[str, object]] = [
         {"params": decaying, "weight_decay": weight_decay},

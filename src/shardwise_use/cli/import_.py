@@ -4,12 +4,12 @@ SOURCE is a Hugging Face folder or hub id. If a Hugging Face Trainer saved optim
 optimizer's state, the step and the rates are imported too: DEST becomes the folder of a run, and `shardwise train
 --run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its weights.
 
-With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models) and olmo-core (OLMo 2
-and 3, Llama and Qwen 3 models) are imported with the state of AdamW, the step and the rates. Of megatron (Megatron-LM's
-`torch` format: GPT-2 and Llama models), neuronx-nemo-megatron (GPT and Llama models; FOLDER/NAME.ckpt if the ranks'
-folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models) the optimizer's state is left out. The
-shards of all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory
-for only some rows of a tensor.
+With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2 and
+3, Llama and Qwen 3 models) and megatron (Megatron-LM's `torch_dist` format: GPT-2, Llama and Qwen models) are imported
+with the state of AdamW, the step and the rates. Of megatron's `torch` format, neuronx-nemo-megatron (GPT and Llama
+models; FOLDER/NAME.ckpt if the ranks' folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models)
+the optimizer's state is left out. The shards of all ranks are combined. Pickled files are opened in a way that runs no
+code in them. The command needs memory for only some rows of a tensor.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ of their own, and another one has keys and values as [g, 2, d].
 from __future__ import annotations
 
 import argparse
-import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,14 +31,12 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.writing import StreamedWeight
-from shardwise.config import GPTConfig
-from shardwise_use.importing import pickled
+from shardwise_use.importing import megatron_dist, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.megatron_arguments import SIZES, MegatronConfig, choose_vocabulary, is_count, read_args
+from shardwise_use.importing.megatron_arguments import SIZES, is_count
+from shardwise_use.importing.megatron_model import NO_TOKENS, NO_WEIGHTS, canonical, count_layers, described, role_name
 from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
-from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp
+from shardwise_use.importing.torch_dcp import is_dcp
 
 RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
@@ -52,50 +49,6 @@ _VERSIONS = (0, 1, 2, 3)
 _MOST_RANKS = 2**20
 """More ranks than any machine has: a wrong degree must not make a list of all of them."""
 _SHOWN = 8
-
-_LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
-# Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
-_NAMES_IN_LAYER = (
-    (r"input_(?:layer)?norm\.(weight|bias)", "input_norm"),
-    (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)", "input_norm"),
-    (r"(?:self_)?attention\.query_key_value\.(weight|bias)", "qkv"),
-    (r"self_attention\.linear_qkv\.(weight|bias)", "qkv"),
-    (r"self_attention\.query\.(weight|bias)", "query"),
-    (r"self_attention\.key_value\.(weight|bias)", "key_value"),
-    (r"self_attention\.q_layernorm\.(weight)", "q_norm"),
-    (r"self_attention\.k_layernorm\.(weight)", "k_norm"),
-    (r"(?:self_)?attention\.dense\.(weight|bias)", "dense"),
-    (r"self_attention\.linear_proj\.(weight|bias)", "dense"),
-    (r"post_attention_(?:layer)?norm\.(weight|bias)", "post_norm"),
-    (r"pre_mlp_layernorm\.(weight|bias)", "post_norm"),
-    (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", "post_norm"),
-    (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
-    (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
-)
-_NAMES_OUTSIDE = (
-    (r"embedding\.word_embeddings\.(weight)", "word"),
-    (r"embedding\.position_embeddings\.(weight)", "position"),
-    (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
-    (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
-)
-_HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
-_MODULES = {
-    "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
-    "transformer.wpe": ("position", "copies"),
-    "transformer.ln_f": ("final_norm", "copies"), "model.norm": ("final_norm", "copies"),
-    "ln_1": ("input_norm", "copies"), "input_layernorm": ("input_norm", "copies"),
-    "ln_2": ("post_norm", "copies"), "post_attention_layernorm": ("post_norm", "copies"),
-    "attn.c_attn": ("qkv", "qkv"), "attn.c_proj": ("dense", "rows"),
-    "self_attn.q_proj": ("qkv", "q"), "self_attn.k_proj": ("qkv", "k"), "self_attn.v_proj": ("qkv", "v"),
-    "self_attn.o_proj": ("dense", "rows"),
-    "self_attn.q_norm": ("q_norm", "copies"), "self_attn.k_norm": ("k_norm", "copies"),
-    "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
-    "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
-}  # fmt: skip
-"""Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
-NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-_ROLE_LAYER = re.compile(r"layers\.(\d+)\.")
-NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
 def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
@@ -112,9 +65,7 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     """
     folder = _iteration(source)
     if is_dcp(folder):
-        from shardwise_use.importing.megatron_dist import open_megatron_dist
-
-        return open_megatron_dist(folder, vocab_size)
+        return megatron_dist.open_megatron_dist(folder, vocab_size)
     states = {rank: _open(file) for rank, file in _ranks(folder).items()}
     return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
@@ -143,34 +94,6 @@ def combined(
     weights = canonical(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
-
-
-def described(
-    shards: Shards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
-) -> tuple[MegatronConfig, list[str]]:
-    """The model that the arguments describe, and notes on arguments without a counterpart; its layers are counted."""
-    padded = sum(len(part) for part in shards.parts("word.weight"))
-    vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
-    config, notes = read_args(args, vocabulary, shards.where, legacy=legacy)
-    layers = count_layers(shards.tensors, 0)
-    if layers != config.num_hidden_layers:
-        raise ConfigError(
-            f"{shards.where} must have as many layers as its num_layers ({config.num_hidden_layers}), and it has "
-            f"{layers}"
-        )
-    return config, notes
-
-
-def canonical(shards: Shards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
-    """The canonical weights, or another tensor for each of them; `version`: of the checkpoint."""
-    if config.tie_word_embeddings:
-        shards.require_tied("word.weight", "head.weight")
-    return shards.weights(canonical_shapes(config), tensors(shards, config, version))
-
-
-def tensors(shards: Shards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
-    """The canonical tensors by name."""
-    return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
 
 # ---- files
@@ -307,12 +230,6 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
     return tensors
 
 
-def count_layers(names: Iterable[str], first: int) -> int:
-    """The number of layers in a block that begins with layer `first`."""
-    numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
-    return max(numbers) + 1 - first if numbers else 0
-
-
 def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dictionaries (of `megatron.legacy`) by dotted names, without the names of wrappers."""
     for key, value in state.items():
@@ -321,100 +238,3 @@ def _flattened(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield from _flattened(value, f"{name}.")
         else:
             yield re.sub(r"^((model|module)\.)*(language_model\.)?", "", name), value
-
-
-def role_name(name: str, first: int) -> str | None:
-    """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
-    prefix = ""
-    patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
-    layer = _LAYER.fullmatch(name)
-    if layer is not None:
-        prefix = f"layers.{first + int(layer[1])}."
-        patterns = _NAMES_IN_LAYER
-        name = layer[2]
-    for pattern, role in patterns:
-        match = re.fullmatch(pattern, name)
-        if match is not None:
-            return f"{prefix}{role}.{match[1]}"
-    return None
-
-
-# ---- the model
-
-
-def _tensors(
-    shards: Shards, config: MegatronConfig, version: int, names: Iterable[str]
-) -> Iterator[tuple[str, LazyTensor]]:
-    """The canonical tensors of these names."""
-    # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
-    query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
-    gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
-    for name in names:
-        path, _, kind = name.rpartition(".")
-        layer = _HUGGING_FACE_LAYER.fullmatch(path)
-        if layer is None:
-            role, cut = _MODULES[path]
-            source = f"{role}.{kind}"
-        else:
-            role, cut = _MODULES[layer[2]]
-            source = f"layers.{layer[1]}.{role}.{kind}"
-        if cut == "copies" or (cut == "rows" and kind == "bias"):
-            tensor = shards.copies(source)
-        elif cut == "rows":
-            tensor = shards.rows(source)
-        elif cut == "columns":
-            tensor = shards.columns(source)
-        elif cut == "tokens":
-            # The rows of padding are the last ones.
-            tensor = shards.columns(source).rows(0, config.vocab_size)
-        elif cut in ("gate", "up"):
-            gate, up = gate_up(source)
-            tensor = gate if cut == "gate" else up
-        # Q, K and V: all of them in a GPT-2, or a single one in a Llama.
-        else:
-            tensor = LazyTensor.cat([query_key_value(source)["qkv".index(letter)] for letter in cut])
-        # Hugging Face's GPT-2 has the matrices of its layers as [in, out].
-        is_transposed = isinstance(config, GPTConfig) and layer and kind == "weight" and cut != "copies"
-        yield name, (tensor.t if is_transposed else tensor)
-
-
-def _query_key_value(shards: Shards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
-    """Q, K and V, each with the rows of all heads in order."""
-    if shards.has(name.replace("qkv", "query")):
-        return _separate_queries(shards, config, name)
-    n = config.num_attention_heads
-    g = config.num_key_value_heads
-    d = config.head_dim
-    ranks = shards.ranks
-    fused = shards.columns(name)
-    rows = (n + 2 * g) * d
-    if fused.shape[0] != rows or (version < 2 and (g != n or n % ranks)):
-        requirement = f"{rows} rows over {ranks} tensor-parallel ranks, of {n} query and {g} key/value heads"
-        raise shards.misshapen(name, fused.shape, requirement)
-    if version == 0:
-        return shards.split(name, [n * d // ranks] * 3)
-    if version == 1:
-        local = [part.read().unflatten(0, (-1, 3)) for part in shards.parts(name)]
-        return [LazyTensor.cat([LazyTensor.of(part[:, i]) for part in local]) for i in range(3)]
-    # Each group of rows has its queries, its key and its value.
-    group_rows = rows // g
-    query_stop = group_rows - 2 * d
-    key_stop = group_rows - d
-    parts_of_group = ((0, query_stop), (query_stop, key_stop), (key_stop, group_rows))
-    return [
-        LazyTensor.cat([fused.rows(group * group_rows + start, group * group_rows + stop) for group in range(g)])
-        for start, stop in parts_of_group
-    ]
-
-
-def _separate_queries(shards: Shards, config: MegatronConfig, name: str) -> list[LazyTensor]:
-    """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
-    g = config.num_key_value_heads
-    d = config.head_dim
-    key_value_name = name.replace("qkv", "key_value")
-    key_value = shards.columns(key_value_name)
-    if key_value.shape[0] != 2 * g * d:
-        requirement = f"{2 * g * d} rows over all tensor-parallel ranks, of {g} key/value heads"
-        raise shards.misshapen(key_value_name, key_value.shape, requirement)
-    heads = [key_value.rows(head * d, (head + 1) * d) for head in range(2 * g)]
-    return [shards.columns(name.replace("qkv", "query")), LazyTensor.cat(heads[::2]), LazyTensor.cat(heads[1::2])]

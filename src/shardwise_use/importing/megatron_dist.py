@@ -36,7 +36,7 @@ from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config.optimizer import RatePoint
 from shardwise.optim.learning_rate import RateAtStep, rate_at
-from shardwise_use.importing import megatron, megatron_arguments, pickled
+from shardwise_use.importing import megatron_arguments, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
@@ -80,10 +80,10 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
     stored = DcpFolder.open(folder)
     weights = {name: tensor for name, tensor in stored.tensors.items() if ".optimizer." not in f".{name}"}
     shards = _shards(weights, str(folder))
-    config, notes = megatron.described(shards, args, vocab_size, legacy=False)
-    model = megatron.canonical(shards, config)
+    config, notes = megatron_model.described(shards, args, vocab_size, legacy=False)
+    model = megatron_model.canonical(shards, config)
     layout = {name: args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")}
-    opened = ForeignModel(config, model, layout, tokens=megatron.NO_TOKENS, notes=notes)
+    opened = ForeignModel(config, model, layout, tokens=megatron_model.NO_TOKENS, notes=notes)
     states, reason = _states(stored, opened, shards, args)
     if not states:
         note = f"the weights alone are imported, without step and optimizer: {reason}"
@@ -139,10 +139,10 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
         stacked = re.fullmatch(r"(decoder\.layers\.)([a-z].*)", name)
         single = {f"{stacked[1]}{i}.{stacked[2]}": tensor[i] for i in range(len(tensor))} if stacked else {name: tensor}
         for full_name, part in single.items():
-            role = megatron.role_name(full_name, 0)
+            role = megatron_model.role_name(full_name, 0)
             if role is not None:
                 found[role] = part
-            elif not megatron.NO_WEIGHTS.fullmatch(full_name):
+            elif not megatron_model.NO_WEIGHTS.fullmatch(full_name):
                 unknown.append(name)
     if unknown:
         names = listing(dict.fromkeys(unknown), most=_SHOWN)
@@ -179,7 +179,7 @@ def _states(
         for kind, shards in found.items()
         # Masters of float32 weights are the weights.
         if _STATES[kind] != "master" or opened.dtype != "float32"
-        for weight in megatron.canonical(shards, opened.config)  # type: ignore[arg-type]
+        for weight in megatron_model.canonical(shards, opened.config)  # type: ignore[arg-type]
     ], ""
 
 
@@ -216,7 +216,9 @@ def _unpacked(
 
     for order in _ORDERS:
         found = placed(order)
-        if found and _are_masters(megatron.tensors(found["param"], config), megatron.tensors(weights, config)):
+        if found and _are_masters(
+            megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
+        ):
             return found
     return {}
 

@@ -141,6 +141,8 @@ class LazyTensor:
     def cat(tensors: Sequence[LazyTensor]) -> LazyTensor:
         """The tensors one below the other; they differ in their rows alone."""
         first = tensors[0]
+        if len(tensors) == 1:
+            return first
         stops = [sum(len(tensor) for tensor in tensors[: i + 1]) for i in range(len(tensors))]
 
         def load(box: Box) -> Tensor:
@@ -151,7 +153,8 @@ class LazyTensor:
                 if low < stop and high > stop - len(tensor)
             ]
             inner = (box.start[1:], box.size[1:])
-            return torch.cat([part.load(Box((0, *inner[0]), (len(part), *inner[1]))) for part in parts])
+            read = [part.load(Box((0, *inner[0]), (len(part), *inner[1]))) for part in parts]
+            return torch.cat(read) if len(read) > 1 else read[0]
 
         return LazyTensor((stops[-1], *first.shape[1:]), first.dtype, load)
 

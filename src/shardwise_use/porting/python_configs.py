@@ -115,6 +115,8 @@ class _Reader(Mapping[str, Any]):
             raise ConfigError(f"{name[:80]} stands for itself")
         if isinstance(node, ast.Call):
             self._read_call(node, path, depth + 1)
+        elif isinstance(node, ast.List) and len(node.elts) == 1 and isinstance(node.elts[0], ast.Call):
+            self.read(node.elts[0], path, depth + 1)
         elif isinstance(node, ast.Dict) and path:
             for key, inner in zip(node.keys, node.values, strict=True):
                 if isinstance(key, ast.Constant):
@@ -150,7 +152,7 @@ class _Reader(Mapping[str, Any]):
             self.read(call.args[-1], path, depth)
             return
         # A function makes a part too, such as Duration.tokens(10**9) or default_adamw(lr=3e-4).
-        is_class = not name[:1].islower()
+        is_class = not name[:1].islower() or name == "dict"
         inner = path if is_class else f"{path}.{name}"
         if path.isidentifier():
             self._note(path, UnknownValue(ast.unparse(call)))

@@ -241,6 +241,9 @@ def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     if "preserve_rng_state" in policy and "force_recompute_mm_shapes_by_fqns" not in policy:
         # torchtitan saves the fields of a policy without its name.
         settings["activation_checkpoint.mode"] = "budget" if "memory_budget" in policy else "full"
+    overrides = "train_module.optim.group_overrides"
+    if settings.get(f"{overrides}.opts.weight_decay") == 0 and settings.get(f"{overrides}.count", 1) == 1:
+        settings["train_module.optim.no_decay"] = settings.get(f"{overrides}.params")
     is_trainers = "global_step" in settings or "per_device_train_batch_size" in settings
     if is_trainers and place.suffix == ".json" and (place.parent / "config.json").is_file():
         settings.setdefault("config_folder", str(place.parent))

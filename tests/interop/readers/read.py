@@ -121,9 +121,9 @@ IMPORTED_ONCE = {
 
 
 def reason(error: BaseException, log: Path) -> str:
-    """The first line of an error, or what llama.cpp logged, cut short."""
+    """The first lines of an error, or what llama.cpp logged, cut short."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}"
+    text = f"{type(error).__name__}: {' '.join(lines[:3])}"
     logged = log.read_text(errors="replace") if log.exists() else ""
     if told := [line for line in logged.splitlines() if "error loading model: " in line]:
         text = told[-1].partition("error loading model: ")[2]

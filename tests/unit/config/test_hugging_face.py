@@ -84,7 +84,9 @@ def reread(model: FamilyConfig, folder: Path) -> Any:
 
 def meaning(config: Any) -> dict[str, Any]:
     """What is left when origin and token ids, which are not the model's, are taken away."""
-    outside = ("architectures", "dtype", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id")
+    outside = ["architectures", "dtype", "transformers_version", "_name_or_path", "bos_token_id", "eos_token_id"]
+    # Other programs read these beside `n_positions` and `layer_types`, which transformers reads.
+    outside += ["n_ctx", "sliding_window_pattern", "_sliding_window_pattern"]
     return {key: value for key, value in config.to_dict().items() if key not in outside}
 
 
@@ -228,6 +230,30 @@ def test_round_trip_through_transformers(make: Callable[[], Any], tmp_path: Path
     assert model_of(written) == model
     written.pop("rope_parameters", None)
     assert model_of(written) == model, "transformers 4 reads the older spellings"
+
+
+def test_what_other_programs_read_is_written_where_it_is_true() -> None:
+    assert to_hugging_face(model_of(CONFIGS["gpt2"]().to_dict()))["n_ctx"] == 1024
+    gemma = CONFIGS["gemma3"]().to_dict()
+    for types, interval in (
+        (6, 6),
+        (["sliding_attention"] * 2 + ["full_attention"], 3),
+        (["sliding_attention"] * 3, 4),
+        (["full_attention"] * 3, 1),
+        (["full_attention", "sliding_attention", "full_attention"], None),
+    ):
+        layers = len(types) if isinstance(types, list) else gemma["num_hidden_layers"]
+        kept = {key: value for key, value in gemma.items() if "sliding_window_pattern" not in key}
+        given = {"num_hidden_layers": layers, "layer_types": types if isinstance(types, list) else None}
+        written = to_hugging_face(model_of({**kept, **given}))
+        assert written.get("sliding_window_pattern") == interval
+        if interval is not None:
+            alone = transformers.Gemma3TextConfig(num_hidden_layers=layers, sliding_window_pattern=interval)
+            assert alone.layer_types == list(written["layer_types"]), "by the interval alone"
+    mixtral = {"model_type": "mixtral"}
+    assert "head_dim" not in to_hugging_face(model_of(mixtral))
+    scaled = mixtral | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert to_hugging_face(model_of(scaled))["head_dim"] == 128, "transformers scales no null"
 
 
 @pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)

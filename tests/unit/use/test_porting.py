@@ -13,6 +13,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.config import config_from
+from shardwise.config.other_names import PROGRAMS
 from shardwise_use.porting.recipes import recipe_of
 
 OTHERS = Path(__file__).parent / "others"
@@ -122,6 +123,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "warmup_steps": 2000,
             "decay_steps": 17999,
             "decay_shape": "cosine",
+            "no_decay": [],
             "weight_decay": 0.05,
             "betas": [0.9, 0.95],
             "eps": 1e-8,
@@ -156,6 +158,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
             "warmup_steps": 100,
             "constant_steps": 1,
             "weight_decay": 0.01,
+            "no_decay": ["*.embed_tokens.weight"],
             "betas": [0.9, 0.999],
             "eps": 1e-8,
             "max_norm": 1.0,
@@ -301,6 +304,7 @@ CARRIED: dict[str, tuple[list[str], dict[str, Any]]] = {
             "train.micro_batch": 16,
             "train.steps": 3815,
             "optimizer.min_lr": 4e-5,
+            "optimizer.no_decay": ["*.embed_tokens.weight"],
             "optimizer.schedule": "cosine",
             "data.path": "/data/a.npy",
             "optimizer.zero": 3,
@@ -366,7 +370,7 @@ def test_a_table_says_what_became_of_each_setting(others: Path, capsys: pytest.C
         "Megatron-LM: carried over",
         "nothing to set",
         "not understood",
-        "Step s of Megatron-LM has the rate that step s - 1 has here: its first step has 0 with a warmup.",
+        PROGRAMS["megatron"].note,
         f"wrote {target}; train it with: shardwise train {target} --nproc 8",
     ]
     assert "  decoupled_lr = 0.0005" in said

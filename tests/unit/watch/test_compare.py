@@ -490,8 +490,8 @@ def test_a_plot_of_several_has_the_difference_of_each() -> None:
         (["run", "run", "--smooth", "1"], "--smooth (1.0) must be at least 0 and below 1; 0 smooths nothing"),
         (["run", "run", "--smooth", "nan"], "--smooth (nan) must be at least 0 and below 1"),
         (["run", "run", "--log", "z"], "--log (z) must be x, y or xy, the logarithmic axes"),
-        (["run", "run", "--x", "tokens"], "run must record tokens in its steps for --x tokens, and it does not"),
-        (["run", "golden.txt", "--x", "time"], "run must record seconds of training in its steps for --x time"),
+        (["run", "run", "--x", "tokens"], "run must record tokens and finite losses for --x tokens, and it does not"),
+        (["run", "golden.txt", "--x", "time"], "run must record seconds of training and finite losses for --x time"),
         (["whole", "golden.txt", "--x", "time"], "golden.txt must be a run's folder for --x time, without --loss"),
         (["run", "run", "--x", "time", "--bits"], "--x time must be left out with --bits and --shift, which count"),
         (["run", "run", "--bits", "--smooth", "0.5"], "--smooth (0.5) must be left out with --bits"),
@@ -499,6 +499,7 @@ def test_a_plot_of_several_has_the_difference_of_each() -> None:
         (["run", "whole", "./whole/../run"], "must be named once"),
         (["run", "whole", "none"], "there is no none: name a run's folder"),
         (["run", "golden.txt", "later.txt"], "A and C must have steps in common: run has 3 steps, 1 to 3; later.txt"),
+        (["young", "run", "--x", "tokens"], "young must record tokens and finite losses for --x tokens"),
         (["young", "run", "whole"], "young must hold a loss curve, and it has no values"),
     ],
 )

@@ -12,6 +12,7 @@ Formats:
     datasets.py       data sets of the library `datasets`
     chat.py           conversations, whose answers are trained on
     text.py           text that is tokenized once; random text for measurements
+    tokens.py         token ids as other programs wrote them
     stream.py         text that is tokenized while it is trained on
     user_samples.py   samples of the object that `hooks.data` names
 """

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardwise.base import hub
 from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
@@ -17,6 +18,7 @@ from shardwise.data.reading.manifest import read_manifest
 from shardwise.data.reading.token_files import FlatTokens, RowFiles, flat_files, has_rows, metadata_files
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, Part, describe_sizes, digest_of, part_bounds
+from shardwise.data.tokens.tokenizer import Tokenizer
 
 # An inspection takes seconds: about the most tokens that it looks at.
 _LOOKED_AT = 1 << 22
@@ -105,7 +107,8 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     if not is_flat(data):
         rows = RowFiles(data)
         return datasets.inspect_rows(rows, data, samples, rows.files, "rows of tokens")
-    tokens = FlatTokens.open(data, np.iinfo(np.int64).max, None)
+    named = data.tokenizer and Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)).vocab_size
+    tokens = FlatTokens.open(data, None, named or None)
     documents = tokens.documents
     starts = tokens.begins if documents is None else documents
     number = None if documents is None else len(documents) - 1

@@ -10,6 +10,8 @@ Text, in the order in which it is read:
 Tokens:
 
     raw_tokens.py        flat files of ids, alone or behind a header that is known
+    token_rows.py        rows of ids in arrow columns and JSON lines
+    token_files.py       the files of ids that a path names, of either kind
     megatron_files.py    Megatron's .bin and .idx, read and written
     hdf5_files.py        HDF5 shards of masked sentence pairs
     manifest.py          the record that `shardwise data prepare` leaves beside its files

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name, see
@@ -27,7 +27,9 @@ from shardwise.base.registered import optional_library
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import readable
 from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column
-from shardwise.data.reading.token_rows import TokenRows
+
+if TYPE_CHECKING:
+    from shardwise.data.reading.token_rows import TokenRows
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
@@ -326,6 +328,8 @@ class DataSet:
 
     def rows(self, split: str) -> Iterator[TokenRows]:
         """Rows of token ids, many at once; DataError if one is null."""
+        from shardwise.data.reading.token_rows import TokenRows
+
         number = 0
         for array in self.arrays(split):
             yield TokenRows.of_arrow(array, self.where(split), number, self.column)

@@ -61,10 +61,11 @@ class FlatTokens:
     stop: int
 
     @staticmethod
-    def open(data: DataConfig, vocab_size: int, tokenizer_size: int | None) -> FlatTokens:
+    def open(data: DataConfig, vocab_size: int | None, tokenizer_size: int | None) -> FlatTokens:
         """All tokens that `data.path` names.
 
         Args:
+            vocab_size: vocabulary of the model; None: any token is taken.
             tokenizer_size: vocabulary of the tokenizer, by which ids without a header are read; None: `vocab_size`.
 
         Raises:
@@ -75,16 +76,17 @@ class FlatTokens:
         if not paths:
             raise DataError(f"data.path ({data.path}) names no files of tokens that exist: .bin, .npy or .ds")
         files, problems, size = [], [], tokenizer_size or vocab_size
+        dtype = None if data.token_dtype == "auto" else data.token_dtype
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
             try:
                 with readable(path):
-                    files.append(RawTokens.open(path, data.token_dtype, size, "data.token_dtype"))
+                    files.append(RawTokens.open(path, dtype, size, "data.token_dtype"))
             except DataError as error:
                 problems += error.problems
         if problems:
             raise DataError(problems)
-        tokens = FlatTokens(files, vocab_size, 0, sum(len(file.tokens) for file in files))
+        tokens = FlatTokens(files, vocab_size or np.iinfo(np.int64).max, 0, sum(len(file.tokens) for file in files))
         last = max(0, len(tokens) - _BLOCK_TOKENS)
         for start in np.unique(np.linspace(0, last, _BLOCKS).astype(np.int64)).tolist():
             tokens[start : start + _BLOCK_TOKENS]

@@ -261,6 +261,7 @@ def test_shards_of_llm_c_and_arrays(tmp_path: Path) -> None:
     assert (
         tokens(tmp_path / "raw.npy", token_dtype="uint32") == tokens(tmp_path / "raw.npy", vocab_size=70_000) == JOINED
     )
+    assert inspect(str(tmp_path / "raw.npy"), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
     np.array([3, 250] * 99, "u1").tofile(tmp_path / "bytes.npy")
     assert tokens(tmp_path / "bytes.npy", vocab_size=256) == [3, 250] * 99, "the narrowest dtype, as OLMo-core's"
     np.save(tmp_path / "negative.npy", np.array([1, -100] * 40))
