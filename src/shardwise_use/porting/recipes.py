@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.files import read_small, user_path
+from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.error_texts import known_paths
@@ -158,8 +158,10 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     try:
         with place.open("rb") as opened:
             text = read_small(opened, place).decode()
-    except (OSError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ConfigError(f"--from ({file}) cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--from ({file}) cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--from ({file}) must be a text in UTF-8: it holds other bytes") from None
     candidates = list(_candidates(text, place, wanted))
     scores = [(max(_scores(settings).values()), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]

@@ -479,9 +479,9 @@ def test_a_file_that_is_none_is_refused_in_a_sentence(
 def test_other_bad_input(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (others / "binary").write_bytes(b"\xff\xfe\x00")
     for arguments, problem in {
-        f"--from {others / 'binary'}": "cannot be read: 'utf-8' codec",
+        f"--from {others / 'binary'}": "must be a text in UTF-8",
         f"--from {others}": "cannot be read: ",
-        f"--from {others / 'nowhere.sh'}": "cannot be read: [Errno 2]",
+        f"--from {others / 'nowhere.sh'}": "cannot be read: No such file",
         f"--from {others / 'titan_configs.py'}": "must name one config of those in it, as in ",
         f"--from {others / 'titan_configs.py'}:other": "small or small_on_eight",
         f"--from {others / 'megatron.sh'} llama2-tiny": "goes with --write and key=value alone",
@@ -519,3 +519,15 @@ def test_a_config_of_torchtitans_package_has_more_than_its_name(
     (row,) = (row for row in made.rows if row.name == "config")
     assert row.reason.startswith("its settings are in torchtitan's program: give that file")
     assert any(problem.startswith("train.global_batch is missing") for problem in made.problems)
+
+
+def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
+    params = {"warmup_num_steps": 100, "total_num_steps": 1000, "cos_min_ratio": 0.1, "warmup_type": "log"}
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "AdamW", "params": {"lr": 3e-4}}
+    content = {"train_batch_size": 32, "optimizer": optimizer, "scheduler": {"type": "WarmupCosineLR", "params": params}}
+    file.write_text(json.dumps(content))
+    translation = recipe_of(str(file))
+    assert translation.sections["optimizer"]["min_lr"] == pytest.approx(3e-5)
+    reasons = {row.name: row.reason for row in translation.rows}
+    assert reasons["scheduler.params.warmup_type"].startswith("warmups are linear here")

@@ -297,7 +297,7 @@ def test_folders_of_others_are_named(tmp_path: Path) -> None:
         open_torchtitan, step, tmp_path / "olmo" / "hf"
     )
     write({"a": torch.zeros(1)}, tmp_path / "own")
-    assert "it has a" in refusal(open_torchtitan, tmp_path / "own", config)
+    assert "its tensors are a" in refusal(open_torchtitan, tmp_path / "own", config)
 
 
 def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
