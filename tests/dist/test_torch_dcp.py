@@ -195,7 +195,8 @@ def test_damage_is_named(folder: Path, tmp_path: Path) -> None:
         moved: "after the end of the file",
     }
     for change, message in expected.items():
-        assert message in refusal(rewritten(folder, tmp_path / change.__name__, change))
+        said = refusal(rewritten(folder, tmp_path / change.__name__, change))
+        assert said.startswith(message) if message.startswith("DIR") else message in said
     copy = tmp_path / "cut"
     shutil.copytree(folder, copy)
     (copy / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:-20])

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
-from shardwise.base.files import read_small, user_path
+from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
 from shardwise.config.run_config import Config
 
@@ -85,8 +85,10 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
             return read_small(file, path).decode()
     except FileNotFoundError:
         raise ConfigError(f"there is no recipe file {recipe}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe file {recipe} cannot be read: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"the recipe file {recipe} cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the recipe file {recipe} cannot be read: it must be a text in UTF-8") from None
 
 
 def recipe_name(recipe: str) -> str:

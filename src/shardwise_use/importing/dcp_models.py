@@ -61,7 +61,9 @@ def open_folder(folder: Path, maker: str) -> DcpFolder:
             raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {other}")
     opened = DcpFolder.open(folder)
     if (found := maker_of(opened)) != maker:
-        fix = f"it is of {found}: give --from {found}" if found else f"its tensors are {listing(opened.tensors, most=3)}"
+        fix = (
+            f"it is of {found}: give --from {found}" if found else f"its tensors are {listing(opened.tensors, most=3)}"
+        )
         raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {fix}")
     return opened
 

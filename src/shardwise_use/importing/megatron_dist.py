@@ -90,6 +90,8 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
         return replace(opened, notes=(*notes, note))
     try:
         progress, remarks = _progress(common, states, stored)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(
             f"{folder / _COMMON} must tell of a training as Megatron-LM does: {error_text(error)}"

@@ -97,6 +97,8 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     where = str(step / "config.json")
     try:
         config, in_pairs = model_of(described, where)
+    except ConfigError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"{where} is no configuration as OLMo-core writes it ({error!r})") from None
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}

@@ -257,6 +257,8 @@ class DcpFolder:
             opened._require_files(folder, {info.relative_path for info in stored.values()}, record)
             for name, entry in record.state_dict_metadata.items():
                 opened._add(folder, name, entry, stored)
+        except ConfigError:
+            raise
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"{folder / METADATA} is no list of tensors as torch writes it ({error!r})") from None
         opened.fields = {

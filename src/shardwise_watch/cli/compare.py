@@ -50,7 +50,9 @@ _GREY = "#77797d"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", type=Path, help="a run's folder, or a file with a loss curve")
     parser.add_argument("b", metavar="B", type=Path, help="a run's folder or a file that A is compared with")
-    parser.add_argument("others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with")
+    parser.add_argument(
+        "others", metavar="C", type=Path, nargs="*", default=[], help="further ones that A is compared with"
+    )
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help=f"the greatest difference allowed (default: {_TOLERANCE})"
     )

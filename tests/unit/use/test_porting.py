@@ -525,7 +525,11 @@ def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
     params = {"warmup_num_steps": 100, "total_num_steps": 1000, "cos_min_ratio": 0.1, "warmup_type": "log"}
     file = tmp_path / "ds.json"
     optimizer = {"type": "AdamW", "params": {"lr": 3e-4}}
-    content = {"train_batch_size": 32, "optimizer": optimizer, "scheduler": {"type": "WarmupCosineLR", "params": params}}
+    content = {
+        "train_batch_size": 32,
+        "optimizer": optimizer,
+        "scheduler": {"type": "WarmupCosineLR", "params": params},
+    }
     file.write_text(json.dumps(content))
     translation = recipe_of(str(file))
     assert translation.sections["optimizer"]["min_lr"] == pytest.approx(3e-5)
