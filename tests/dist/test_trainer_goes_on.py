@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "qwen3_moe": {},
+    "glm4_moe": {},
 }
 
 

@@ -107,6 +107,14 @@ def _progress(
             "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
             "batch, and metrics.jsonl has it beside the loss"
         )
+    if any(weight.name.endswith(ROUTER_BIAS) for weight in opened.weights):
+        keys["optimizer.router_bias_rate"] = 0.0
+        notes.append("the Trainer does not change the routers' correction biases, so optimizer.router_bias_rate is 0")
+    if opened.config.family not in ("gpt", "gpt_neox") and isinstance(pad := model.get("pad_token_id"), int):
+        notes.append(
+            f"transformers does not train the embedding of pad_token_id ({pad}), and here it is trained: losses differ "
+            "if that token is in the data"
+        )
     if opened.config.family == "gpt":
         notes.append(
             "losses of GPT-2 are larger here by the factor (S + 1) / S for rows of S targets: the Trainer divides them "
