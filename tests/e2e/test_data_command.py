@@ -134,7 +134,6 @@ BAD = {
     "prepare a.jsonl out": "--tokenizer is missing: text becomes tokens by one",
     f"prepare a.jsonl {TO_OUT} --eod-token 5": "--eod-token must be left out with text",
     "inspect no-such": "PATH (no-such) does not exist in ",
-    "inspect raw.bin": "raw.bin and raw.idx together; `shardwise data prepare ",
 }
 
 
