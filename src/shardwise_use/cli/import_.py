@@ -2,7 +2,8 @@
 
 SOURCE is a Hugging Face folder or hub id. If a Hugging Face Trainer saved optimizer.pt there (checkpoint-500), the
 optimizer's state, the step and the rates are imported too: DEST becomes the folder of a run, and `shardwise train
---run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its weights.
+DEST/imported.yaml --run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its
+weights.
 
 With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2 and
 3, Llama and Qwen 3 models) and megatron (Megatron-LM's `torch_dist` format: GPT-2, Llama and Qwen models) are imported
