@@ -120,10 +120,11 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     if program.note:
         output.prose(program.note)
     if made.problems:
-        keys = dict.fromkeys(re.findall(r"^[a-z]+(?:\.\w+)*", "\n".join(made.problems), re.MULTILINE))
-        words = [_NEEDED.get(key, f"{key}=VALUE") for key in keys]
-        fix = f"give keys beside it: `shardwise recipes --from {shlex.quote(source)} {' '.join(words)} --write my.yaml`"
-        raise ConfigError([*made.problems, fix])
+        named = "\n".join(problem for problem in made.problems if ": unknown key" not in problem)
+        keys = dict.fromkeys(re.findall(r"^[a-z]+(?:\.\w+)*", named, re.MULTILINE))
+        words = " ".join(_NEEDED.get(key, f"{key}=VALUE") for key in keys)
+        fix = f"give keys beside it: `shardwise recipes --from {shlex.quote(source)} {words} --write my.yaml`"
+        raise ConfigError([*made.problems, *([fix] if words else [])])
     data = made.sections.get("data", {})
     text = f"# Made of {Path(source).name} ({program.title}) by `shardwise recipes --from`.\n"
     if not data.keys() & {"path", "blend", "dataset", "mixture"} and not made.sections.get("hooks", {}).get("data"):

@@ -535,3 +535,10 @@ def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
     assert translation.sections["optimizer"]["min_lr"] == pytest.approx(3e-5)
     reasons = {row.name: row.reason for row in translation.rows}
     assert reasons["scheduler.params.warmup_type"].startswith("warmups are linear here")
+
+
+def test_a_misspelt_key_is_not_advised(others: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "--from", str(others / "megatron.sh"), "train.stpes=3"]) == 2
+    said = capsys.readouterr().err
+    assert "train.stpes: unknown key; did you mean train.steps?" in said
+    assert "give keys beside it" not in said
