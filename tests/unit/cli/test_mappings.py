@@ -31,6 +31,7 @@ OTHERS: dict[str, list[str]] = {
     "model.mlp_only_layers": ["model.family=qwen3_moe", "model.mlp_only_layers=[1]"],
     "parallel.stages": ["parallel.stages=[3,5]"],
     "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
+    "optimizer.no_decay": ["optimizer.no_decay=[model.embed_tokens.weight,'*norm.weight']"],
     "evaluation.sets": ["train.eval_every=2", "evaluation.sets={code: a, wiki: {path: b, split: '1,0'}}"],
     "evaluation.tasks": ["evaluation.tasks=[a,b]"],
     "data.blend": ["data.dataset=null", "data.blend=[0.5,a,0.5,b]"],

@@ -206,8 +206,8 @@ def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
         prepare(config(511, tokenizer=str(without)), tmp_path / "b")
     assert "(512) must be at most model.vocab_size (511)" in caught.value.problems[0]
     assert caught.value.problems[1].startswith(
-        f"data.tokenizer {without} has no [PAD], [UNK], [CLS], [SEP] or [MASK]: model.family=bert needs [PAD], [UNK], "
-        "[CLS], [SEP] and [MASK]; other names are read from a tokenizer_config.json beside it"
+        f"data.tokenizer {without} has no [PAD], [CLS], [SEP] or [MASK]: model.family=bert needs [PAD], "
+        "<|endoftext|>, [CLS], [SEP] and [MASK]; other names are read from a tokenizer_config.json beside it"
     )
 
 
