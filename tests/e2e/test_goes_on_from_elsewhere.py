@@ -84,3 +84,6 @@ def test_what_is_told_of_the_import(begun: Begun) -> None:
     assert "give --samples N, after which" in begun.again("third").failed(2)
     (begun.at / "aside").rename(file)
     assert not (begun.at / "third").exists()
+    (begun.at / "imported.yaml").write_text("mine")
+    assert "imported.yaml is written here" in begun.again(f"file://{begun.at}/far").failed(2)
+    assert (begun.at / "imported.yaml").read_text() == "mine"

@@ -154,6 +154,8 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
     """The folder of checkpoints in DEST, and the local run's folder that has it, in which a run is to go on."""
     if "://" in dest:
         root = answering_root(dest)
+        if is_run and Path(_RECIPE).exists():
+            raise ConfigError(f"{_RECIPE} is written here, as DEST ({dest}) is a URL, and exists: move it away")
         return (root / "checkpoints" if (root / "checkpoints").is_folder() else root), None
     path = user_path(dest)
     is_inside = (path / "checkpoints").is_dir() or (is_run and path.name != "checkpoints")
