@@ -282,8 +282,11 @@ def _keys(
         "optimizer.eps": float(group["eps"]),
     }
     notes: list[str] = []
-    if len({other["weight_decay"] for other in groups[1:]} - {0.0}):
-        notes.append("biases and norms do not decay here, and they did there")
+    decays = {float(each["weight_decay"]) for each in groups}
+    if len(decays) == 1 and decays != {0.0}:
+        keys["optimizer.no_decay"] = []
+    elif len(decays - {0.0}) > 1:
+        notes.append(f"several rates of weight decay there, {listing(map(str, sorted(decays)))}, and one here")
     if not arguments:
         notes.append(
             f"there is no {_ARGUMENTS}: set optimizer.schedule, optimizer.max_norm and train.global_batch yourself"

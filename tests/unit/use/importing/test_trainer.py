@@ -100,6 +100,15 @@ def test_keys_and_place(good: Path) -> None:
     assert {key: progress.keys[key] for key in wanted} == wanted
 
 
+def test_an_optimizer_of_one_group_decays_all(tmp_path: Path) -> None:
+    progress = opened(save("llama", tmp_path, groups=1)).progress
+    assert progress is not None
+    assert (progress.keys["optimizer.weight_decay"], progress.keys["optimizer.no_decay"]) == (0.01, [])
+    two = opened(save("llama", tmp_path / "two", weight_decay=0.1)).progress
+    assert two is not None
+    assert "optimizer.no_decay" not in two.keys
+
+
 def test_a_schedule_without_counterpart_is_told(tmp_path: Path) -> None:
     folder = save("llama", tmp_path, lr_scheduler_type="inverse_sqrt", warmup_steps=2, bf16=True, max_grad_norm=0.0)
     found = opened(folder)
