@@ -117,6 +117,9 @@ class Run:
             ConfigError: an argument is none of these, a run is given twice, or a run has no such values.
             DataError: matplotlib is not installed.
         """
+        for other in others:
+            if isinstance(other, str) and not Path(other).exists():
+                raise ConfigError(f"others ({other}) must be runs, or their folders; a metric is metric={other!r}")
         runs = [self, *(other if isinstance(other, Run) else Run(other) for other in others)]
         paths = [run.path for run in runs]
         return provided("plot_runs")(paths, metric, x, smoothing, log, axes)

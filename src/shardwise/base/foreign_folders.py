@@ -14,8 +14,8 @@ _MEGATRON = (
     "run `shardwise checkpoint import {folder} DEST --from megatron`, and give DEST",
 )
 
-# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop; the others stand
-# on the pages of their makers.
+# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop; those of the other
+# programs follow their documentation, and were not tried.
 _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "an adapter of peft, such as LoRA, without the model that it changes",

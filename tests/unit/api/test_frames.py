@@ -89,7 +89,7 @@ def test_a_plot_has_a_line_for_each_run() -> None:
         ((), {"smoothing": "much"}, "smoothing (much) must be at least 0 and below 1"),
         ((), {"log": "yx"}, "log (yx) must be x, y or xy"),
         ((), {"metric": "expert_idle"}, "one must record expert_idle by step, and no step of it has a finite value"),
-        (("none",), {}, "none must be a run's folder: it has neither config.yaml nor metrics.jsonl"),
+        (("loss",), {}, "others (loss) must be runs, or their folders; a metric is metric='loss'"),
         (("./one",), {}, "RUN (one) must be named once: it is there twice"),
         ((5,), {}, "path (5) must be a folder's path, such as 'runs/latest'"),
         (("young",), {}, "young must record loss by step, and no step of it has a finite value"),

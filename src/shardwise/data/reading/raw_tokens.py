@@ -162,6 +162,13 @@ def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) ->
     if vocab_size is not None:  # OLMo-core takes the narrowest dtype, the others two bytes or four
         kinds = ("uint8", "uint16", "uint32", "uint64")[path.suffix != ".npy" :]
         expected = next(kind for kind in kinds if vocab_size - 1 <= np.iinfo(kind).max)
+
+    def contradicts(dtype: str) -> DataError:
+        return DataError(
+            f"the bytes of {path} look like ids of {dtype}, and a vocabulary of {vocab_size} would be {expected}: say "
+            f"which by {option}, or name the tokenizer that made them by data.tokenizer"
+        )
+
     size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(file.read(min(_LOOKED_AT, size // 4 * 4)), "<u2")
@@ -173,12 +180,11 @@ def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) ->
         if high.size and int(high.max()) < limit:
             if np.count_nonzero(low.max(axis=1) >= _HIGH_HALVES) >= _EVIDENCE:
                 if expected is not None and np.dtype(expected).itemsize < np.dtype(dtype).itemsize:
-                    raise DataError(
-                        f"the bytes of {path} look like ids of {dtype}, and a vocabulary of {vocab_size} would be "
-                        f"{expected}: say which by {option}, or name the tokenizer that made them by data.tokenizer"
-                    )
+                    raise contradicts(dtype)
                 return dtype, "its bytes look"
             unclear.append(dtype)
+    if expected == "uint8" and size % 2 == 0 and words.size >= _EVIDENCE and int(words.max()) <= np.iinfo(expected).max:
+        raise contradicts("uint16")  # as ids of uint8, every second one would be 0
     if expected is not None:
         return expected, f"a vocabulary of {vocab_size} is"
     if not unclear:

@@ -264,6 +264,10 @@ def test_shards_of_llm_c_and_arrays(tmp_path: Path) -> None:
     assert inspect(str(tmp_path / "raw.npy"), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
     np.array([3, 250] * 99, "u1").tofile(tmp_path / "bytes.npy")
     assert tokens(tmp_path / "bytes.npy", vocab_size=256) == [3, 250] * 99, "the narrowest dtype, as OLMo-core's"
+    np.array([3, 250] * 99, "<u2").tofile(tmp_path / "words.npy")
+    assert "look like ids of uint16, and a vocabulary of 256 would be uint8" in refusal(
+        tmp_path / "words.npy", vocab_size=256
+    )
     np.save(tmp_path / "negative.npy", np.array([1, -100] * 40))
     assert refusal(tmp_path / "negative.npy").startswith(f"{tmp_path}/negative.npy: token 1 (-100) must be in 0 … 511")
     assert "names no files of tokens that exist" in refusal(tmp_path / "none.npy", format="tokens")
