@@ -101,7 +101,6 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
             block = block_activations(workload, first_alike)
             rows = _rows_at_work(workload, routing) - _shared_expert(workload)
             experts = _mlp_gradients(workload, layer) - rows + workload.gathered_bytes - block.mlp
-            # At QKV, what the core saved is free.
             weight = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
             qkv = workload.x_bytes + workload.gathered_bytes + _weight_gradient(workload, weight)
             later = max(_core_gradients(workload), qkv - block.core_input_saved - block.core) - block.mlp
@@ -481,10 +480,8 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
-    model = workload.model
-    layout = workload.layout
-    a = workload.a
-    x = workload.x_bytes
+    model, layout = workload.model, workload.layout
+    a, x = workload.a, workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
     elements = workload.local.intermediate * model.hidden_size
     weights = _weight_gradient(workload, elements)
@@ -545,9 +542,7 @@ def _core_gradients(workload: RankWorkload) -> int:
     """
     a = workload.a
     matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * workload.probabilities
-    work = (
-        workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
-    )
+    work = workload.x_bytes + a * workload.tokens * workload.local.query + matrix * workload.attends_step_by_step
     keys_and_values = 2 * workload.tokens * workload.local.key_value
     if workload.gathers_keys:
         # Keys and values of all tokens, gathered again, and their gradients.
