@@ -1,5 +1,6 @@
 """Sparse models with `train.bitwise`: each layout has the very numbers of one process."""
 
+import copy
 import functools
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from shardwise.distributed.mesh import Mesh
+from shardwise.layers.experts import experts_of
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.bits import Bits
@@ -102,3 +104,20 @@ def test_two_hundred_steps_have_the_bits_of_one_process(ranks: Any) -> None:
         world, sections = LAYOUTS[name]
         for found in ranks(world).run(train, "olmoe", "float32", sections, steps, timeout=900):
             compare(found, one)
+
+
+def use_a_copy() -> str:
+    """What a copied layer says, whose parameters are new and have no further gradients."""
+    config = configuration({"parallel": {"expert": 2}, "train": {"bitwise": True, "data_grain": 4}}, "olmoe")
+    trainer = build_trainer(config, Mesh(**config.parallel.degrees, grains=config.grains, device="cpu"), make_data())
+    layer = copy.deepcopy(experts_of(trainer.model)[0])
+    try:
+        layer(torch.zeros(4, 1, config.model.hidden_size))
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_copied_layer_is_refused(ranks: Any) -> None:
+    for text in ranks(2).run(use_a_copy):
+        assert "was copied, without the gradients that it keeps" in text

@@ -58,11 +58,13 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
-        later: likewise from the moment at which a gradient of a weight of the last block is complete.
+        experts: likewise while the experts of the last block have complete gradients of their weights.
+        later: likewise from the moment at which another gradient of a weight of the last block is complete.
     """
 
     kept: int
     peak: int
+    experts: int = 0
     later: int = 0
 
 
@@ -92,11 +94,17 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
         first_alike = workload.first_alike[layer]
         block_kept, work = kept_and_work(workload, first_alike)
         kept += block_kept
-        # Those of experts are complete together, when what the layer saved is free.
-        is_free = workload.model.routing(layer) is not None and workload.recompute == "none"
-        freed = block_activations(workload, first_alike).mlp if is_free else 0
-        core = _core_gradients(workload) - freed
-        blocks.append(BlockStack(kept, kept + work, kept + (max(work - freed, core) if is_free else work)))
+        routing = workload.model.routing(layer)
+        experts = later = work
+        if routing is not None and routing.per_token < routing.experts and workload.recompute == "none":
+            # Those of experts are complete together, when what the layer saved is free, and the rows at work are too.
+            block = block_activations(workload, first_alike)
+            rows = _rows_at_work(workload, routing) - _shared_expert(workload)
+            experts = _mlp_gradients(workload, layer) - rows + workload.gathered_bytes - block.mlp
+            weight = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
+            qkv = workload.x_bytes + workload.gathered_bytes + _weight_gradient(workload, weight)
+            later = max(_core_gradients(workload), qkv - block.core_input_saved - block.core) - block.mlp
+        blocks.append(BlockStack(kept, kept + work, kept + experts, kept + later))
     return blocks
 
 
@@ -472,15 +480,11 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
-    model = workload.model
-    layout = workload.layout
-    a = workload.a
-    x = workload.x_bytes
+    model, layout = workload.model, workload.layout
+    a, x = workload.a, workload.x_bytes
     feed = a * workload.tokens * workload.local.intermediate
     elements = workload.local.intermediate * model.hidden_size
-    # Where a micro-batch's gradients are freed, they are copied to the bucket and not added.
-    is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
-    weights = a * elements if is_copied else workload.gradient_bytes(elements)
+    weights = _weight_gradient(workload, elements)
     routing = model.routing(layer)
     if routing is not None:
         # The experts' gradients are complete together, and are added one after the other, that of the down projections
@@ -488,7 +492,7 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         held = routing.experts // layout.expert * model.expert_width // layout.tensor
         feed = _rows_at_work(workload, routing) - _shared_expert(workload)  # whose backward pass comes before
         elements = held * model.hidden_size
-        down, gate_up = (a * n * elements if is_copied else workload.gradient_bytes(n * elements) for n in (1, 2))
+        down, gate_up = (_weight_gradient(workload, n * elements) for n in (1, 2))
         # In bit-equal sums the rows of each rank give a gradient by themselves.
         sources = layout.expert if workload.is_bit_equal else 1
         weights = max(2 * a * elements + down, gate_up, 3 * sources * a * elements)
@@ -506,6 +510,12 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         return x + most
     norm = 4 * _FLOAT32 * workload.x_elements if _norms_copy_input(workload) else 0
     return x + max(most - norm_bytes(workload), norm)
+
+
+def _weight_gradient(workload: RankWorkload, elements: int) -> int:
+    """Return the bytes of a new gradient that is added; where a micro-batch's are freed, it goes to the bucket."""
+    is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
+    return workload.a * elements if is_copied else workload.gradient_bytes(elements)
 
 
 def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
@@ -532,9 +542,7 @@ def _core_gradients(workload: RankWorkload) -> int:
     """
     a = workload.a
     matrix = (_FLOAT32 if a == _FLOAT32 else 2 * _FLOAT32 - 1 - a) * workload.probabilities
-    work = (
-        workload.x_bytes + a * workload.tokens * workload.local.query + (matrix if workload.attends_step_by_step else 0)
-    )
+    work = workload.x_bytes + a * workload.tokens * workload.local.query + matrix * workload.attends_step_by_step
     keys_and_values = 2 * workload.tokens * workload.local.key_value
     if workload.gathers_keys:
         # Keys and values of all tokens, gathered again, and their gradients.

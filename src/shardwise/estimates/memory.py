@@ -187,9 +187,7 @@ def _gradient_bytes(workload: RankWorkload) -> int:
 
 def _optimizer_bytes(workload: RankWorkload) -> int:
     """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank's device."""
-    if workload.offloads:
-        return 0
-    return _state_bytes(workload, master=workload.precision.master_bytes)
+    return 0 if workload.offloads else _state_bytes(workload, master=workload.precision.master_bytes)
 
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
@@ -228,8 +226,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     keeps_input = workload.recompute == "full" or block_activations(workload, stage.layers[0]).saves_input
     received = 0 if keeps_input or stage.is_first else x
     gradient = 0 if stage.is_last else x
-    onwards = 0
-    back = 0
+    onwards = back = 0
     if SCHEDULES[parallel.schedule].is_single_stage:
         kept += 0 if stage.is_last else x
     elif parallel.pipeline > 1:
@@ -346,8 +343,7 @@ def _shared_tables(workload: RankWorkload, layers: range) -> int:
     dimensions, or where context parallelism alone makes positions differ from rank to rank [S/c·r]. Attention that goes
     step by step keeps no mask, unless recompute needs it again.
     """
-    model = workload.model
-    train = workload.config.train
+    model, train = workload.model, workload.config.train
     keeps_masks = not workload.attends_step_by_step or workload.recompute != "none"
     masks = workload.dense_mask_elements(layers) if keeps_masks else 0
     turns = 0

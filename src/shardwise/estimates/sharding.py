@@ -6,7 +6,7 @@ starts and ends reductions of gradients, but with bytes in place of tensors.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -243,29 +243,32 @@ class _Reductions:
         self.size -= self.shapes[number].elements * (self.gradient + self.copies[number])
         return number
 
-    def add(self, number: int, copy: int) -> int:
-        """Take a parameter's gradient in a bucket; return the most bytes that are held meanwhile.
+    def add(self, gradients: Iterable[tuple[int, int]]) -> int:
+        """Take parameters' gradients in buckets; return the most bytes that are held meanwhile.
 
-        copy: bytes of a copy of the gradient that autograd makes before.
+        gradients: number of the bucket, and bytes of a copy of the gradient that autograd makes before, of each.
         """
-        self.begin(number)
-        self.missing[number] -= 1
-        most = self.size + copy
-        while self.started < len(self.shapes) and not self.missing[self.started]:
-            while len(self.under_way) >= _MOST_REDUCTIONS:
-                self._end_oldest()
-            # Its gradients stay, and copies are made.
-            self.filling.discard(self.started)
-            self.under_way.append(self.started)
-            self.size += self.shapes[self.started].elements * self.copies[self.started]
-            self.started += 1
-            most = max(most, self.size)
+        most = self.size
+        for number, copy in gradients:
+            self.begin(number)
+            self.missing[number] -= 1
+            most = max(most, self.size + copy)
+            while self.started < len(self.shapes) and not self.missing[self.started]:
+                while len(self.under_way) >= _MOST_REDUCTIONS:
+                    self._end_oldest()
+                # Its gradients stay, and copies are made.
+                self.filling.discard(self.started)
+                self.under_way.append(self.started)
+                self.size += self.shapes[self.started].elements * self.copies[self.started]
+                self.started += 1
+                most = max(most, self.size)
         return most
 
 
-def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, ByUnit, int]:
+def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
     """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
+    With those before it come those while its experts get their gradients, which is before the rest of a block does.
     At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
     no smaller unit has comes last, and has all that is held from then on.
 
@@ -278,10 +281,12 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, B
     shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index and shape.slices >= least]
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
     reductions = _Reductions(shapes, gradient, [reduction_copies(workload, shape) for shape in shapes])
-    # A gradient that is the first of a sum is copied once, into the order of the weight in memory.
+    # A gradient that is the first of a sum is copied once, into the order of the weight in memory, which experts' have,
+    # and into the dtype of the sum.
     is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
     copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
-    copies: dict[tuple[int, int], list[int]] = {}
+    is_cast = workload.precision.gradient != workload.precision.parameter
+    copies: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
     # Kinds of buckets of which a parameter of a block came already: buckets begin at the end of the model.
     in_blocks: set[bool] = set()
     for number, shape in enumerate(shapes):
@@ -291,28 +296,25 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, B
                 in_blocks.add(shape.has_matrices)
             elif unit == OUTSIDE.unit and shape.has_matrices not in in_blocks:
                 unit = HEAD.unit  # after the blocks, as a last norm
-            copies.setdefault((unit, number), []).append(copy * parameter.elements if parameter.in_block else 0)
+            is_expert = parameter.used_share < 1
+            copied = copy * parameter.elements if parameter.in_block and (is_cast or not is_expert) else 0
+            copies[unit, is_expert].append((number, copied))
     rounds = min(workload.micro_batches, 2) if each_pass else 1
     gradients: ByUnit = {}
-    before: ByUnit = {}
+    before: dict[int, tuple[int, int]] = {}
     for _ in range(rounds):
         reductions.begin_round()
         gradients = {}
         # What no smaller unit has comes last: a table of positions is added to the embedding.
         for unit in (HEAD.unit, *reversed(stage.layers), EMBEDDING.unit, OUTSIDE.unit):
-            before[unit] = reductions.size
-            most = max(reductions.size, gradients.get(unit, 0))
-            numbers = [number for number in range(len(shapes)) if (unit, number) in copies]
+            before[unit] = reductions.size, reductions.add(copies[unit, True])
             # The last products of attention and MLP that are computed side by side get their gradients first.
-            for number in numbers if workload.model.parallel_residual or unit == EMBEDDING.unit else ():
+            for number, _ in copies[unit, False] if workload.model.parallel_residual or unit == EMBEDDING.unit else ():
                 reductions.begin(number)
             beside = reductions.size
-            for number in numbers:
-                for copied in copies[unit, number]:
-                    most = max(most, reductions.add(number, copied))
-            gradients[unit] = most
+            gradients[unit] = max(gradients.get(unit, 0), reductions.add(copies[unit, False]))
             if unit == EMBEDDING.unit:
-                gradients |= {unit: beside, OUTSIDE.unit: most}
+                gradients |= {unit: beside, OUTSIDE.unit: gradients[unit]}
     return gradients, before, reductions.size if rounds > 1 else 0
 
 
@@ -327,7 +329,7 @@ class StageInFlight:
         weights: whole weights at each unit of a forward and of a backward pass.
         gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
         reduced: likewise of the last micro-batch's backward pass.
-        before: likewise before the unit has a gradient of a weight.
+        before: likewise before the unit has a gradient of a weight, and while its experts get theirs.
         left: gradients and copies between two passes.
         other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
     """
@@ -335,7 +337,7 @@ class StageInFlight:
     weights: tuple[ByUnit, ByUnit]
     gradients: ByUnit
     reduced: ByUnit
-    before: ByUnit = field(default_factory=dict)
+    before: dict[int, tuple[int, int]] = field(default_factory=dict)
     left: int = 0
     other_weights: int = 0
 
@@ -372,10 +374,10 @@ class StageInFlight:
 
     def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
         """The most at a block of a backward pass, with its activations."""
-        later = self.last(layer) if last else self.backward(layer)
         held = self.reduced if last else self.gradients
-        first = later - held.get(layer, 0) + (self.before.get(layer, 0) if held else 0)
-        return max(level.peak + first, level.later + later)
+        first, experts = self.before.get(layer, (0, 0)) if held else (0, 0)
+        most = max(level.peak + first, level.experts + experts, level.later + held.get(layer, 0))
+        return self.weights[1].get(layer, 0) + self.other_weights + most
 
 
 @dataclass(frozen=True)
@@ -406,15 +408,10 @@ class _Case:
     @staticmethod
     def of(workload: RankWorkload) -> _Case:
         config = workload.config
-        optimizer = config.optimizer
+        optimizer, layout = config.optimizer, workload.layout
         key = (
             *(workload.model, workload.precision, workload.local, workload.accelerator, workload.stages),
-            *(
-                workload.layout.tensor,
-                workload.layout.sequence_parallel,
-                workload.layout.replicas,
-                workload.shard_ranks,
-            ),
+            *(layout.tensor, layout.sequence_parallel, layout.replicas, workload.shard_ranks),
             *(optimizer.zero, optimizer.name, optimizer.prefetch, optimizer.bucket_mib, config.reduce, config.gather),
             *(config.is_bit_equal, workload.micro_batches > 1),
         )
@@ -423,18 +420,15 @@ class _Case:
 
 @lru_cache(maxsize=4096)
 def _reduction(case: _Case, stage: Stage) -> StageInFlight:
-    reduced, before, _ = gradients_in_flight(case.workload, stage)
-    return StageInFlight(({}, {}), {}, reduced, before)
+    return StageInFlight(({}, {}), {}, *gradients_in_flight(case.workload, stage)[:2])
 
 
 @lru_cache(maxsize=4096)
 def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
     workload = case.workload
     gathers = {stage.index: StageGathers(workload, stage) for stage in workload.stages}
-    kept = {}
-    for index, stage_gathers in gathers.items():
-        gathered = stage_gathers.forward(GatherState()).state.gathered
-        kept[index] = sum(stage_gathers.sizes[number] for number in gathered)
+    gathered = {index: each.forward(GatherState()).state.gathered for index, each in gathers.items()}
+    kept = {index: sum(gathers[index].sizes[number] for number in numbers) for index, numbers in gathered.items()}
     return {
         stage.index: StageInFlight.of(workload, stage, gathers[stage.index], sum(kept.values()) - kept[stage.index])
         for stage in workload.stages

@@ -161,6 +161,7 @@ class _SumOfRows(torch.autograd.Function):
                 dx[part, run], d_weight[part, run], d_to_width, d_to_hidden = results
                 into_width[:, part] += d_to_width.unflatten(0, (2, -1))
                 into_hidden[:, part] += d_to_hidden
+                del results, d_to_width, d_to_hidden  # not held beside the next expert's
         return journey.sums_back(dx), journey.rows_back(d_weight), None, None, *d_gate_up, *d_down
 
 

@@ -266,8 +266,7 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
     """
     if _has_grouped_products(x, gate_up, down):
         return _grouped_sum(x, weights, experts, gate_up, down)
-    y: Tensor = _SumOfExperts.apply(x, weights, experts, gate_up, down)  # type: ignore[no-untyped-call]
-    return y
+    return cast(Tensor, _SumOfExperts.apply(x, weights, experts, gate_up, down))  # type: ignore[no-untyped-call]
 
 
 def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
@@ -374,6 +373,7 @@ class _SumOfExperts(torch.autograd.Function):
             results = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
             dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = results
             dx.index_add_(0, token, dx_rows)
+            del results, dx_rows  # not held beside the next expert's
         d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
         return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
