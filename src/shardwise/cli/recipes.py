@@ -107,11 +107,11 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     without = [row for row in made.rows if not row.keys and row.reason and row not in same]
     unknown = [row for row in made.rows if not row.keys and not row.reason]
 
-    def ours(row: Any) -> list[str]:
+    def cells(row: Any) -> list[str]:
         keys = " ".join(f"{key}={setting_text(value)}" for key, value in row.keys.items())
         return [f"→ {keys}{' (its default)' if row.is_default else ''}"]
 
-    block(f"{program.title}: carried over", carried, ours)
+    block(f"{program.title}: carried over", carried, cells)
     block(
         "nothing to set", same, lambda row: [row.reason.removeprefix("nothing to set").removeprefix("leave it out: ")]
     )

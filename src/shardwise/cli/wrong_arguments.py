@@ -128,8 +128,8 @@ def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str],
             key, _, fixed = meant[0].partition("=")
             given[key] = fixed or row.value
         words[name] = []
-        for key, ours in given.items():
-            words[name] += [key, setting_text(ours)] if key.startswith("--") else [f"{key}={setting_text(ours)}"]
+        for key, setting in given.items():
+            words[name] += [key, setting_text(setting)] if key.startswith("--") else [f"{key}={setting_text(setting)}"]
         if not words[name] and not row.reason.startswith(("leave it out", "nothing")):
             left_out.append(name)
     if len(left_out) == len(words):

@@ -28,7 +28,7 @@ for _equation, _names in _RECORD["conversions"].items():
         OTHER_NAMES[_name] = (*OTHER_NAMES.get(_name, ()), _key)
         FORMULAS[_name, _key] = _formula.strip()
 WORDS: dict[str, dict[str, Any]] = {
-    owner: {str(word).lower(): ours for word, ours in words.items()} for owner, words in _RECORD["words"].items()
+    owner: {str(word).lower(): mapped for word, mapped in words.items()} for owner, words in _RECORD["words"].items()
 }
 """Another program's name, or our key → their value in lower case → ours, several keys, or why there is none."""
 UNSURE = frozenset[str](_RECORD["unsure"])

@@ -107,7 +107,7 @@ def equation(name: str, target: str, value: object) -> str:
         keys = _by_words(key, value) if key in WORDS and shown != _VALUE else {key: shown}
     except NoCounterpartError:
         keys = {key: _VALUE}
-    return " ".join(f"{key}={setting_text(ours)}" for key, ours in keys.items())
+    return " ".join(f"{key}={setting_text(mapped)}" for key, mapped in keys.items())
 
 
 def setting_text(value: Any) -> str:
@@ -132,14 +132,14 @@ def _by_words(owner: str, value: Any) -> dict[str, Any]:
     """Our keys for a value that is written otherwise here; `owner`: our key, or a name with words of its own."""
     words = WORDS[owner]
     word = word_of(value)
-    ours = words.get(word, words.get(word.rpartition("/")[2], words.get("*", NoCounterpartError)))
-    if ours is NoCounterpartError:
+    mapped = words.get(word, words.get(word.rpartition("/")[2], words.get("*", NoCounterpartError)))
+    if mapped is NoCounterpartError:
         raise NoCounterpartError(f"{owner} has nothing like {value}")
-    if isinstance(ours, dict) and all("." in key for key in ours):
-        return ours
-    if isinstance(ours, str) and " " in ours:
-        raise NoCounterpartError(ours)
-    return {owner: value if ours == _VALUE else ours}
+    if isinstance(mapped, dict) and all("." in key for key in mapped):
+        return mapped
+    if isinstance(mapped, str) and " " in mapped:
+        raise NoCounterpartError(mapped)
+    return {owner: value if mapped == _VALUE else mapped}
 
 
 def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
@@ -149,40 +149,40 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
         NoCounterpartError: there is none. KeyError: a formula needs a quantity that is not known.
     """
     if name in WORDS and {word_of(value), word_of(value).rpartition("/")[2]} & WORDS[name].keys():
-        ours = _by_words(name, value)
-        if ours == {name: None}:
+        mapped = _by_words(name, value)
+        if mapped == {name: None}:
             return {}
     else:
-        ours = {}
+        mapped = {}
     targets = OTHER_NAMES.get(name, ())
-    if not ours and not targets:
+    if not mapped and not targets:
         raise NoCounterpartError(WITHOUT_KEY.get(name, f"{name} has nothing like {value}"))
     for target in filter(has, targets):
         key, _, fixed = target.partition("=")
-        if key in ours:
+        if key in mapped:
             continue
         if name in UNSURE and (len(targets) == 1 or all(map(has, targets))):
             raise NoCounterpartError(f"it may mean {' or '.join(targets)}")
         if fixed:
             is_off = str(value).lower() in NO
             if not is_off or fixed in ("true", "false"):
-                ours[key] = (fixed == "false") if is_off else parse_value(fixed, key)
+                mapped[key] = (fixed == "false") if is_off else parse_value(fixed, key)
         elif formula := FORMULAS.get((name, target)):
-            ours[key] = _by_formula(key, formula, {**quantities, _VALUE: _number(value)})
+            mapped[key] = _by_formula(key, formula, {**quantities, _VALUE: _number(value)})
         elif key in WORDS:
-            ours |= {key: None} if value is None else _by_words(key, value)
+            mapped |= {key: None} if value is None else _by_words(key, value)
         elif key == "data.path" and isinstance(value, list):
-            ours |= {key: value[0]} if len(value) == 1 else {"data.blend": value}
+            mapped |= {key: value[0]} if len(value) == 1 else {"data.blend": value}
         else:
-            ours[key] = value
+            mapped[key] = value
     if (
         targets
         and not any(map(has, targets))
-        and all(ABSENT.get(target.partition("=")[0], ours) != value for target in targets)
+        and all(ABSENT.get(target.partition("=")[0], mapped) != value for target in targets)
     ):
         family = quantities.get("model.family")
         raise NoCounterpartError(f"the family {family} has no key for it" if family else "no key sets it")
-    return ours
+    return mapped
 
 
 def _number(value: Any) -> Any:
@@ -235,7 +235,7 @@ def translate(
     given = {name: value for name, value in settings.items() if value not in _UNSET}
     # First comes what switches something off, such as evaluation.
     given = dict(sorted(given.items(), key=lambda item: item[0] not in WORDS))
-    base = {key: ours.default for key, ours in known_paths().items() if ours.default is not PydanticUndefined}
+    base = {key: field.default for key, field in known_paths().items() if field.default is not PydanticUndefined}
     translator = _Translator(base | (spec.keys if spec else {}) | dict(known), program, has, find)
     # Formulas come last, in the order of what they read, and what is given before what a program does by default.
     pending = translator.pending
@@ -296,22 +296,22 @@ class _Translator:
             is_told = self._program is None and record in WITHOUT_KEY
             if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
                 return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
-            ours = _meaning(record, value, {**self._base, **found}, self._has)
+            mapped = _meaning(record, value, {**self._base, **found}, self._has)
         except NoCounterpartError as error:
             return Row(name, value, reason=str(error), is_default=is_default)
         except KeyError as error:
             return Row(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
         # A formula such as that of one of two betas changes what is there.
-        fixed = {key for key in ours if key in found and (key in self._whole or key not in self._reads(name))}
+        fixed = {key for key in mapped if key in found and (key in self._whole or key not in self._reads(name))}
         if is_default and fixed:
             return Row(name, value, is_default=True)
-        taken = {key for key in fixed if found[key] != ours[key]}
-        if taken and len(taken) == len(ours):
+        taken = {key for key in fixed if found[key] != mapped[key]}
+        if taken and len(taken) == len(mapped):
             return Row(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
-        ours = {key: ours[key] for key in ours if key not in taken}
-        found.update(ours)
-        self._whole.update(ours if not self.formulas(name) else ())
-        return Row(name, value, ours, "" if ours else "nothing to set", is_default)
+        mapped = {key: mapped[key] for key in mapped if key not in taken}
+        found.update(mapped)
+        self._whole.update(mapped if not self.formulas(name) else ())
+        return Row(name, value, mapped, "" if mapped else "nothing to set", is_default)
 
 
 def _targets(name: str | None) -> list[str]:

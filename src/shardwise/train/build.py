@@ -341,7 +341,7 @@ def decay_groups(
         ConfigError: a pattern matches some of the tensors that one parameter holds, such as Q alone of Q, K and V.
     """
     decaying: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    without_decay: list[nn.Parameter] = []
     for parameter in parameters:
         pieces = of_or_whole(parameter).pieces
         decays = len(pieces[0].shape) > 1
@@ -353,10 +353,10 @@ def decay_groups(
                     f"optimizer.no_decay ({listing(no_decay)}) must match all or none of "
                     f"{listing([piece.name for piece in pieces])}, which are one parameter: it matches {listing(named)}"
                 )
-        (decaying if decays else others).append(parameter)
+        (decaying if decays else without_decay).append(parameter)
     groups: list[dict[str, object]] = [
         {"params": decaying, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": without_decay, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -55,7 +55,7 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.Path", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
 }  # fmt: skip
-"""What torch's writer names in `.metadata`; an object of it becomes a `Record`."""
+"""The names that torch's writer puts in `.metadata`; an object of it becomes a `Record`."""
 
 
 class Record:

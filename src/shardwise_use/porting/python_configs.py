@@ -50,7 +50,7 @@ def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
 
 
 def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
-    """What names, and attributes of names, are assigned to last; not in functions and classes."""
+    """The last value that each name, or attribute of a name, is assigned; not in functions and classes."""
     found: dict[str, ast.expr] = {}
     for node in body:
         for inner in ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
@@ -62,7 +62,7 @@ def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:
-    """What a function returns, if that is a config."""
+    """The config that a function returns, if it returns one."""
     values = _assigned(function.body)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return next((value for value in reversed(returned) if _is_config(values.get(ast.unparse(value), value))), None)

@@ -85,7 +85,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         for name, value in settings.items()
         if name in FACTS and not find(name)
     ]
-    keys = {**{key: ours for key, ours in PROGRAMS[program].keys.items() if has(key)}, **known}
+    keys = {**{key: mapped for key, mapped in PROGRAMS[program].keys.items() if has(key)}, **known}
     for row in rows:
         keys |= row.keys
     rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
@@ -131,7 +131,7 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
         if isinstance(words, dict) and "model.family" in words:
             named.append(words["model.family"])
         elif "model.family" in OTHER_NAMES.get(name, ()):
-            named += [ours for ours in [WORDS["model.family"].get(str(value).lower())] if isinstance(ours, str)]
+            named += [mapped for mapped in [WORDS["model.family"].get(str(value).lower())] if isinstance(mapped, str)]
     named += [family for key, family in PROGRAMS[program].keys.items() if key == "model.family"]
     if named:
         return named[-1], tuple(named)

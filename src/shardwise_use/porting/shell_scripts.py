@@ -30,7 +30,7 @@ _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMENT = re.compile(r"(?m)(^|\s)#(?!!).*$")
 _END_OF_COMMAND = re.compile(r"\d?[|&;>]")
 _PASSES = 8
-"""How often variables inside of the values of variables are filled in."""
+"""The number of passes that fill in variables inside of the values of variables."""
 
 
 def commands(

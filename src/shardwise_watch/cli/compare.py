@@ -385,7 +385,7 @@ def _compared_text(facts: Mapping[str, Any], which: str) -> str:
 
 
 _UNITS = {"step": "step", "tokens": "point", "time": "point"}
-"""What the places on an axis are called."""
+"""The word for a place on each axis."""
 
 
 def _place(x: str, place: float) -> str:
