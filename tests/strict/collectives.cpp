@@ -26,7 +26,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 const int64_t kDelay = setting("STRICT_DELAY", 200);  // microseconds at most before each operation
 const int64_t kLeastDelay = setting("STRICT_LEAST_DELAY", 0);  // and at least
 const int64_t kBandwidth = setting("STRICT_BANDWIDTH", 0);  // megabytes a second, which are bytes a microsecond; 0: no limit
-const bool kSplits = setting("STRICT_CUDA_LIKE", 1);
+const bool kSplits = setting("STRICT_CUDA_LIKE", 1) && !kLikeNeuron;
 constexpr int kAcknowledge = 1 << 20, kBatched = 1 << 21;  // added to tags
 
 // Runs jobs in order on its own thread.
@@ -238,6 +238,8 @@ struct StrictBackend final : c10d::Backend {
   }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& to, std::vector<int64_t>& from, const c10d::AllToAllOptions& o) override {
     TORCH_CHECK(!out.is_alias_of(in), "strictccl: all_to_all in place");
+    const auto equal = [](const auto& sizes) { return std::all_of(sizes.begin(), sizes.end(), [&](int64_t size) { return size == sizes[0]; }); };
+    TORCH_CHECK_NOT_IMPLEMENTED(!kLikeNeuron || (equal(to) && equal(from)), "Unsupported split_sizes found");
     return apart(Op::ALLTOALL_BASE, {out}, {in}, [=](auto& g, Tensors& y, Tensors& x) mutable { return g.alltoall_base(y[0], x[0], to, from, o); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
@@ -273,7 +275,10 @@ struct StrictBackend final : c10d::Backend {
     batch_loans.insert(batch_loans.end(), loans.begin(), loans.end());
     return c10::make_intrusive<StrictWork>(rank_, Op::COALESCED, std::shared_future<void>(), std::vector<Loan>{});
   }
-  WorkPtr send(Tensors& tensors, int to, int tag) override { return message(true, tensors, to, tag); }
+  WorkPtr send(Tensors& tensors, int to, int tag) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!kLikeNeuron, "strictccl: no messages of two ranks");
+    return message(true, tensors, to, tag);
+  }
   WorkPtr recv(Tensors& tensors, int from, int tag) override { return message(false, tensors, from, tag); }
   void startCoalescing() override { batching = true; }
   WorkPtr endCoalescing() override {

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tests.rank_pool import RankPool
 
 
-_pools: dict[tuple[int, bool], RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
 @pytest.hookimpl(trylast=True)
@@ -28,7 +28,7 @@ def _close_pools() -> None:
 
 @pytest.fixture(scope="session")
 def strict() -> Iterator[Callable[..., RankPool]]:
-    """Pools of ranks by size, as the fixture `ranks` of the CPU, and by whether the device is like CUDA."""
+    """Pools of ranks by size, as the fixture `ranks` of the CPU, and by what the device is like."""
     from tests.rank_pool import RankPool
     from tests.strict import build, ranks
 
@@ -36,9 +36,10 @@ def strict() -> Iterator[Callable[..., RankPool]]:
         pytest.skip(f"the strict device is not built here: {missing}")
     build.library()  # before ranks start, which would each build it
 
-    def pool(size: int, like_cuda: bool = True) -> RankPool:
-        prepare = ranks.prepare if like_cuda else ranks.prepare_unlike_cuda
-        return _pools.setdefault((size, like_cuda), RankPool(size, device_type="strict", prepare=prepare))
+    prepare = {"cuda": ranks.prepare, "other": ranks.prepare_unlike_cuda, "neuron": ranks.prepare_like_neuron}
+
+    def pool(size: int, like: str = "cuda") -> RankPool:
+        return _pools.setdefault((size, like), RankPool(size, device_type="strict", prepare=prepare[like]))
 
     yield pool
     _close_pools()

@@ -184,6 +184,15 @@ Pinned& pinned_memory() {
 
 // ---- random numbers: a CPU generator for each device
 
+// TorchNeuron draws masks of dropout on the host, and computes in 32 bits what is 64 bits wide.
+const bool kLikeNeuron = setting("STRICT_NEURON_LIKE", 0);
+
+void narrow(const Tensor& t) {
+  if (!t.defined() || !t.is_cpu() || !t.is_non_overlapping_and_dense()) return;
+  if (t.scalar_type() == at::kLong) t.copy_(t.to(at::kInt));
+  if (t.scalar_type() == at::kDouble) t.copy_(t.to(at::kFloat));
+}
+
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(Index index, at::Generator cpu = at::make_generator<at::CPUGeneratorImpl>())
       : GeneratorImpl(Device(kType, index), DispatchKeySet(DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
@@ -347,8 +356,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
     std::optional<Draws> drawing;
-    if (draws) drawing.emplace(call.index);
+    if (draws && !(kLikeNeuron && schema.name() == "aten::native_dropout")) drawing.emplace(call.index);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
+    if (kLikeNeuron)
+      for (const auto& value : *stack) mapped(value, [](const Tensor& t) { return narrow(t), t; });
   }
   call.follow_resizes();
   for (size_t i = 0; i < n; ++i) {
@@ -516,11 +527,15 @@ struct Event {
   bool done() const { return covers(host_, lane, ticket); }
 };
 
+// The only device that this process may use; -1: any.
+Index only_ = -1;
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   Device getDevice() const override { return {kType, current_}; }
   void setDevice(Device d) const override {
     TORCH_CHECK(d.index() >= 0 && d.index() < kCount, "invalid device ordinal: ", d);
+    TORCH_CHECK(only_ < 0 || d.index() == only_, "Device index ", d.index(), " is out of range: this process has device ", only_, " alone");
     current_ = d.index();
   }
   Device exchangeDevice(Device d) const override {
@@ -648,6 +663,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_counts", [] { Locked locked(mutex_); counts_.clear(); });
   m.def("generator", [](int64_t index) { return generator(static_cast<Index>(index)); });
   m.def("is_initialized", [] { return used_; });
+  m.def("use_only", [](int64_t index) { only_ = current_ = static_cast<Index>(index), use(); });
   m.def("is_in_bad_fork", [] { return forked_; });
   m.def("device_count", [] { return static_cast<int64_t>(kCount); });
   m.def("can_read", [](const Tensor& t) { return !(reinterpret_cast<uintptr_t>(t.data_ptr()) & kBit); });

@@ -78,13 +78,31 @@ def load() -> None:
     torch._register_device_module("strict", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     flash_attention.install()
-    dist.Backend.register_backend("strictccl", _make_backend, extended_api=True, devices=["strict"])
-    if os.environ.get("STRICT_CUDA_LIKE", "1") != "0":
+    backend = "neuron" if _is_like_neuron() else "strictccl"
+    dist.Backend.register_backend(backend, _make_backend, extended_api=True, devices=["strict"])
+    if os.environ.get("STRICT_CUDA_LIKE", "1") != "0" and not _is_like_neuron():
         dist.Backend.backend_capability["gloo"].append("strict")  # as torch has it for CUDA, and for nothing else
+
+
+def _is_like_neuron() -> bool:
+    return os.environ.get("STRICT_NEURON_LIKE", "0") != "0"
+
+
+def _begin_as_neuron(rank: int) -> None:
+    """Start the device as TorchNeuron's first process group does: untouched until then, and one for each process.
+
+    The copy of its source of 21 April 2026 says so (torch_neuronx/distributed/backend.py).
+    """
+    assert not is_initialized(), "Neuron runtime should not be initialized before the init_process_group."
+    cores = os.environ.setdefault("NEURON_RT_VISIBLE_CORES", str(rank))
+    assert cores.isdecimal(), "Attempted to have more than one device per process in distributed setup"
+    _library.use_only(int(os.environ["LOCAL_RANK"]))
 
 
 def _make_backend(options: Any, _: Any) -> Any:
     """A communicator; where the world is bound to a device, it is split off the world's, as NCCL's is."""
+    if _is_like_neuron() and not dist.is_initialized():
+        _begin_as_neuron(options.group_rank)
     if dist.is_initialized() and (bound := dist.group.WORLD.bound_device_id) is not None:
         world = dist.group.WORLD._get_backend(bound)
         if world.supports_splitting:
@@ -145,7 +163,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(name="Strict test device")
+    return SimpleNamespace(name="trn2" if _is_like_neuron() else "Strict test device")
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:

@@ -28,6 +28,12 @@ def prepare_unlike_cuda() -> None:
     prepare()
 
 
+def prepare_like_neuron() -> None:
+    """Likewise, as TorchNeuron's devices."""
+    os.environ["STRICT_NEURON_LIKE"] = "1"
+    prepare()
+
+
 def losses(cell: cells.Cell, steps: int) -> list[float]:
     return cells.measure(cell, steps).losses
 

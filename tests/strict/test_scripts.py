@@ -68,7 +68,7 @@ def last_loss(script: str) -> float:
 def test_the_readmes_loops_with_the_devices_backend_named(name: str, strict: Callable[..., RankPool]) -> None:
     """As after `init_process_group("nccl")`: ranks of the tests have no group that takes tensors of the CPU."""
     wanted = strict(2).run(last_loss, SCRIPTS[name])
-    assert strict(2, like_cuda=False).run(last_loss, SCRIPTS[name]) == wanted
+    assert strict(2, like="other").run(last_loss, SCRIPTS[name]) == wanted
 
 
 @pytest.mark.slow

@@ -210,10 +210,8 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     `NEURON_LOGICAL_NC_CONFIG` says otherwise. Drivers that do not list them are older than Trainium2, and a Trainium1
     chip has 2 cores.
     """
-    visible = os.environ.get("NEURON_RT_VISIBLE_CORES")
-    if visible:
-        spans = [part.split("-") for part in visible.split(",")]
-        return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
+    if cores := visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", "")):
+        return len(cores)
     if number := os.environ.get("NEURON_RT_NUM_CORES"):
         return int(number)
     physical = 0
@@ -223,3 +221,9 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     cores_per_chip = physical // len(chips)
     default = "2" if cores_per_chip == 8 else "1"
     return physical // int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", default))
+
+
+def visible_cores(text: str) -> list[int]:
+    """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; none if it is empty."""
+    spans = [part.split("-") for part in text.split(",") if part]
+    return [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]

@@ -303,12 +303,25 @@ def all_to_all(
         sent: number of rows for each rank.
         arriving: number of rows from each rank.
     """
+    group.count("all_to_all", _bytes(x))
+    if sent is not None and arriving is not None and group.sends_equal_runs:
+        return _all_to_all_of_equal_runs(x, group, sent, arriving)
     rows = len(x) if arriving is None else sum(arriving)
     out = x.new_empty((rows, *x.shape[1:]))
-    group.count("all_to_all", _bytes(x))
     runs = None if arriving is None else list(arriving), None if sent is None else list(sent)
     _call(group, dist.all_to_all_single, out, x.contiguous(), *runs, group=group.process_group)
     return out
+
+
+def _all_to_all_of_equal_runs(x: Tensor, group: Group, sent: Sequence[int], arriving: Sequence[int]) -> Tensor:
+    """Return what `all_to_all` does, by runs that are all as long as the longest one of any rank."""
+    (longest,) = reduce_numbers([max(*sent, *arriving)], group)
+    padded = x.new_zeros((group.size, longest, *x.shape[1:]))
+    for row, run in zip(padded, x.split(list(sent)), strict=True):
+        row[: len(run)] = run
+    rows = torch.empty_like(padded)
+    _call(group, dist.all_to_all_single, rows, padded, group=group.process_group)
+    return torch.cat([row[:length] for row, length in zip(rows, arriving, strict=True)])
 
 
 def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
@@ -428,13 +441,18 @@ def exchange_async(
         slot.copy_(tensor)
     group.count("all_to_all", max(len(outgoing), len(incoming)))
     process_group = group.process_group
-    work = dist.all_to_all_single(incoming, outgoing, received_bytes, sent_bytes, group=process_group, async_op=True)
+    work: dist.Work | None = None
+    if group.sends_equal_runs:
+        incoming = _all_to_all_of_equal_runs(outgoing, group, sent_bytes, received_bytes)
+    else:
+        runs = received_bytes, sent_bytes
+        work = dist.all_to_all_single(incoming, outgoing, *runs, group=process_group, async_op=True)
 
     def finish() -> None:
         for slot, tensor in _slots(incoming, received):
             tensor.copy_(slot)
 
-    return Pending(incoming, cast(dist.Work, work), finish, group)
+    return Pending(incoming, work, finish, group)
 
 
 def _slot_bytes(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -17,10 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.hardware import accelerators
+from shardwise.base.hardware import accelerators, visible_cores
 from shardwise.distributed.torch_private import has_data, has_triton, scaled_matmul, set_allocator
 
-_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_HIDING = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "NEURON_RT_VISIBLE_CORES",
+)
 """Variables by which a launcher shows each rank an accelerator of its own."""
 
 
@@ -48,6 +54,8 @@ def _allocator_settings() -> str:
 
 def local_device() -> torch.device:
     """This process's device: the accelerator at `LOCAL_RANK`, or the only one that it sees, or the CPU without any.
+
+    The device stays untouched: TorchNeuron's process group must be made before its runtime starts. `begin_use` follows.
 
     Raises:
         ConfigError: the machine has accelerators that torch cannot use; this rank has none of its own, or nothing says
@@ -78,12 +86,25 @@ def local_device() -> torch.device:
             "one; start fewer ranks on each machine"
             f"{see('runs#local-rank')}"
         )
-    index = min(index, count - 1)
-    local = torch.device(device.type, index)
-    torch.accelerator.set_device_index(index)
+    # TorchNeuron numbers the devices of a job's ranks by LOCAL_RANK, whichever cores each process sees.
+    return torch.device(device.type, index if device.type == "neuron" else min(index, count - 1))
+
+
+def begin_use(device: torch.device) -> None:
+    """Make a device the current one of this process, and start it; the process group of a job exists already."""
+    if device.type == "cpu":
+        return
+    torch.accelerator.set_device_index(device)
     # torch's DeviceMesh takes the device of LOCAL_RANK, even if a launcher hides it, unless a device is in use before.
-    torch.empty(1, device=local)
-    return local
+    torch.empty(1, device=device)
+
+
+def show_one_core(device: torch.device) -> None:
+    """Leave this rank one of the NeuronCores that all ranks are shown: TorchNeuron takes one for each process."""
+    variable = "NEURON_RT_VISIBLE_CORES"
+    cores = visible_cores(os.environ.get(variable, ""))
+    if device.type != "cpu" and len(cores) > 1:
+        os.environ[variable] = str(cores[device.index])
 
 
 def require_build_for(kind: str) -> None:
@@ -107,6 +128,11 @@ def require_build_for(kind: str) -> None:
 def backend(device: torch.device) -> str:
     """The process-group backend of a device: gloo for the CPU, NCCL for CUDA, the accelerator's own elsewhere."""
     return dist.get_default_backend_for_device(device)
+
+
+def sends_equal_runs(backend_name: str) -> bool:
+    """True if an all-to-all of a process-group backend takes runs of one length only, as TorchNeuron's does."""
+    return backend_name == "neuron"
 
 
 def name(device: torch.device) -> str:
@@ -322,12 +348,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @functools.cache
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on a device that does not compute in float64, such as Apple's GPUs."""
+    """float64, or float32 on a device that does not compute in float64.
+
+    Apple's GPUs refuse it; TorchNeuron computes in float32 and gives the result the wider type.
+    """
     try:
-        torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.ones((), dtype=torch.float64, device=device) + 2.0**-40
     except (RuntimeError, TypeError):
         return torch.float32
-    return torch.float64
+    return torch.float64 if not has_data(total) or total.item() > 1.0 else torch.float32
+
+
+@functools.cache
+def has_wide_integers(device: torch.device) -> bool:
+    """True if the device computes in 64-bit integers; TorchNeuron computes in 32 bits and widens the result."""
+    if device.type in ("cpu", "meta"):
+        return True
+    number = torch.full((2,), 1, dtype=torch.int64, device=device) << 40
+    return not has_data(number) or number.tolist() == [1 << 40] * 2
 
 
 def shares_memory(device: torch.device, ranks: int) -> bool:
@@ -364,24 +402,31 @@ def cpu_prefers_onednn() -> bool:
     return vendor is not None and not vendor.endswith("GenuineIntel")
 
 
+@functools.cache
+def draws_on_host(device: torch.device) -> bool:
+    """True if an accelerator's dropout draws its masks from the host's generator, as TorchNeuron's does."""
+    before = torch.default_generator.get_state()
+    module = torch.get_device_module(device)
+    own = module.get_rng_state(device)
+    torch.native_dropout(torch.ones(64, device=device), 0.5, True)
+    after = torch.default_generator.get_state()
+    torch.default_generator.set_state(before)
+    module.set_rng_state(own, device)
+    return not torch.equal(before, after)
+
+
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Inside, the device's generator starts from `seed`; afterwards it is in its former state."""
-    if device.type == "cpu":
-        before = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
-        return
-    module = torch.get_device_module(device)
-    before = module.get_rng_state(device)
-    module.manual_seed(seed)
-    try:
+    """Inside, the generators that the device draws from start from `seed`; afterwards they are as before."""
+    with ExitStack() as states:
+        if device.type == "cpu" or draws_on_host(device):
+            states.callback(torch.default_generator.set_state, torch.default_generator.get_state())
+            torch.default_generator.manual_seed(seed)
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            states.callback(module.set_rng_state, module.get_rng_state(device), device)
+            module.manual_seed(seed)
         yield
-    finally:
-        module.set_rng_state(before, device)
 
 
 # ---- what errors of the libraries mean that carry messages between ranks

@@ -78,6 +78,7 @@ class Group:
         meter: bytes and seconds of this group's collectives.
         called: the number of collectives that this rank has called, and the kind of the last one.
         scatter_by_all_to_all: True if `reduce_scatter` is made of an all-to-all and a sum.
+        sends_equal_runs: True if the backend's all-to-all takes runs of one length only.
         message_device: device of numbers that the host sends; without an index, this process's current device.
         graph_name: name of the process group in compiled graphs; torch's own name until `share_graphs`.
     """
@@ -102,6 +103,7 @@ class Group:
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
         backends = dist.get_backend_config(process_group).split(",") if process_group else ["cpu:none"]
         self.scatter_by_all_to_all = self.adds_in_tree or all(backend.endswith(":gloo") for backend in backends)
+        self.sends_equal_runs = any(devices.sends_equal_runs(backend.rpartition(":")[2]) for backend in backends)
         device_types = [backend.split(":")[0] for backend in backends]
         self.message_device = torch.device("cpu" if "cpu" in device_types else device_types[0])
 
@@ -367,6 +369,8 @@ class Mesh:
         degrees = {name: int(degree) for name, degree in chosen.items()}
         self.device = torch.device(device) if device is not None else devices.local_device()
         self.world = Group.world()
+        if device is None:
+            devices.begin_use(self.device)
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
             named = [axis.degree for axis in CHOSEN_AXES if is_named(axis, degrees)]
@@ -485,6 +489,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     if job_size() > _CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     device = device if device is not None else devices.local_device()
+    devices.show_one_core(device)
     limit = timedelta(seconds=timeout)
     backend = devices.backend(device)
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
@@ -501,6 +506,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
             limit = rendezvous.NEVER
         set_default_timeout(limit)
         dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
+    devices.begin_use(device)
 
 
 @contextmanager

@@ -62,18 +62,23 @@ class _Masks:
         """
         if columns is None:
             columns = torch.arange(width, device=rows.device)
-        stream_B1 = mixed(self.samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
+        device = rows.device
+        if not torch.compiler.is_compiling() and not devices.has_wide_integers(device):
+            # A device that hashes in 32 bits would draw other masks, or none: the host draws them.
+            rows, columns = rows.cpu(), columns.cpu()
+        samples_B = self.samples_B.to(rows.device)
+        stream_B1 = mixed(samples_B ^ self.stream(place, rows.device)).unsqueeze(1)
         # A hash is uniform over the signed 64-bit integers: a share p of them lies below this threshold.
         threshold = min(math.floor(p * 2.0**64), 2**64 - 1) - 2**63
         # The compiler makes one kernel, which holds nothing between its operations: there are no chunks to cut.
         if torch.compiler.is_compiling():
             return mixed(stream_B1 + (rows.view(-1, 1, 1) * width + columns) * INCREMENT) >= threshold
-        keep = torch.empty((len(rows), len(self.samples_B), len(columns)), dtype=torch.bool, device=rows.device)
-        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(self.samples_B) * len(columns)))
+        keep = torch.empty((len(rows), len(samples_B), len(columns)), dtype=torch.bool, device=rows.device)
+        chunk = max(1, MASK_CHUNK_ELEMENTS // (len(samples_B) * len(columns)))
         for start in range(0, len(rows), chunk):
             elements = rows[start : start + chunk].view(-1, 1, 1) * width + columns
             torch.ge(mixed(stream_B1 + elements * INCREMENT), threshold, out=keep[start : start + chunk])
-        return keep
+        return keep.to(device)
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
         """Return the number from which the masks of a place are hashed, `[]`, on the device."""
@@ -172,7 +177,7 @@ class BlockKey(_Masks):
     places_S: Tensor | None
 
     def stream(self, place: Place, device: torch.device) -> Tensor:
-        return self.numbers[place.site]
+        return self.numbers[place.site].to(device)
 
     def shard(self, place: Place) -> Tensor:
         return self.shards[place.site]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from shardwise.base.errors import LostPeerError, see
+from shardwise.base.errors import ConfigError, LostPeerError, see
 from shardwise.config import ParallelConfig
 from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedules import SCHEDULES
@@ -118,6 +118,12 @@ class Pipeline:
                     return_outputs=False,
                 )
             self.clock.end()
+        except NotImplementedError as error:
+            failure = ConfigError(
+                f"parallel.pipeline ({self._mesh.pp.size}) needs messages from rank to rank, which the library of this "
+                f"device ({self._mesh.device.type}) does not send: {error}; set parallel.pipeline=1, or install a "
+                "release of it that does"
+            )
         except Exception as error:  # noqa: BLE001  torch wraps what a stage raised in a text of its own
             failure = next((module.raised for module in self._submodules if module.raised is not None), None)
             failure = failure or self._lost(error) or error

@@ -167,13 +167,12 @@ def _chip(fields: dict[str, Any], ranks: Owners, sys_root: Path) -> LocalDevice:
     known_counts = [count for count in counts if count is not None]
     name = _text(driver / "info/architecture/device_name") or fields.get("instance_type") or "Neuron device"
     neighbours = fields.get("connected_to") or []
-    # Trainium 2 joins two physical cores to a logical one, which is the device of a rank.
-    physical_per_logical = int(fields.get("logical_neuroncore_config") or 1)
     return LocalDevice(
         "neuron",
         index,
         str(name),
-        cores=int(fields["nc_count"]) // physical_per_logical,
+        # Logical cores, each of which is the device of a rank.
+        cores=int(fields["nc_count"]),
         memory_bytes=sum(known_counts) if known_counts else None,
         memory_total_bytes=int(fields["memory_size"]),
         links=(f"NeuronLink to {', '.join(map(str, neighbours))}",) if neighbours else (),

@@ -1,5 +1,6 @@
 """Which accelerator a rank uses, and who is told that there is none."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +13,17 @@ _NAMES = ("LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVIC
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[int]:
-    """A machine on which torch sees some accelerators; gives the indices that were chosen."""
-    chosen: list[int] = []
+def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[torch.device]:
+    """A machine on which torch sees some accelerators; gives the devices that were touched."""
+    touched: list[torch.device] = []
     for name in _NAMES:
         monkeypatch.delenv(name, raising=False)
     found = torch.device("cuda") if request.param else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: request.param)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(torch, "empty", lambda size, device: None)  # the device is none of this machine's
-    return chosen
+    monkeypatch.setattr(torch.accelerator, "set_device_index", touched.append)
+    monkeypatch.setattr(torch, "empty", lambda size, device: touched.append(device))  # none of this machine's
+    return touched
 
 
 @pytest.mark.parametrize(
@@ -36,12 +37,36 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     indirect=["machine"],
 )
 def test_a_rank_uses_the_accelerator_of_its_own(
-    machine: list[int], variables: dict[str, str], index: int, monkeypatch: pytest.MonkeyPatch
+    machine: list[torch.device], variables: dict[str, str], index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert devices.local_device() == torch.device("cuda", index)
-    assert machine == [index]
+    device = torch.device("cuda", index)
+    assert devices.local_device() == device
+    assert not machine, "TorchNeuron's process group must be made before"
+    devices.begin_use(device)
+    assert machine == [device, device]
+
+
+@pytest.mark.parametrize("machine", [1], indirect=True)
+def test_torchneuron_numbers_its_devices_by_local_rank(
+    machine: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(type="neuron")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: made)
+    monkeypatch.setattr(torch, "device", lambda kind, index: (kind, index))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3")
+    assert devices.local_device() == ("neuron", 3)
+
+
+@pytest.mark.parametrize(("shown", "left"), [("", ""), ("4", "4"), ("4-7", "5"), ("0,9", "9")])
+def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
+    shown: str, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", shown)
+    devices.show_one_core(torch.device("cuda", 1))
+    assert os.environ["NEURON_RT_VISIBLE_CORES"] == left
 
 
 @pytest.mark.parametrize(
@@ -54,7 +79,7 @@ def test_a_rank_uses_the_accelerator_of_its_own(
     indirect=["machine"],
 )
 def test_a_rank_without_an_accelerator_of_its_own_is_refused(
-    machine: list[int], variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+    machine: list[torch.device], variables: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -64,7 +89,7 @@ def test_a_rank_without_an_accelerator_of_its_own_is_refused(
 
 @pytest.mark.parametrize("machine", [0], indirect=True)
 def test_accelerators_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(
-    machine: list[int], monkeypatch: pytest.MonkeyPatch
+    machine: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "accelerators", lambda: ("nvidia", 8))
     with pytest.raises(ConfigError, match=r"accelerators \(8 × nvidia\), and finds none"):

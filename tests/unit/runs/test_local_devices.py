@@ -159,8 +159,8 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
     link = ("NeuronLink to 12, 1",)
     processes = (RANKS[4711], DeviceProcess(99))
     assert found.devices == [
-        LocalDevice("neuron", 0, "Trainium2", 2, 7 * GIB, total, None, link, processes),
-        LocalDevice("neuron", 1, "trn2.48xlarge", 2, None, total, None, ("NeuronLink to 13, 0",)),
+        LocalDevice("neuron", 0, "Trainium2", 4, 7 * GIB, total, None, link, processes),
+        LocalDevice("neuron", 1, "trn2.48xlarge", 4, None, total, None, ("NeuronLink to 13, 0",)),
     ]
 
 

@@ -1,0 +1,110 @@
+"""Training on devices that behave as the copy of TorchNeuron's source of 21 April 2026 says (README.md)."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.mesh import Group
+from shardwise.layers.dropout import Dropout, DropoutKey
+from tests.dist import cells
+from tests.dist.cells import Cell, small
+from tests.e2e.command import metrics, miniature, shardwise
+from tests.rank_pool import RankError, RankPool
+from tests.strict import build, ranks
+from tests.strict.test_training import STEPS, compare
+
+Strict = Callable[..., RankPool]
+PROGRAM = ("/usr/bin/env", sys.executable, "-m", "shardwise")
+LIKE_NEURON = {"STRICT_NEURON_LIKE": "1", "NEURON_RT_VISIBLE_CORES": "0-1"}
+CELLS = small(
+    Cell("gpt", tensor=2, sequence=True, dropout=True),
+    Cell("llama", tensor=2, sequence=True, overlap="pieces", recompute="full"),
+    Cell("gpt", data=2, zero=1, dropout=True, recompute="selective"),
+    Cell("llama", data=2, zero=2),
+    Cell("llama", context=2),
+)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
+    compare(strict(2, "neuron").run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
+
+
+def masks(mode: str) -> tuple[Tensor, Tensor]:
+    """Two masks of one place, between which other things draw."""
+    device = torch.device("strict", torch.accelerator.current_device_index())
+    key = DropoutKey(1, 2, torch.arange(2, device=device), 0, mode)  # type: ignore[arg-type]  # a name of a mode
+    drop = Dropout(0.5, layer=0, site=0)
+    x = torch.ones(8, 2, 16, device=device)
+    first = drop(x, key)
+    torch.native_dropout(x, 0.5, True)
+    return first.cpu(), drop(x, key).cpu()
+
+
+@pytest.mark.parametrize("mode", ["fast", "invariant"])
+def test_recompute_and_replicas_draw_the_same_masks(mode: str, strict: Strict) -> None:
+    (first, again), (other, _) = strict(2, "neuron").run(masks, mode)
+    assert torch.equal(first, again)
+    assert torch.equal(first, other)
+    assert 0 < first.count_nonzero() < first.numel()
+
+
+def exchanged() -> list[list[float]]:
+    """What each of two ranks receives by runs of several lengths, as rows with a gradient and as tensors."""
+    device = torch.device("strict", torch.accelerator.current_device_index())
+    world = Group.world()
+    sent, arriving = ([1, 3], [1, 0]) if world.rank == 0 else ([0, 2], [3, 2])
+    x = torch.arange(sum(sent), dtype=torch.float32, device=device).add_(10.0 * world.rank).requires_grad_()
+    rows = collectives.exchange_rows(x, sent, arriving, world)
+    (rows * rows).sum().backward()
+    received = [torch.empty(length, device=device) for length in arriving]
+    collectives.exchange([[run] for run in x.detach().split(sent)], [[run] for run in received], world, device)
+    assert x.grad is not None
+    return [rows.tolist(), torch.cat(received).tolist(), x.grad.tolist()]
+
+
+def test_runs_of_several_lengths_are_exchanged_by_equal_ones(strict: Strict) -> None:
+    first, second = strict(2, "neuron").run(exchanged)
+    assert first == [[0.0], [0.0], [0.0, 2.0, 4.0, 6.0]]
+    assert second == [[1.0, 2.0, 3.0, 10.0, 11.0], [1.0, 2.0, 3.0, 10.0, 11.0], [20.0, 22.0]]
+
+
+def test_a_pipeline_is_refused_without_messages(strict: Strict) -> None:
+    (cell,) = small(Cell("llama", schedule="1f1b", pipeline=2))
+    with pytest.raises(RankError, match=r"ConfigError: parallel.pipeline \(2\) needs messages from rank"):
+        strict(2, "neuron").run(ranks.losses, cell, STEPS)
+
+
+@pytest.mark.slow
+def test_the_command_trains_saves_and_goes_on(strict: Strict, tmp_path: Path) -> None:
+    """The launcher's ranks see all cores, as a job's ranks do."""
+    losses = {}
+    for name, variables in (("cpu", {}), ("neuron", build.variables() | LIKE_NEURON)):
+        at = tmp_path / name
+        at.mkdir()
+        command = ("train", miniature(at), "--run-dir", "run", "--nproc", "2", "parallel.tensor=2")
+        for more in (["train.stop_after=2"], []):
+            shardwise(*command, *more, "precision.mode=float32", at=at, program=PROGRAM, **variables).succeeded()
+        losses[name] = [line["loss"] for line in metrics(at / "run", "step")]
+    assert len(losses["cpu"]) == 4
+    compare(losses["neuron"], losses["cpu"])
+
+
+def facts() -> tuple[bool, torch.dtype, bool, str]:
+    device = torch.device("strict", torch.accelerator.current_device_index())
+    return (
+        devices.draws_on_host(device),
+        devices.widest_dtype(device),
+        devices.has_wide_integers(device),
+        devices.name(device),
+    )
+
+
+def test_the_device_is_asked_where_it_differs(strict: Strict) -> None:
+    assert strict(2, "neuron").run(facts) == [(True, torch.float32, False, "trn2")] * 2
+    assert strict(2).run(facts) == [(False, torch.float64, True, "Strict test device")] * 2
