@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import subprocess
@@ -171,20 +172,36 @@ def binds_nothing() -> bool:
     return re.search(r"(?m)^TaskPlugin\s*=\s*(task/none|\(null\))\s*$", configuration()) is not None
 
 
-def gpus_per_node(partition: str | None) -> int:
-    """Return the fewest GPUs of a machine of the partition (None: the default one), as SLURM counts them."""
+def accelerators_per_node(partition: str | None) -> str | None:
+    """Return the accelerators of the machine with fewest in the partition (None: the default one), such as `gpu:8`."""
     said = _run(["sinfo", "--noheader", "--format=%P|%G", *([f"--partition={partition}"] if partition else [])]).stdout
     rows = [line.split("|", 1) for line in said.splitlines() if "|" in line]
     if partition is None and any(name.endswith("*") for name, _ in rows):
         rows = [row for row in rows if row[0].endswith("*")]
-    return min((gpus_of(resources) for _, resources in rows), default=0)
+    fewest = min((resources for _, resources in rows), key=devices_of, default="")
+    chips = next((kind.partition("(")[0] for kind in _kinds(fewest) if kind.startswith("neuron")), None)
+    return chips or (f"gpu:{devices_of(fewest)}" if devices_of(fewest) else None)
 
 
-def gpus_of(resources: str) -> int:
-    """Return the number of GPUs of SLURM's `gpu:h100:8(S:0-1),shard:4`: 8."""
-    a_gpu = r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?"
-    counts = [re.fullmatch(a_gpu, kind) for kind in re.split(r",(?![^(]*\))", resources)]
-    return sum(int(count[1] or 1) for count in counts if count)
+def devices_of(resources: str) -> int:
+    """Return the number of devices, of which each rank has one, in SLURM's `gpu:h100:8(S:0-1),shard:4`: 8.
+
+    `neuron:16` counts chips of AWS, and their type may stand between. A chip has 4 logical cores, twice as many with
+    `NEURON_LOGICAL_NC_CONFIG=1`; one of trn1 has 2 (AWS Neuron, Trn1, Trn2 and Trn3 Architecture).
+    """
+    joined = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2") != "1"
+    number = 0
+    for kind in _kinds(resources):
+        if found := re.fullmatch(r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?", kind):
+            number += int(found[1] or 1)
+        elif found := re.fullmatch(r"neuron(?::(trn\d\w*))?(?::(\d+))?(?:\(.*\))?", kind):
+            cores = 2 if (found[1] or "").startswith("trn1") else 4 if joined else 8
+            number += int(found[2] or 1) * cores
+    return number
+
+
+def _kinds(resources: str) -> list[str]:
+    return re.split(r",(?![^(]*\))", resources)
 
 
 def _require_done(done: subprocess.CompletedProcess[str], problem: str) -> None:

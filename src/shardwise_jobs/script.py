@@ -34,13 +34,13 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
     Raises:
         ConfigError: neither the configuration nor SLURM tells the number.
     """
-    known = given or commands.gpus_of(gres or "")
+    known = given or commands.devices_of(gres or "")
     if known:
         return known
     if model_ranks % fewest:
         raise ConfigError(
-            "launch.ranks_per_node must be set, or --gres name the GPUs of a node (gpu:8): the partition has none, and "
-            f"one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, "
+            "launch.ranks_per_node must be set, or --gres name the devices of a node (gpu:8, neuron:16): the partition "
+            f"has none, and one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, "
             f"one for each node{see('jobs#ranks-of-a-node')}"
         )
     return model_ranks // fewest

@@ -65,14 +65,13 @@ def commit_text() -> str | None:
 
 
 def reserved(launch: LaunchConfig) -> str | None:
-    """Return the resources that SLURM reserves on each node: `launch.gres`, else all GPUs of the partition's nodes.
+    """Return the resources that SLURM reserves on each node: `launch.gres`, else all accelerators of the partition's.
 
     A job that asks for no GPU sees none, though it has the node for itself.
     """
     if launch.gres is not None or shutil.which("sinfo") is None:
         return launch.gres
-    gpus = commands.gpus_per_node(launch.partition)
-    return f"gpu:{gpus}" if gpus else None
+    return commands.accelerators_per_node(launch.partition)
 
 
 def check_counts(
@@ -145,7 +144,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
         accelerator: True if each rank has an accelerator; None to decide by `gres`.
     """
     launch = job.config.launch
-    is_cpu_assumed = accelerator is None and not commands.gpus_of(job.gres or "")
+    is_cpu_assumed = accelerator is None and not commands.devices_of(job.gres or "")
     if accelerator is None:
         accelerator = not is_cpu_assumed
     memory = _memory_of_rank(job.config, layout, accelerator)

@@ -219,13 +219,13 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
-    """A warning where SLURM reserves fewer GPUs on a node than the user names."""
-    gpus = commands.gpus_of(gres or "")
-    if not gpus or gpus >= machines.per_node or not device.endswith(f":{machines.per_node}"):
+    """A warning where SLURM reserves fewer devices on a node than the user names."""
+    devices = commands.devices_of(gres or "")
+    if not devices or devices >= machines.per_node or not device.endswith(f":{machines.per_node}"):
         return []
     text = (
-        f"launch.gres ({gres}) reserves fewer GPUs on a node than --device ({device}) names: the prediction is for "
-        f"{units.counted(gpus, 'rank')} on each node"
+        f"launch.gres ({gres}) reserves fewer devices on a node than --device ({device}) names: the prediction is for "
+        f"{units.counted(devices, 'rank')} on each node"
     )
     return [("warning", text)]
 

@@ -6,23 +6,32 @@ import pytest
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise_jobs import commands
-from shardwise_jobs.commands import allocation, gpus_of, own_words
+from shardwise_jobs.commands import allocation, devices_of, own_words
 
 
 @pytest.mark.parametrize(
-    ("resources", "gpus"),
+    ("resources", "devices"),
     [
         ("gpu:8", 8),
         ("gpu:h100:8", 8),
         ("gpu", 1),
         ("gpu:h100:4(S:0-1),gpu:a100:2", 6),
         ("shard:8,gpu:2(IDX:0,1)", 2),
+        ("neuron:16", 64),
+        ("neuron:trn2:16(S:0-1)", 64),
+        ("neuron:trn1:16", 32),
         ("(null)", 0),
         ("nic:2", 0),
     ],
 )
-def test_gpus_of_a_machine(resources: str, gpus: int) -> None:
-    assert gpus_of(resources) == gpus
+def test_devices_of_a_machine(resources: str, devices: int) -> None:
+    assert devices_of(resources) == devices
+
+
+def test_cores_that_are_not_joined_are_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert devices_of("neuron:trn2:16") == 128
+    assert devices_of("neuron:trn1:16") == 32
 
 
 def test_an_error_is_told_in_slurms_words_in_one_line() -> None:

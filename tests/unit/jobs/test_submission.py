@@ -1,3 +1,4 @@
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +31,16 @@ def as_it_is(one: Config, _world: int) -> Config:
     return one
 
 
-def test_a_job_asks_for_the_gpus_of_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "gpus_per_node", lambda partition: {"gpu": 8, None: 0}[partition])
+def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"gpu": "gpu|gpu:h100:8(S:0-1)\ngpu|gpu:8\n", "trn": "trn|neuron:trn2:16(S:0-1)\n", None: "cpu*|(null)\n"}
+    answers = {tuple(f"--partition={name}" for name in [name] if name): text for name, text in rows.items()}
+    monkeypatch.setattr(
+        commands, "_run", lambda command: subprocess.CompletedProcess(command, 0, answers[tuple(command[3:])])
+    )
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert reserved(launch()) is None
     assert reserved(launch("launch.partition=gpu")) == "gpu:8"
+    assert reserved(launch("launch.partition=trn")) == "neuron:trn2:16"
     assert reserved(launch("launch.partition=gpu", "launch.gres=gpu:4")) == "gpu:4"
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert reserved(launch("launch.partition=gpu")) is None, "where SLURM is not at hand nothing is known"
@@ -43,6 +49,7 @@ def test_a_job_asks_for_the_gpus_of_the_partition(monkeypatch: pytest.MonkeyPatc
 def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> None:
     assert ranks_per_node(3, 1, 2, "gpu:8") == 3
     assert ranks_per_node(None, 1, 2, "gpu:h100:8") == 8
+    assert ranks_per_node(None, 1, 2, "neuron:trn1:16") == 32
     assert ranks_per_node(None, 4, 2, None) == 2
     with pytest.raises(ConfigError, match=r"launch\.ranks_per_node must be set, .*\(2 ranks\) cannot be cut into 3"):
         ranks_per_node(None, 2, 3, None)

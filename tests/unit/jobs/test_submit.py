@@ -127,7 +127,7 @@ def test_all_problems_of_a_job_are_told_at_once(capsys: pytest.CaptureFixture[st
 def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
     too_large = r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB"
-    fewer = r"^warning +launch\.gres \(gpu:4\) reserves fewer GPUs on a node than --device \(h100:8\) names"
+    fewer = r"^warning +launch\.gres \(gpu:4\) reserves fewer devices on a node than --device \(h100:8\) names"
     for options, is_large, are_fewer in (
         (["--device", "h100:8", "parallel.tensor=1", "train.micro_batch=8"], True, False),
         (["--device", "h100:8", "--gres", "gpu:4", "parallel.tensor=4"], False, True),
