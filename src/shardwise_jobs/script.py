@@ -40,8 +40,8 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
     if model_ranks % fewest:
         raise ConfigError(
             "launch.ranks_per_node must be set, or --gres name the devices of a node (gpu:8, neuron:16): the partition "
-            f"has none, and one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} equal parts, "
-            f"one for each node{see('jobs#ranks-of-a-node')}"
+            f"has none, and one copy of the model ({units.counted(model_ranks, 'rank')}) cannot be cut into {fewest} "
+            f"equal parts, one for each node{see('jobs#ranks-of-a-node')}"
         )
     return model_ranks // fewest
 

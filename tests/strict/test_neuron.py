@@ -63,7 +63,8 @@ def exchanged() -> list[list[float]]:
     rows = collectives.exchange_rows(x, sent, arriving, world)
     (rows * rows).sum().backward()
     received = [torch.empty(length, device=device) for length in arriving]
-    collectives.exchange([[run] for run in x.detach().split(sent)], [[run] for run in received], world, device)
+    runs = x.detach().split(sent)
+    collectives.exchange_async([[run] for run in runs], [[run] for run in received], world, device).wait()
     assert x.grad is not None
     return [rows.tolist(), torch.cat(received).tolist(), x.grad.tolist()]
 

@@ -341,7 +341,7 @@ def _share(
                     values.append(torch.empty(part.box.size, dtype=dtype, device=device))
                     slots.append(requests[part.request].slot(part.box))
         received.append(values)
-    collectives.exchange(sent, received, group, device)
+    collectives.exchange_async(sent, received, group, device).wait()
     # The slots are in the order of all values, whichever rank they come from.
     for slot, value in zip(slots, [value for values in received for value in values], strict=True):
         slot.copy_(value)

@@ -158,7 +158,7 @@ class WeightPlan:
             is_local = rank == ranks.rank
             sent.append([] if is_local else self._local_parts(segment_of_rank))
             received.append([] if is_local else self._slots(segment, values, rank))
-        collectives.exchange(sent, received, ranks, self._mesh.device)
+        collectives.exchange_async(sent, received, ranks, self._mesh.device).wait()
         return values
 
     def _overlaps(self, rank: int, segment: _WeightRows) -> list[tuple[Box, Box]]:

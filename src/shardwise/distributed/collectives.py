@@ -414,21 +414,15 @@ def receive(out: Tensor, group: Group, source: int) -> Tensor:
     return out
 
 
-def exchange(
-    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
-) -> None:
-    """Copy tensors between ranks: `sent[r]`, in order, into what rank r gives as `received[this rank]`.
-
-    Each rank gives one list for each rank of the group, itself included. The two lists of a pair of ranks agree in
-    shapes and dtypes, which may differ from tensor to tensor. One all-to-all of bytes, in buffers on `device`.
-    """
-    exchange_async(sent, received, group, device).wait()
-
-
 def exchange_async(
     sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: Group, device: torch.device
 ) -> Pending:
-    """Start what `exchange` does; `received` is complete after the wait, and `sent` is copied at once."""
+    """Start copying tensors between ranks: `sent[r]`, in order, into what rank r gives as `received[this rank]`.
+
+    Each rank gives one list for each rank of the group, itself included. The two lists of a pair of ranks agree in
+    shapes and dtypes, which may differ from tensor to tensor. One all-to-all of bytes, in buffers on `device`: `sent`
+    is copied at once, and `received` is complete after the wait.
+    """
     if group.size == 1:
         for source, target in zip(sent[0], received[0], strict=True):
             target.copy_(source)
