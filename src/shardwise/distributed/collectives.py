@@ -297,15 +297,13 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
 def all_to_all(
     x: Tensor, group: Group, sent: Sequence[int] | None = None, arriving: Sequence[int] | None = None
 ) -> Tensor:
-    """Send runs of rows to the ranks and return those of all ranks in rank order; without numbers, equal runs.
+    """Send runs of rows, `sent` of them to each rank, and return those that are `arriving` from each, in rank order.
 
-    Args:
-        sent: number of rows for each rank.
-        arriving: number of rows from each rank.
+    Without numbers, the runs are equal.
     """
-    group.count("all_to_all", _bytes(x))
     if sent is not None and arriving is not None and group.sends_equal_runs:
         return _all_to_all_of_equal_runs(x, group, sent, arriving)
+    group.count("all_to_all", _bytes(x))
     rows = len(x) if arriving is None else sum(arriving)
     out = x.new_empty((rows, *x.shape[1:]))
     runs = None if arriving is None else list(arriving), None if sent is None else list(sent)
@@ -319,9 +317,7 @@ def _all_to_all_of_equal_runs(x: Tensor, group: Group, sent: Sequence[int], arri
     padded = x.new_zeros((group.size, longest, *x.shape[1:]))
     for row, run in zip(padded, x.split(list(sent)), strict=True):
         row[: len(run)] = run
-    rows = torch.empty_like(padded)
-    _call(group, dist.all_to_all_single, rows, padded, group=group.process_group)
-    return torch.cat([row[:length] for row, length in zip(rows, arriving, strict=True)])
+    return torch.cat([row[:length] for row, length in zip(all_to_all(padded, group), arriving, strict=True)])
 
 
 def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
@@ -433,14 +429,13 @@ def exchange_async(
     incoming = torch.zeros(sum(received_bytes), dtype=torch.uint8, device=device)
     for slot, tensor in _slots(outgoing, sent):
         slot.copy_(tensor)
-    group.count("all_to_all", max(len(outgoing), len(incoming)))
-    process_group = group.process_group
     work: dist.Work | None = None
     if group.sends_equal_runs:
         incoming = _all_to_all_of_equal_runs(outgoing, group, sent_bytes, received_bytes)
     else:
+        group.count("all_to_all", max(len(outgoing), len(incoming)))
         runs = received_bytes, sent_bytes
-        work = dist.all_to_all_single(incoming, outgoing, *runs, group=process_group, async_op=True)
+        work = dist.all_to_all_single(incoming, outgoing, *runs, group=group.process_group, async_op=True)
 
     def finish() -> None:
         for slot, tensor in _slots(incoming, received):
