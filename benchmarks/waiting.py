@@ -93,9 +93,8 @@ Result = tuple[float, float, float]
 def timed(command: Sequence[str | Path], line: str | None = None) -> Result:
     """Wall seconds to a line that matches `line`, or to the end; processor seconds to the end; GiB at the line."""
     before, start, seconds, memory, lines = os.times(), time.perf_counter(), None, 0.0, []
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=variables, **output) as process:
+    with subprocess.Popen(command, **output) as process:
         for printed in process.stdout:
             lines.append(printed)
             if seconds is None and line is not None and re.match(line, printed):
@@ -123,7 +122,9 @@ def run(rounds: int) -> Report:
     found: dict[str, dict[str, list[Result]]] = {name: {} for name in WAITS}
     starts = []
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as temporary:
-        # Turn 0 fills caches, those of compiled graphs too, and is not counted.
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": f"{temporary}/bytecode"}
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        # Turn 0 fills caches, of bytecode and of compiled graphs, and is not counted.
         for turn in range(1 + rounds):
             print(f"  turn {turn}/{rounds}", flush=True)
             for name, wait in WAITS.items():
