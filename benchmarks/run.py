@@ -54,6 +54,8 @@ SECTIONS = {
     "only when named)",
     "compiling": "time to the first step with and without shardwise compile, two workers against one (slow: only when "
     "named)",
+    "waiting": "commands to their first step or their end, beside another tree (BENCH_BESIDE) and launchers (slow: "
+    "only when named)",
     "device": "Llama 2 7B's blocks on accelerators: tokens/s, MFU, hidden communication (needs an accelerator)",
     "parity": "every layout of eight ranks against one process, for four families (slow: only when named)",
     "optimizers": "AdamW and Muon on llama-small, each at five learning rates (slow: only when named)",
@@ -65,6 +67,7 @@ SECTIONS = {
 ONLY_WHEN_NAMED = (
     "overlap",
     "compiling",
+    "waiting",
     "documents",
     "packing",
     "tensor_overlap",

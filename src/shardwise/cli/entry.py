@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib
+import atexit
 import io
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
 from shardwise.base.files import path_refusal
+from shardwise.base.registered import imported
 from shardwise.cli import output
 from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
@@ -54,9 +55,20 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names and return its exit code.
 
-    0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint.
+    0 done, 2 wrong input, 1 failed, 75 stopped with a checkpoint. A process that is this command ends here.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _exit_code(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and "torch" in sys.modules:
+        # As Python ends, but for the modules, which it would take apart: those of torch take a quarter of a second.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _exit_code(arguments: list[str]) -> int:
     take_any_character()
     keep_own()
     try:
@@ -112,11 +124,11 @@ def _corrected(arguments: list[str]) -> str:
     if not arguments or arguments[0] not in COMMANDS:
         return ""
     name = arguments.pop(0)
-    module = _imported(module_of(name))
+    module = imported(module_of(name))
     if hasattr(module, "ACTIONS"):
         if not arguments or arguments[0] not in module.ACTIONS:
             return ""
-        module = _imported(module_of(name, arguments[0]))
+        module = imported(module_of(name, arguments[0]))
         name = f"{name} {arguments.pop(0)}"
     from shardwise.cli.wrong_arguments import corrected_command
 
@@ -130,13 +142,13 @@ def _dispatch(arguments: list[str]) -> int:
         return _without_command(arguments)
     # Otherwise pydantic looks for plugins in every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    module = _imported(module_of(name))
+    module = imported(module_of(name))
     further = arguments[1:]
     if hasattr(module, "ACTIONS"):
         if not further or further[0] not in module.ACTIONS:
             return _without_action(name, module, further)
         action = further.pop(0)
-        module = _imported(module_of(name, action))
+        module = imported(module_of(name, action))
         name = f"{name} {action}"
     parser = _parser(name, module)
     parser.arguments = further
@@ -154,15 +166,6 @@ def _dispatch(arguments: list[str]) -> int:
             raise
         raise ConfigError(str(error)) from None
     return code
-
-
-def _imported(name: str) -> ModuleType:
-    """Import a module. This makes objects that stay: to search them for garbage, now or later, frees nothing."""
-    gc.disable()
-    module = importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-    return module
 
 
 def _parser(name: str, module: ModuleType) -> _Parser:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError, Problems
 from shardwise.base.files import user_path
 from shardwise.base.hardware import accelerators, torch_type
-from shardwise.base.registered import provided
+from shardwise.base.registered import imported, provided
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
@@ -141,9 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
                 return _launch(arguments, world)
         with as_rank(place, run_path, None if folder is None else folder.remove_refused) as ending:
             # Imported inside, with torch: what fails there is told as a failure of this rank.
-            from shardwise.train.run import run as train
-
-            train(config, run_path, recipe_name(recipe))
+            imported("shardwise.train.run").run(config, run_path, recipe_name(recipe))
         return ending.code
 
 

@@ -9,10 +9,12 @@ import io
 import os
 import platform
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from shardwise.base.redaction import redacted
 from shardwise.config import Config, LogConfig
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
+_PROTOCOL = ("event", "summary")
+_CRC32C = [reduce(lambda crc, _: crc >> 1 ^ 0x82F63B78 * (crc & 1), range(8), byte) for byte in range(256)]
 _PROJECT = "shardwise"
 """Project or experiment, unless a variable of the tracker names one."""
 _LOSS = "train/loss"
@@ -118,11 +122,10 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        names = ("compat.proto.event_pb2", "compat.proto.summary_pb2", "summary.writer.record_writer")
-        modules: list[Any] = [importlib.import_module(f"tensorboard.{name}") for name in names]
-        self._events, self._summaries, records = modules
+        modules: list[Any] = [importlib.import_module(f"tensorboard.compat.proto.{name}_pb2") for name in _PROTOCOL]
+        self._events, self._summaries = modules
         name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
-        self._records = records.RecordWriter(AppendedFile(folder / name))
+        self._file = AppendedFile(folder / name)
         self._write(file_version="brain.Event:2")
         # It tells TensorBoard to forget what earlier files have from this step on, which a resumed run does again.
         start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
@@ -135,10 +138,22 @@ class EventFile:
         self._write(step=step, summary=summary(value=entries))
 
     def close(self) -> None:
-        self._records.close()
+        self._file.close()
 
     def _write(self, **facts: Any) -> None:
-        self._records.write(self._events.Event(wall_time=time.time(), **facts).SerializeToString())
+        # TensorBoard's own writer of records imports what reads all kinds of object stores, a twentieth of a start.
+        data: bytes = self._events.Event(wall_time=time.time(), **facts).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_crc32c(length) + data + _masked_crc32c(data))
+
+
+def _masked_crc32c(data: bytes) -> bytes:
+    """The checksum of a TFRecord (RFC 3720, turned by 15 bits, plus a constant)."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 class MlflowRun:
