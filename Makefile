@@ -1,5 +1,5 @@
 # What CI runs, and what a fresh machine needs: `make train` and `make test` set up what they need themselves.
-.PHONY: test-packages env runtime again train test test-all test-device test-interop test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
+.PHONY: test-packages env runtime again train test test-changed test-all test-device test-interop test-lowest test-newest lint typecheck bench bench-gpu pages site docs release-check
 .DEFAULT_GOAL := test
 # Two installations do not write into one .venv at once.
 .NOTPARALLEL:
@@ -42,6 +42,12 @@ train: runtime
 
 test: env test-packages
 	$(PYTEST) $(ARGS)
+
+# Of the tests, those that the change since BASE concerns (scripts/changed_tests.py).
+BASE ?= main
+changed = { git diff --name-only $$(git merge-base $(BASE) HEAD) && git ls-files --others --exclude-standard; }
+test-changed: env test-packages
+	$(changed) | $(PYTHON_M) scripts.changed_tests | xargs $(PYTEST) $(ARGS)
 
 test-packages:
 	@scripts/test_packages.sh

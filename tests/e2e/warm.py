@@ -11,6 +11,7 @@ Run as a program, this is the server. It ends when its standard input does.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -155,7 +156,7 @@ def _serve(place: str) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who answer
+    signal.signal(signal.SIGCHLD, _wait_for_those_who_answer)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place)
         listener.listen()
@@ -166,6 +167,13 @@ def _serve(place: str) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _answer(connection)
             connection.close()
+
+
+def _wait_for_those_who_answer(*_: object) -> None:
+    """Not ignored, so that their processor time, with that of the commands, is this process's."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _answer(connection: socket.socket) -> NoReturn:
