@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.screens import Screen, screens
+
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
 
@@ -164,6 +166,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _close_pools() -> None:
     for pool in _pools.values():
         pool.close()
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    yield from screens(monkeypatch)
 
 
 @pytest.fixture(scope="session")

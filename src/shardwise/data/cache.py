@@ -41,6 +41,7 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
+from shardwise.base.progress import progress
 from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
@@ -191,7 +192,13 @@ def has_its_tokenizer(entry: CacheEntry) -> bool:
 
 
 def open_or_build(
-    root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
+    root: Path,
+    kind: str,
+    key: str,
+    is_sound: Callable[[CacheEntry], bool],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    waits: bool = False,
 ) -> CacheEntry:
     """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
 
@@ -199,14 +206,17 @@ def open_or_build(
 
     Args:
         build: function that fills the folder and returns the facts of the manifest.
+        waits: show the wait for another process.
 
     Raises:
         DataError: the cache cannot be written, or returns other bytes than were written.
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
-    with locked(root, key) as exclusive:
-        # Another process may have built it during the wait.
+    with contextlib.ExitStack() as stack:
+        with progress("waiting for another process that prepares the data", shown=waits):
+            exclusive = stack.enter_context(locked(root, key))
+        # That process may have built it.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
         with writing(root):
@@ -253,7 +263,7 @@ def open_or_build_tokens(
             announce(f"preparing the data {name}, then cached in {root}")
         return build(folder)
 
-    return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
+    return open_or_build(root, "tokens", key, _are_sound_tokens, announced, waits=announce is not None)
 
 
 def key_of(described: dict[str, Any]) -> str:
