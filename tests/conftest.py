@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-from tests.screens import Screen, screens
+from tests.screens import Log, Screen, shown_on
 
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
@@ -170,7 +170,12 @@ def _close_pools() -> None:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
-    yield from screens(monkeypatch)
+    yield from shown_on(Screen(), monkeypatch)
+
+
+@pytest.fixture(params=[Screen, Log])
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    yield from shown_on(request.param(), monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import sys
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -18,11 +19,8 @@ from shardwise.base import progress as module
 class Ended(threading.Event):
     """The end of work: the first wait takes until the end and says that it has not come, so that the end is shown."""
 
-    made = 0
-
     def __init__(self) -> None:
         super().__init__()
-        Ended.made += 1
         self._waits = 0
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -30,8 +28,23 @@ class Ended(threading.Event):
         return super().wait() and self._waits > 1
 
 
-class Screen:
-    """A pseudo terminal, or a log, as standard error."""
+class Log:
+    """A file as standard error."""
+
+    def __init__(self) -> None:
+        self.stream: TextIO = io.StringIO()
+
+    def text(self) -> str:
+        """All that was written."""
+        self.stream.seek(0)
+        return self.stream.read()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class Screen(Log):
+    """A pseudo terminal as standard error."""
 
     def __init__(self) -> None:
         self._reader, writer = pty.openpty()
@@ -54,18 +67,12 @@ class Screen:
         os.close(self._reader)
 
 
-def show_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All work is shown once, when it ends."""
-    monkeypatch.setattr(Ended, "made", 0)
+def shown_on(to: Log, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Standard error of 120 columns, on which all work is shown once, when it ends."""
     monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Ended, Thread=threading.Thread))
-
-
-def screens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
-    """A terminal of 120 columns as standard error, on which all work is shown when it ends."""
-    show_ends(monkeypatch)
+    # Not `sys.stderr`, in whose place pytest puts its own for each test.
+    monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=to.stream, stdout=sys.stdout))
     for name, value in {"TERM": "xterm", "COLUMNS": "120"}.items():
         monkeypatch.setenv(name, value)
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen.stream)
-    yield screen
-    screen.close()
+    yield to
+    to.close()

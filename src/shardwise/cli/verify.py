@@ -21,7 +21,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        with progress("verifying", len(cells), "layout", done=partial(verification.layouts_done, folder)):
+        with progress("verifying", len(cells), "layout", done=lambda: verification.layouts_done(folder)):
             result = verification.verify(config, cells, folder)
         # The logs of ranks that failed lie in the folder, and the user is told their paths: then it stays.
         is_named = any(str(folder) in problem for outcome in result.broken for problem in outcome.problems)

@@ -192,13 +192,7 @@ def has_its_tokenizer(entry: CacheEntry) -> bool:
 
 
 def open_or_build(
-    root: Path,
-    kind: str,
-    key: str,
-    is_sound: Callable[[CacheEntry], bool],
-    build: Callable[[Path], Mapping[str, Any]],
-    *,
-    waits: bool = False,
+    root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
     """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
 
@@ -206,17 +200,14 @@ def open_or_build(
 
     Args:
         build: function that fills the folder and returns the facts of the manifest.
-        waits: show the wait for another process.
 
     Raises:
         DataError: the cache cannot be written, or returns other bytes than were written.
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
-    with contextlib.ExitStack() as stack:
-        with progress("waiting for another process that prepares the data", shown=waits):
-            exclusive = stack.enter_context(locked(root, key))
-        # That process may have built it.
+    with locked(root, key) as exclusive:
+        # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
         with writing(root):
@@ -263,7 +254,10 @@ def open_or_build_tokens(
             announce(f"preparing the data {name}, then cached in {root}")
         return build(folder)
 
-    return open_or_build(root, "tokens", key, _are_sound_tokens, announced, waits=announce is not None)
+    if announce is not None and open_tokens(root, key) is None:
+        with progress("waiting for another process"), locked(root, key):
+            pass  # it is done, or has ended
+    return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 
 def key_of(described: dict[str, Any]) -> str:

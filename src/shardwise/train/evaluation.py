@@ -176,24 +176,19 @@ def evaluate(
         parallel: how a model in pipeline stages is cut.
         bytes_V: UTF-8 bytes of each id's text; None counts no bytes.
     """
-    objectives = batches.objectives
     with progress("evaluating", batches.num_samples, "sequence", shown=shown) as advance:
         rounds = _rounds(batches, mesh, micro_batch, advance)
-        evaluation = evaluate_rounds(model, rounds, objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
-    return replace(evaluation, sequences=batches.num_samples)
+        found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
+    return replace(found, sequences=batches.num_samples)
 
 
 def _rounds(
     batches: Batches, mesh: Mesh, micro_batch: int, advance: Callable[[int], None]
 ) -> Iterator[list[MicroBatch]]:
     """Yield every sample once, as many micro-batches at a time as there are pipeline ranks."""
-    left = batches.num_samples
     portion = mesh.dp.size * micro_batch
     count = -(-batches.num_samples // portion)
     reading = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
     while micro_batches := [MicroBatch.on(mesh.device, batch).part(mesh.cp) for batch in islice(reading, mesh.pp.size)]:
         yield micro_batches
-        # The last portion may be filled up with samples that count nothing.
-        done = min(len(micro_batches) * portion, left)
-        left -= done
-        advance(done)
+        advance(len(micro_batches) * portion)

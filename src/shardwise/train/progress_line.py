@@ -11,16 +11,21 @@ from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise.base.progress import BAR_MINIMUM, GAP, bar_line
 from shardwise.train.step_record import StartTotals, StepRecord
 
 _LINES_PER_RUN = 20
 """Lines of a whole run where there is no terminal: few enough to read the log at once."""
 _LONGEST_SILENCE = 300.0
 """Seconds after which a line is printed even if it is one more than these."""
+_BAR_MINIMUM = 10
+"""Characters of the progress bar; where fewer are free there is none."""
+_BAR_MAXIMUM = 40
+_GAP = "  "
 _NOTEBOOK_SECONDS = 0.5
 """Time between two updates of a notebook's display, each of which is a message to the browser."""
 _NOTEBOOK_HTML = """\
@@ -76,7 +81,7 @@ class ProgressLine:
             return
         progress, (loss, *numbers) = self._parts(now)
         smoothed = f"{record.mean_steps}-step mean {record.mean_loss:.4f}"
-        self._console.print(Text(GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
+        self._console.print(Text(_GAP.join([*progress, loss, smoothed, *numbers])), soft_wrap=True)
         self._printed_at = now
         # At multiples of `every`, also after a line that came out of turn.
         every = max(1, math.ceil((self._end - self._first) / _LINES_PER_RUN))
@@ -90,12 +95,22 @@ class ProgressLine:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw one line, or two on a narrow terminal: progress with a bar, then the numbers of the last step."""
         progress, numbers = self._parts(time.perf_counter())
+        bar = _BAR_MINIMUM + len(_GAP)
         lines = [[*progress, *numbers]]
-        if numbers and BAR_MINIMUM + len(GAP.join(["", *lines[0]])) > options.max_width:
+        if numbers and bar + len(_GAP.join(lines[0])) > options.max_width:
             lines = [progress, numbers]
         for line in lines:
-            done, total = self._done - self._first, max(self._end - self._first, 1)
-            yield bar_line(line[0], line[1:], done, total, options.max_width, bar=line is lines[0])
+            head, *texts = line
+            # The bar takes what the texts leave free, and stands in the first line alone.
+            room = min(options.max_width - len(_GAP.join(line)) - len(_GAP), _BAR_MAXIMUM)
+            row: list[Text | ProgressBar] = [Text(head, style="bold")]
+            if line is lines[0] and room >= _BAR_MINIMUM:
+                done = self._done - self._first
+                row.append(ProgressBar(total=max(self._end - self._first, 1), completed=done, width=room))
+            row.append(Text(_GAP.join(texts), no_wrap=True, overflow="ellipsis"))
+            grid = Table.grid(padding=(0, len(_GAP)))
+            grid.add_row(*row)
+            yield grid
 
     def _parts(self, now: float) -> tuple[list[str], list[str]]:
         """The run's progress and the numbers of its last step, as short texts."""
@@ -157,10 +172,10 @@ class NotebookProgress(ProgressLine):
             head=html.escape(head.strip()),
             done=self._done - self._first,
             total=max(self._end - self._first, 1),
-            texts=html.escape(GAP.join(texts)),
-            numbers=html.escape(GAP.join(numbers)),
+            texts=html.escape(_GAP.join(texts)),
+            numbers=html.escape(_GAP.join(numbers)),
         )
-        return {"text/html": page, "text/plain": GAP.join([head, *texts, *numbers])}
+        return {"text/html": page, "text/plain": _GAP.join([head, *texts, *numbers])}
 
 
 def in_notebook() -> bool:

@@ -20,8 +20,6 @@ from shardwise.verify.tolerance import Differences, Tolerance
 
 _TIMEOUT = 120.0
 """Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
-_LAYOUT = "layout-"
-"""The beginning of the name of each layout's folder, which its number follows."""
 
 
 @dataclass(frozen=True)
@@ -160,9 +158,7 @@ def measure_cells(
     with rank_calls.process_group(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
             start = time.perf_counter()
-            differences, saved = cell_training.measure(
-                config, cell, folder, source.folder, folder / f"{_LAYOUT}{number}"
-            )
+            differences, saved = cell_training.measure(config, cell, folder, source.folder, folder / f"layout-{number}")
             problems = differences.problems(tolerance, source.layout)
             checkpoint = MiddleCheckpoint(saved, cell.name)
             seconds = time.perf_counter() - start
@@ -176,5 +172,5 @@ def measure_cells(
 
 
 def layouts_done(folder: Path) -> int:
-    """Return the number of layouts that the verification in a folder has done: that of the newest one's folder."""
-    return max((int(path.name.removeprefix(_LAYOUT)) for path in folder.glob(f"{_LAYOUT}*")), default=0)
+    """Return the number of layouts that a verification in a folder has done: that of the newest one's folder."""
+    return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)

@@ -27,7 +27,6 @@ from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path, write_atomic
 from shardwise.base.hub import is_url
-from shardwise.base.progress import progress
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
@@ -135,8 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
         output.progress(f"note: {note}")
-    with progress("importing", opened.nbytes) as advance:
-        done = write_checkpoint(opened, root, max_shard_bytes, advance)
+    done = write_checkpoint(opened, root, max_shard_bytes)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     output.line(
         f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "

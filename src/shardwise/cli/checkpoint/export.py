@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.progress import progress
 from shardwise.base.registered import provided
 from shardwise.base.units import counted, parse_size, size
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
@@ -79,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.reader is not None:
         _require_readable(export, arguments.reader)
     parent, name = split(arguments.dest)
-    with progress(f"exporting to {name}", export.nbytes) as advance:
-        done = export.write(parent, name, max_shard_bytes, advance)
+    done = export.write(parent, name, max_shard_bytes)
     formats = " and ".join(sorted(export.dtypes))
     # Of no tensor, of all or of some the weights come from the masters.
     source = {0: "", len(export.weights): ", from the float32 masters"}.get(
@@ -119,8 +117,7 @@ def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
     planned = provided("gguf_export")(folder, arguments.dtype)
     _require_readable(planned.export, "gguf")
     path = user_path(arguments.dest)
-    with progress(f"writing {path.name}", planned.nbytes) as advance:
-        notes = planned.write(path, advance)
+    notes = planned.write(path)
     for note in notes:
         output.line(note)
     output.line(

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
     # A server need not tell the size of a file.
     total = sum(remote.size or 0 for remote in remotes)
-    with progress(f"fetching {arguments.url}", total) as advance:
+    with progress("fetching", total) as advance:
         for remote in remotes:
             target = dest / remote.name if is_folder else dest
             file = fetch(remote, target, sha256, force=arguments.force, progress=advance, announce=output.progress)

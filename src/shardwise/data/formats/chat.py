@@ -155,7 +155,7 @@ def _conversations(source: _Source) -> Iterator[Chat]:
 
 def _scan(source: _Source, announce: common.Announce = None) -> Scan:
     digest = _ContentDigest()
-    with progress(f"reading {source.name}", shown=announce is not None, done=lambda: digest.bytes):
+    with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
         characters = [*map(_characters, digest.watch(_conversations(source)))]
     announce_empty(source, announce, "empty conversation")
     return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
@@ -207,7 +207,7 @@ def _build(
     named = request.data.tokenizer
     kept = folder / "tokenizer"
     if named is None:
-        with progress(f"training a tokenizer on {source.name}", shown=announce is not None):
+        with progress("training a tokenizer", shown=announce is not None):
             tokenizer = _train_tokenizer(source, is_held_out, request)
         tokenizer.save(kept)
     else:
@@ -216,7 +216,7 @@ def _build(
     digest = _ContentDigest()
     unread: dict[str, bool] = {}
     chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
-    with progress(f"tokenizing {source.name}", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
+    with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         parts = _encode(chats, is_held_out, template, folder)
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())

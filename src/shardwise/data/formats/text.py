@@ -188,7 +188,7 @@ def _scan(source: Source, announce: common.Announce = None) -> Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
-    with progress(f"reading {source.name}", shown=announce is not None, done=lambda: digest.bytes):
+    with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
         for _, piece in _parts(source, _ONE_PART, digest):
             document += len(piece.text)
             if piece.ends_document:
@@ -234,14 +234,18 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
     split = plan_split(scan.characters, request.data.split_weights)
     named = request.data.tokenizer
     pairs = request.in_pairs
+    shown = announce is not None
     if named is None:
-        tokenizer = _train_tokenizer(source, scan, split, request, announce)
+        read = ContentDigest()
+        texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
+        with progress("training a tokenizer", scan.bytes, shown=shown, done=lambda: read.bytes):
+            tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
-    with progress(f"tokenizing {source.name}", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
+    with progress("tokenizing", scan.bytes, shown=shown, done=lambda: digest.bytes):
         if pairs:
             parts = encode_sentences(pieces, tokenizer, folder)
         else:
@@ -263,16 +267,6 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
-
-
-def _train_tokenizer(
-    source: Source, scan: Scan, split: TextSplit, request: DataRequest, announce: common.Announce
-) -> Tokenizer:
-    digest = ContentDigest()
-    texts = _tokenizer_texts(_parts(source, split, digest), int(scan.characters.sum()))
-    doing = f"training a tokenizer on {source.name}"
-    with progress(doing, scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
-        return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:

@@ -101,7 +101,7 @@ class _TextConversion:
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (
             tokenizing.Workers.for_tokenizing(str(self.tokenizer_path), self.tokenizer, small=small) as workers,
-            progress(f"tokenizing {self.source.name}", total) as advance,
+            progress("tokenizing", total) as advance,
         ):
             done = self._tokenize(workers, begin, advance)
         announce_empty(self.source, self.announce)
