@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TextIO
 
 from shardwise.base.errors import visible
@@ -17,53 +18,50 @@ from shardwise.base.units import counted, duration, size
 
 AFTER_SECONDS = 1.5  # work that takes less shows no bar
 EVERY_SECONDS = 30.0  # between two lines of a log
-_REFRESH_SECONDS = 0.25
 _TEXT = 68  # columns that a text takes at most, nearly always
-_SAMPLES = 60  # a second apart at least; the speed is that since the oldest one
 
 
-@contextlib.contextmanager
-def progress(
-    doing: str, total: int | None = None, noun: str = "", *, shown: bool = True, done: Callable[[], int] | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Show the progress of the body of the `with` statement, which calls what it gets with each amount it has done.
+@dataclass
+class progress:
+    """The progress of a `with` statement's body, which is given a function to call with each amount that it has done.
 
-    `total`: the amount of all, if it is known. `noun`: what is counted, in the singular; bytes if it is empty. `shown`:
-    False shows nothing, as on all ranks but the first. `done`: returns the amount so far, of a body that tells none; it
-    is called from another thread.
+    Attributes:
+        total: amount of all the work; None if it is unknown.
+        noun: what is counted, in the singular; empty: bytes.
+        shown: False shows nothing, as on all ranks but the first.
+        done: returns the amount so far, of a body that tells none; called from another thread.
     """
-    work = Work(visible(redacted(doing)), total, noun, done)
-    ended = threading.Event()
-    # A thread, as the body may be a single call.
-    thread = threading.Thread(target=work.show, args=(sys.stderr, ended), daemon=True)
-    if shown:
-        thread.start()
-    try:
-        yield work.advance
-    finally:
-        ended.set()
-        if shown:
-            thread.join()
 
+    doing: str
+    total: int | None = None
+    noun: str = ""
+    shown: bool = True
+    done: Callable[[], int] | None = None
 
-class Work:
-    """The state of work that `progress` shows."""
+    def __post_init__(self) -> None:
+        self._before = 0 if self.done is None else self.done()
+        self._amount = 0
+        self._began = time.monotonic()
+        self._samples = deque([(self._began, 0)], maxlen=60)  # a second apart at least, for the speed
+        self._ended = threading.Event()
+        # A thread, as the body may be a single call.
+        self._thread = threading.Thread(target=self.show, args=(sys.stderr, self._ended), daemon=True)
 
-    def __init__(self, doing: str, total: int | None, noun: str, ask: Callable[[], int] | None = None) -> None:
-        self._doing = doing
-        self._total = total
-        self._noun = noun
-        self._ask = ask
-        self._before = 0 if ask is None else ask()
-        self._done = 0
-        self._samples = deque([(time.monotonic(), 0)], _SAMPLES)
-        self._began = self._samples[0][0]
+    def __enter__(self) -> Callable[[int], None]:
+        if self.shown:
+            self._thread.start()
+        return self.advance
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self.shown:
+            self._thread.join()
 
     def advance(self, amount: int) -> None:
-        self._done += amount
+        self._amount += amount
         now = time.monotonic()
         if now - self._samples[-1][0] >= 1:
-            self._samples.append((now, self._done))
+            self._samples.append((now, self._amount))
 
     def show(self, stream: TextIO, ended: threading.Event) -> None:
         """Show the work on a stream until it has ended, or the terminal has gone away."""
@@ -84,16 +82,16 @@ class Work:
         redirected = sys.stdout.isatty()
         with Progress(*columns, console=console, auto_refresh=False, transient=True, redirect_stdout=redirected) as bar:
             console.show_cursor()  # a signal may end the process here
-            task = bar.add_task(self._text(), total=self._total, completed=self._done)
-            while not ended.wait(_REFRESH_SECONDS):
-                bar.update(task, description=self._text(), completed=self._done, refresh=True)
+            task = bar.add_task(self._text(), total=self.total, completed=self._amount)
+            while not ended.wait(0.25):
+                bar.update(task, description=self._text(), completed=self._amount, refresh=True)
 
     def _text(self) -> str:
         """The amounts, the speed and the time that is left."""
-        if self._ask is not None:
-            self.advance(self._ask() - self._before - self._done)
-        total, noun = self._total, self._noun
-        done = min(self._done, total or self._done)  # a last portion may be filled up
+        if self.done is not None:
+            self.advance(self.done() - self._before - self._amount)
+        total, noun = self.total, self.noun
+        done = min(self._amount, total or self._amount)  # a last portion may be filled up
         now = time.monotonic()
         begin, before = self._samples[0]
         rate = (done - before) / max(now - begin, 1e-9)
@@ -103,5 +101,5 @@ class Work:
             amount = f"{amount} of {counted(total, noun) if noun else size(total)}, {done / total:.0%}"
             if rate > 0 and done < total:
                 left = f"{duration((total - done) / rate)} left"
-        speed = f"{size(rate)}/s" if rate > 0 and not noun else ""
-        return f"{self._doing}: " + ", ".join(filter(None, (amount if done or total else "", speed, left)))
+        texts = [amount] * bool(done or total) + [f"{size(rate)}/s"] * (rate > 0 and not noun) + [left]
+        return f"{visible(redacted(self.doing))}: {', '.join(texts)}"

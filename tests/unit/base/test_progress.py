@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from shardwise.base import progress as module
-from shardwise.base.progress import Work, progress
+from shardwise.base.progress import progress
 from tests.screens import Screen
 
 
@@ -48,7 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 )
 def test_texts(clock: Clock, total: int | None, noun: str, amounts: list[int], line: str) -> None:
     """Amounts in the product's units, the share, the speed of bytes, and the time left by the speed so far."""
-    work = Work("working", total, noun)
+    work = progress("working", total, noun)
     for amount in amounts:
         clock.now += {2: 10.0, 1: 10.0, 4: 5.0}[len(amounts)]
         work.advance(amount)
@@ -57,7 +57,7 @@ def test_texts(clock: Clock, total: int | None, noun: str, amounts: list[int], l
 
 def test_the_speed_is_that_of_the_last_minute(clock: Clock) -> None:
     """Work that an earlier process had done comes at once, and does not count for long."""
-    work = Work("working", 10 << 30, "")
+    work = progress("working", 10 << 30, "")
     clock.now += 10
     work.advance(9 << 30)
     for _ in range(100):
@@ -70,7 +70,7 @@ def test_the_speed_is_that_of_the_last_minute(clock: Clock) -> None:
 
 def test_work_that_cannot_tell_is_asked(clock: Clock) -> None:
     """What is there at the beginning, such as files of an earlier process, does not count."""
-    work = Work("verifying", 8, "layout", iter([1, 3, 5]).__next__)
+    work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
     clock.now += 6
     assert work._text() == "verifying: 2 of 8 layouts, 25%, 18.0 s left"
     clock.now += 6
@@ -92,7 +92,7 @@ class Turns:
 
 
 def test_a_log_has_a_line_every_half_minute(clock: Clock) -> None:
-    work = Work("tokenizing x", 100 << 20, "")
+    work = progress("tokenizing x", 100 << 20, "")
     log = io.StringIO()
 
     def half_a_minute() -> None:
@@ -114,13 +114,13 @@ def test_short_work_shows_nothing(screen: Screen) -> None:
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
         turns = Turns(0)
-        Work("working", 10, "").show(stream, turns)  # type: ignore[arg-type]
+        progress("working", 10, "").show(stream, turns)  # type: ignore[arg-type]
         assert turns.waits == waits
     assert screen.text() + log.getvalue() == ""
 
 
 def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: Clock) -> None:
-    work = Work("exporting to x", 4 << 20, "")
+    work = progress("exporting to x", 4 << 20, "")
     work.advance(1 << 20)
     clock.now += 2
     work.show(screen.stream, Turns(3))  # type: ignore[arg-type]
@@ -134,14 +134,14 @@ def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: Clock) -> Non
 
 def test_a_dumb_terminal_is_a_log(screen: Screen, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    work = Work("working", 2, "graph")
+    work = progress("working", 2, "graph")
     work.show(screen.stream, Turns(1))  # type: ignore[arg-type]
     assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
 
 
 def test_a_narrow_terminal_keeps_one_line(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "64")
-    Work("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))  # type: ignore[arg-type]
+    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))  # type: ignore[arg-type]
     assert "a description that is long" in screen.text()
     assert screen.text().count("\n") == 1
 
@@ -151,7 +151,7 @@ def test_a_terminal_that_goes_away_ends_it() -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    Work("working", 2, "graph").show(Gone(), Turns(5))  # type: ignore[arg-type]
+    progress("working", 2, "graph").show(Gone(), Turns(5))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -174,7 +174,7 @@ def test_what_is_printed_meanwhile_stands_above(screen: Screen) -> None:
     """A line on standard error is whole; standard output, which is no terminal, gets its own."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):  # no terminal, as `module.sys.stdout` is none
-        Work("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))  # type: ignore[arg-type]
+        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))  # type: ignore[arg-type]
     assert out.getvalue() == "a result\n" * 5
     assert "a result" not in screen.text()
 

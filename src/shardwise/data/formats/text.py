@@ -234,18 +234,17 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
     split = plan_split(scan.characters, request.data.split_weights)
     named = request.data.tokenizer
     pairs = request.in_pairs
-    shown = announce is not None
     if named is None:
         read = ContentDigest()
         texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
-        with progress("training a tokenizer", scan.bytes, shown=shown, done=lambda: read.bytes):
+        with progress("training a tokenizer", scan.bytes, shown=announce is not None, done=lambda: read.bytes):
             tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
-    with progress("tokenizing", scan.bytes, shown=shown, done=lambda: digest.bytes):
+    with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         if pairs:
             parts = encode_sentences(pieces, tokenizer, folder)
         else:
