@@ -1,9 +1,9 @@
 """The fastest layouts that fit, in the order of their predicted time.
 
 A search asks the cheap questions first. A layout whose state, or whose state with the blocks that it must keep, is
-larger than a device is dropped. Each other layout has a bound that no schedule can beat: the work of its busiest rank
-with the update. Layouts are taken by this bound, and only those that may be among the best get an exact memory and, if
-they fit, a simulation.
+larger than a device is dropped. Each other layout has a bound that no schedule can beat: the work of its busiest rank.
+Layouts are taken by this bound. Those that may be among the best are simulated, and only if they still may be, their
+exact memory is computed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
@@ -23,9 +24,10 @@ from shardwise_plan.layout_choices import Choice, choices, compiled
 from shardwise_plan.plan import Plan
 from shardwise_plan.run_stages import stages_with_layout
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_times, step_time
+from shardwise_plan.search_time import LeastTime
+from shardwise_plan.step_time import step_time
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-9
 """Relative rounding error of a bound: it adds up the seconds of a step in another order than the step's time does."""
 STATE_TOO_LARGE = "parameters, gradients and optimizer state alone are larger than the device"
 ACTIVATIONS_TOO_LARGE = "activations do not fit beside parameters, gradients and optimizer state"
@@ -71,22 +73,48 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
     config = config.with_batch_for(cluster.world)
     limit = cluster.device.memory * (1 - RESERVED)
     result = Search()
-    # A layout's number keeps the order of `choices` among equal times, and keeps the heap from comparing layouts.
     bounded: list[_Bounded] = []
     least_memory = LeastMemory(config, cluster)
+    least_time = LeastTime(config, cluster)
     for lists, layout in choices(config, cluster.world, cluster.per_node, fixed, result.refused):
-        fitting: list[tuple[int, list[Choice]]] = []
         for shardings in lists:
             result.valid += 1
             kept = _that_may_fit(result, shardings, layout, least_memory, limit)
             if kept:
-                fitting.append((result.valid, kept))
-        bounds = iter(_bounds(config, [choice for _, kept in fitting for choice in kept], layout, cluster))
-        for number, kept in fitting:
-            bound = (1 - _ROUNDING) * min(next(bounds) for _ in kept)
-            bounded.append((bound, number, kept, layout))
-    _add_fastest(result, config, cluster, limit, bounded, best, least_memory)
+                seconds = (1 - _ROUNDING) * least_time(kept[0], layout)
+                bounded.append(_Bounded(seconds, 0, result.valid, kept, layout))
+    heapq.heapify(bounded)
+    while len(result.plans) < best and bounded:
+        # No layout that is still to be simulated can be faster than the lowest bound.
+        lowest = heapq.heappop(bounded)
+        if lowest.plan is not None:
+            result.plans.append(lowest.plan)
+        elif not lowest.asked:
+            seconds = (1 - _ROUNDING) * least_time.step(lowest.shardings, lowest.layout)
+            heapq.heappush(bounded, lowest._replace(seconds=seconds, asked=1))
+        elif plan := _plan_that_fits(result, config, cluster, limit, lowest, least_memory):
+            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, asked=2, plan=plan))
     return result
+
+
+class _Bounded(NamedTuple):
+    """A layout in the order in which a search takes layouts.
+
+    Attributes:
+        seconds: bound of the time of a step, or the time itself.
+        asked: number of questions that are answered, cheap ones first: a bound of the time comes before a plan.
+        number: its place in `choices`, which orders equal times.
+        shardings: those that may fit.
+        layout: its degrees.
+        plan: the first sharding that fits, with its prediction.
+    """
+
+    seconds: float
+    asked: int
+    number: int
+    shardings: list[Choice]
+    layout: Layout
+    plan: Plan | None = None
 
 
 def _that_may_fit(
@@ -108,68 +136,40 @@ def _that_may_fit(
     return kept
 
 
-_Bounded = tuple[float, int, "list[Choice]", Layout]
-"""Bound of the time, number, shardings that may fit, and degrees of a layout."""
-
-
-def _add_fastest(
-    result: Search,
-    config: Config,
-    cluster: Cluster,
-    limit: float,
-    bounded: list[_Bounded],
-    best: int,
-    least_memory: LeastMemory,
-) -> None:
-    """Add the `best` fastest layouts that fit to a result; only those that a bound cannot rule out are simulated.
+def _plan_that_fits(
+    result: Search, config: Config, cluster: Cluster, limit: float, bounded: _Bounded, least_memory: LeastMemory
+) -> Plan | None:
+    """Return the plan of the first sharding of a layout that fits; None where none does, which is noted.
 
     Args:
-        result: the search's result, which also gets the layouts that do not fit.
+        result: the search's result, which gets a layout that does not fit.
         config: the recipe's configuration.
         cluster: devices that it runs on.
         limit: bytes that a rank may need.
-        bounded: the layouts with the bounds of their time.
-        best: number of layouts to add.
+        bounded: the layout.
         least_memory: bytes of a layout, at least.
     """
-    heapq.heapify(bounded)
-    simulated: list[tuple[float, int, Plan]] = []
-    while len(result.plans) < best and (bounded or simulated):
-        # No layout that is still to be simulated can be faster than the lowest bound.
-        if simulated and (not bounded or simulated[0][0] <= bounded[0][0]):
-            result.plans.append(heapq.heappop(simulated)[2])
+    layout = bounded.layout
+    needed: list[tuple[Choice, float]] = []
+    activation_bytes = 0.0
+    state_share = 0.0
+    for choice in bounded.shardings:
+        # What activations need beside the state does not depend on the sharding.
+        least = activation_bytes + state_share * least_memory.state(choice, layout)
+        if least > limit:
+            needed.append((choice, least))
             continue
-        _, number, shardings, layout = heapq.heappop(bounded)
-        # Memory comes first, as a layout that does not fit needs no simulation.
-        needed: list[tuple[Choice, float]] = []
-        activation_bytes = 0.0
-        state_share = 0.0
-        for choice in shardings:
-            # What activations need beside the state does not depend on the sharding.
-            least = activation_bytes + state_share * least_memory.state(choice, layout)
-            if least > limit:
-                needed.append((choice, least))
-                continue
-            estimated = partial(short_step_memory, layout=layout, cluster=cluster, limit=limit)
-            chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
-            choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
-            activation_bytes = memory.total - memory.state - memory.in_flight
-            state_share = memory.state / least_memory.state(choice, layout)
-            further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
-            memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
-            if memory.total <= limit:
-                time = step_time(chosen, layout, cluster)
-                assert time is not None
-                heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
-                break
-            needed.append((choice, float(memory.total)))
-        else:
-            result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
-
-
-def _bounds(config: Config, shardings: list[Choice], layout: Layout, cluster: Cluster) -> list[float]:
-    """Return the bounds of the times of choices that differ only in how data parallelism is sharded."""
-    if not shardings:
-        return []
-    chosen = compiled(shardings[0].applied(config), cluster.device)
-    return least_times([chosen, *(choice.sharded(chosen) for choice in shardings[1:])], layout, cluster)
+        estimated = partial(short_step_memory, layout=layout, cluster=cluster, limit=limit)
+        chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
+        choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
+        activation_bytes = memory.total - memory.state - memory.in_flight
+        state_share = memory.state / least_memory.state(choice, layout)
+        further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
+        memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
+        if memory.total <= limit:
+            time = step_time(chosen, layout, cluster)
+            assert time is not None
+            return Plan(choice, chosen, layout, cluster, time, memory)
+        needed.append((choice, float(memory.total)))
+    result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
+    return None

@@ -10,18 +10,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import lru_cache, partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, elements_by_ranks, owned_elements
+from shardwise.config.routing import Routing
+from shardwise.models.parameter_counts import (
+    LocalWidths,
+    block_matrix_shapes,
+    elements_by_ranks,
+    kinds_of_blocks,
+    owned_elements,
+)
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise_plan import block_seconds, device_seconds
 from shardwise_plan.block_shape import BlockShape
 from shardwise_plan.device_seconds import Constants, RankGroup, constants_of, group
-from shardwise_plan.device_specs import Cluster
+from shardwise_plan.device_specs import Cluster, Device
 from shardwise_plan.makespan import makespan
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.update_bytes import update_bytes
@@ -111,22 +118,15 @@ class StageWork:
         stage: the stage.
         block: seconds of each of its blocks, on average.
         ends: seconds of the embedding and of the head, if the stage has them.
+        times: seconds of its passes.
         action: seconds that the schedule takes beside each pass.
     """
 
     stage: Stage
     block: block_seconds.PassSeconds
     ends: tuple[block_seconds.PassSeconds, ...]
+    times: StageTimes
     action: float = 0.0
-
-    @cached_property
-    def times(self) -> StageTimes:
-        layers = len(self.stage.layers)
-        return StageTimes(
-            layers * self.block.forward.total + sum(end.forward.total for end in self.ends) + self.action,
-            layers * self.block.backward.total + sum(end.backward.total for end in self.ends) + self.action,
-            layers * self.block.weight + sum(end.weight for end in self.ends),
-        )
 
 
 def step_time(
@@ -148,17 +148,8 @@ def step_time(
     if config.shapes is None:
         return None
     inputs = _StepInputs.of(config, layout, cluster, program, constants)
-    message = inputs.message_seconds()
-    if inputs.program.waits_for_messages and layout.pipeline > 1:
-        # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
-        wait = message + inputs.constants.wait
-        in_flight = 0.0
-    else:
-        wait = 0.0
-        in_flight = message
-    times = tuple(
-        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in inputs.works
-    )
+    wait, in_flight = inputs.waits()
+    times = inputs.stage_times(wait)
     busy = _busy_seconds(inputs.works, times, layout.pipeline)
     longest = max(range(layout.pipeline), key=busy.__getitem__)
     m = layout.accumulation(config.train)
@@ -200,14 +191,17 @@ def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]
 
 
 def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
-    """Return seconds that no schedule can beat: the work of the busiest rank, and the update.
+    """Return seconds that no sharding can beat: those of the passes, and the update.
 
-    Waits for other ranks and for messages are left out, which only add to them. The configurations differ only in how
-    data parallelism is sharded.
+    The configurations differ only in how data parallelism is sharded.
     """
     inputs = _StepInputs.of(configs[0], layout, cluster)
-    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
-    work = max(busy) * layout.accumulation(configs[0].train)
+    wait, in_flight = inputs.waits()
+    times = inputs.stage_times(wait)
+    busy = _busy_seconds(inputs.works, times, layout.pipeline)
+    m = layout.accumulation(configs[0].train)
+    passes = makespan(configs[0].parallel, m, times, in_flight, configs[0].recompute)
+    work = max(passes, max(busy) * layout.accumulation(configs[0].train))
     return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
 
 
@@ -252,13 +246,39 @@ def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
+    blocks, embedding, head = part_seconds(config, layout, cluster, program, constants)
+    action = constants.action if layout.pipeline > 1 else 0.0
+    works: list[StageWork] = []
+    alike: dict[tuple[object, ...], StageWork] = {}
+    for stage in stage_plan(config, layout):
+        kinds = kinds_of_blocks(config.known_shapes, stage.layers)
+        key = (stage.is_first, stage.is_last, kinds)
+        if key not in alike:
+            by_kind = [(blocks[routing], number) for routing, number in kinds]
+            block = by_kind[0][0] if len(by_kind) == 1 else block_seconds.mean(by_kind)
+            ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
+            layers = len(stage.layers)
+            times = StageTimes(
+                layers * block.forward.total + sum(end.forward.total for end in ends) + action,
+                layers * block.backward.total + sum(end.backward.total for end in ends) + action,
+                layers * block.weight + sum(end.weight for end in ends),
+            )
+            alike[key] = StageWork(stage, block, ends, times, action)
+        work = alike[key]
+        works.append(StageWork(stage, work.block, work.ends, work.times, action))
+    return works
+
+
+def part_seconds(
+    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
+) -> tuple[dict[Routing | None, block_seconds.PassSeconds], block_seconds.PassSeconds, block_seconds.PassSeconds]:
+    """Return the seconds of a micro-batch in a block of each kind, in the embedding and in the head."""
     model = config.known_shapes
-    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
     shape = BlockShape(
         model=model,
-        local=local,
+        local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
         batch=config.train.micro_batch,
         length=config.train.sequence_length,
         tensor=layout.tensor,
@@ -274,24 +294,19 @@ def stage_works(
         passes_keys=config.passes_keys,
         expert_group=group(layout.expert, layout.tensor, cluster.per_node),
     )
-    embedding = block_seconds.embedding(shape, cluster.device, constants, program)
-    head = block_seconds.head(shape, cluster.device, constants, program)
-    action = constants.action if layout.pipeline > 1 else 0.0
-    works = []
-    for stage in stage_plan(config, layout):
-        kinds = Counter(map(model.routing, stage.layers))
-        blocks = [
-            (block_seconds.block(replace(shape, routing=routing), cluster.device, constants, program), number)
-            for routing, number in kinds.items()
-        ]
-        block = blocks[0][0] if len(blocks) == 1 else block_seconds.mean(blocks)
-        ends: list[block_seconds.PassSeconds] = []
-        if stage.is_first:
-            ends.append(embedding)
-        if stage.is_last:
-            ends.append(head)
-        works.append(StageWork(stage, block, tuple(ends), action))
-    return works
+    return _parts(shape, cluster.device, constants, program)
+
+
+@lru_cache(maxsize=2**12)
+def _parts(
+    shape: BlockShape, device: Device, constants: Constants, program: ProgramTraits
+) -> tuple[dict[Routing | None, block_seconds.PassSeconds], block_seconds.PassSeconds, block_seconds.PassSeconds]:
+    blocks = {
+        routing: block_seconds.block(replace(shape, routing=routing), device, constants, program)
+        for routing, _ in kinds_of_blocks(shape.model, range(shape.model.num_hidden_layers))
+    }
+    ends = (part(shape, device, constants, program) for part in (block_seconds.embedding, block_seconds.head))
+    return blocks, *ends
 
 
 def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
@@ -357,6 +372,22 @@ class _StepInputs:
         parts, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
         return _StepInputs(
             config, layout, cluster, program, constants, precision, works, parts=parts, matrices=matrices
+        )
+
+    def waits(self) -> tuple[float, float]:
+        """Return the seconds of a message in the pass that sends it, and those in which it is under way by itself."""
+        message = self.message_seconds()
+        if self.program.waits_for_messages and self.layout.pipeline > 1:
+            # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
+            return message + self.constants.wait, 0.0
+        return 0.0, message
+
+    def stage_times(self, wait: float) -> tuple[StageTimes, ...]:
+        """Return the times of all stages, with so many seconds more in each pass."""
+        if not wait:
+            return tuple(work.times for work in self.works)
+        return tuple(
+            StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in self.works
         )
 
     @property

@@ -40,9 +40,17 @@ class Section(BaseModel):
     # Validators are built when a section is first read: most commands start without several of them.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
+    # Not among the values, so that no copy with other values takes it along.
+    __slots__ = ("_hash",)
+
     def __hash__(self) -> int:
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
-        return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Required keys of the plain values of this section, and those whose value differs from the default.

@@ -158,8 +158,7 @@ def elements_by_ranks(
     whole = [replace(stage, layers=range(0)) for stage in stages]
     counted = [] if block_matrices else [(p, 1) for p in local_parameters(model, tensor, local=local, stages=whole)]
     for stage in stages:
-        numbers = Counter(map(model.routing, stage.layers))
-        for routing, number in numbers.items():
+        for routing, number in kinds_of_blocks(model, stage.layers):
             layer = next(layer for layer in stage.layers if model.routing(layer) == routing)
             one = replace(stage, layers=range(layer, layer + 1))
             parameters = local_parameters(model, tensor, local=local, stages=[one])
@@ -169,6 +168,12 @@ def elements_by_ranks(
         if p.is_block_matrix or not block_matrices:
             elements[p.divided_over] += p.elements * number
     return elements
+
+
+@lru_cache(maxsize=2**12)
+def kinds_of_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing | None, int], ...]:
+    """Return the routers of these blocks, None for an MLP, in the order of the blocks, with the number of each."""
+    return tuple(Counter(map(model.routing, layers)).items())
 
 
 def owned_elements(elements: Mapping[int, int], shards: int) -> float:
