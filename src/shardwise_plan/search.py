@@ -89,11 +89,12 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
         lowest = heapq.heappop(bounded)
         if lowest.plan is not None:
             result.plans.append(lowest.plan)
-        elif not lowest.asked:
-            seconds = (1 - _ROUNDING) * least_time.step(lowest.shardings, lowest.layout)
-            heapq.heappush(bounded, lowest._replace(seconds=seconds, asked=1))
+        elif lowest.asked < 2:
+            passes = None if lowest.asked else lowest.seconds
+            seconds = (1 - _ROUNDING) * least_time.step(lowest.shardings, lowest.layout, passes)
+            heapq.heappush(bounded, lowest._replace(seconds=seconds, asked=lowest.asked + 1))
         elif plan := _plan_that_fits(result, config, cluster, limit, lowest, least_memory):
-            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, asked=2, plan=plan))
+            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, asked=3, plan=plan))
     return result
 
 

@@ -29,6 +29,7 @@ class LeastMemory:
         self._elements: dict[tuple[object, ...], tuple[Counter[int], Counter[int]]] = {}
         self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
+        self._states: dict[tuple[object, ...], float] = {}
 
     def __call__(self, choice: Choice, layout: Layout) -> float:
         """Return the bytes that the first pipeline rank needs at least: its blocks' state, and what they keep.
@@ -47,13 +48,18 @@ class LeastMemory:
 
         Some rank has at least the average, and embedding and head, which are left out, only add to it.
         """
-        model = self._config.known_shapes
+        layers = max(1, self._config.known_shapes.num_hidden_layers // layout.pipeline) if blocks is None else blocks
+        shards = layout.replicas // choice.replicate if choice.zero else 1
+        key = (layout.inside_a_stage, layers, shards, choice.zero, choice.reduce, choice.splits_backward)
+        if key not in self._states:
+            self._states[key] = self._state(choice, layout, layers, shards)
+        return self._states[key]
+
+    def _state(self, choice: Choice, layout: Layout, layers: int, shards: int) -> float:
         precision = self._precision
         key = layout.inside_a_stage
         if key not in self._elements:
             self._elements[key] = self._smallest_block(layout)
-        layers = max(1, model.num_hidden_layers // layout.pipeline) if blocks is None else blocks
-        shards = layout.replicas // choice.replicate if choice.zero else 1
         owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in self._elements[key])
         elements = layers * sum(self._elements[key][0].values())
         kept = self._config.optimizer.spec.kept_bytes(

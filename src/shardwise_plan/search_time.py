@@ -46,14 +46,17 @@ class LeastTime:
             for seconds in self._seconds_of_parts(choice, layout)
         )
 
-    def step(self, shardings: list[Choice], layout: Layout) -> float:
-        """Return the seconds of the fastest step of choices that differ in how data parallelism is sharded, at least."""
+    def step(self, shardings: list[Choice], layout: Layout, passes: float | None) -> float:
+        """Return the seconds of the fastest step of choices that differ in how data parallelism is sharded, at least.
+
+        passes: seconds of the passes, at least; None: they are simulated.
+        """
         chosen = compiled(shardings[0].applied(self._config), self._cluster.device)
         return min(
             seconds
             for candidate in candidates(chosen, layout)
             for seconds in least_times(
-                [candidate, *(choice.sharded(candidate) for choice in shardings[1:])], layout, self._cluster
+                [candidate, *(choice.sharded(candidate) for choice in shardings[1:])], layout, self._cluster, passes
             )
         )
 

@@ -190,17 +190,23 @@ def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]
     return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
 
-def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
+def least_times(
+    configs: Sequence[Config], layout: Layout, cluster: Cluster, passes: float | None = None
+) -> list[float]:
     """Return seconds that no sharding can beat: those of the passes, and the update.
 
-    The configurations differ only in how data parallelism is sharded.
+    Args:
+        configs: configurations that differ only in how data parallelism is sharded.
+        layout: degrees of parallelism.
+        cluster: devices that they run on.
+        passes: seconds of the passes, at least; None: they are simulated.
     """
     inputs = _StepInputs.of(configs[0], layout, cluster)
-    wait, in_flight = inputs.waits()
-    times = inputs.stage_times(wait)
-    busy = _busy_seconds(inputs.works, times, layout.pipeline)
-    m = layout.accumulation(configs[0].train)
-    passes = makespan(configs[0].parallel, m, times, in_flight, configs[0].recompute)
+    if passes is None:
+        wait, in_flight = inputs.waits()
+        m = layout.accumulation(configs[0].train)
+        passes = makespan(configs[0].parallel, m, inputs.stage_times(wait), in_flight, configs[0].recompute)
+    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
     work = max(passes, max(busy) * layout.accumulation(configs[0].train))
     return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -161,8 +162,8 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
             current = getattr(current, name)
         return current
 
-    def is_met(place: re.Match[str]) -> bool:
-        mark, path, only = place.groups()
+    def is_met(place: tuple[str, str, str]) -> bool:
+        mark, path, only = place
         if mark == "=":
             return True
         return shown(value(path)) == only if only else bool(value(path)) is not bool(mark)
@@ -176,8 +177,14 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     problems = []
     for facts, texts in table.items():
         if all(bool(value(fact.lstrip("!"))) is not fact.startswith("!") for fact in facts.split()):
-            problems += [text for text in texts if all(map(is_met, re.finditer(_PLACE, text)))]
+            problems += [text for text in texts if all(map(is_met, _places(text)))]
     return [re.sub(_PLACE, filled, text) for text in problems]
+
+
+@cache
+def _places(text: str) -> list[tuple[str, str, str]]:
+    """The marks, paths and values of a message's places."""
+    return re.findall(_PLACE, text)
 
 
 def shown(value: object) -> str:
