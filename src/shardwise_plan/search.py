@@ -1,16 +1,16 @@
 """The fastest layouts that fit, in the order of their predicted time.
 
 A search asks the cheap questions first. A layout whose state, or whose state with the blocks that it must keep, is
-larger than a device is dropped. Each other layout has a bound that no schedule can beat: the work of its busiest rank.
-Layouts are taken by this bound. Those that may be among the best are simulated, and only if they still may be, their
-exact memory is computed.
+larger than a device is dropped. Each other layout has a bound that no schedule can beat, the work of its average rank.
+Layouts are taken by this bound. Those that may be among the best get a closer one, with the fill of the pipeline and
+the update. Those that still may be are simulated, and last comes their exact memory.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -18,14 +18,13 @@ from typing import NamedTuple
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
 from shardwise.estimates.memory import RESERVED
-from shardwise.estimates.memory_choice import first_that_fits
+from shardwise.estimates.memory_choice import candidates, first_that_fits
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, choices, compiled
 from shardwise_plan.plan import Plan
 from shardwise_plan.run_stages import stages_with_layout
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.search_time import LeastTime
-from shardwise_plan.step_time import step_time
+from shardwise_plan.step_time import least_times, model_seconds, step_time
 
 _ROUNDING = 1e-9
 """Relative rounding error of a bound: it adds up the seconds of a step in another order than the step's time does."""
@@ -70,40 +69,35 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
             "not known before it is built"
         )
-    config = config.with_batch_for(cluster.world)
-    limit = cluster.device.memory * (1 - RESERVED)
-    result = Search()
+    asked = _Asked(config.with_batch_for(cluster.world), cluster)
+    result = asked.result
     bounded: list[_Bounded] = []
-    least_memory = LeastMemory(config, cluster)
-    least_time = LeastTime(config, cluster)
-    for lists, layout in choices(config, cluster.world, cluster.per_node, fixed, result.refused):
+    for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused):
         for shardings in lists:
             result.valid += 1
-            kept = _that_may_fit(result, shardings, layout, least_memory, limit)
+            kept = asked.that_may_fit(shardings, layout)
             if kept:
-                seconds = (1 - _ROUNDING) * least_time(kept[0], layout)
-                bounded.append(_Bounded(seconds, 0, result.valid, kept, layout))
+                bounded.append(_Bounded(asked.work_seconds(kept[0], layout), 0, result.valid, kept, layout))
     heapq.heapify(bounded)
     while len(result.plans) < best and bounded:
         # No layout that is still to be simulated can be faster than the lowest bound.
         lowest = heapq.heappop(bounded)
         if lowest.plan is not None:
             result.plans.append(lowest.plan)
-        elif lowest.asked < 2:
-            passes = None if lowest.asked else lowest.seconds
-            seconds = (1 - _ROUNDING) * least_time.step(lowest.shardings, lowest.layout, passes)
-            heapq.heappush(bounded, lowest._replace(seconds=seconds, asked=lowest.asked + 1))
-        elif plan := _plan_that_fits(result, config, cluster, limit, lowest, least_memory):
-            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, asked=3, plan=plan))
+        elif lowest.answers < 2:
+            seconds = asked.step_seconds(lowest.shardings, lowest.layout, simulated=lowest.answers == 1)
+            heapq.heappush(bounded, lowest._replace(seconds=seconds, answers=lowest.answers + 1))
+        elif plan := asked.plan(lowest.shardings, lowest.layout):
+            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, answers=3, plan=plan))
     return result
 
 
 class _Bounded(NamedTuple):
-    """A layout in the order in which a search takes layouts.
+    """A layout, in the order in which a search takes layouts.
 
     Attributes:
         seconds: bound of the time of a step, or the time itself.
-        asked: number of questions that are answered, cheap ones first: a bound of the time comes before a plan.
+        answers: number of questions that are answered, the cheap ones first: among equals, a bound comes before a plan.
         number: its place in `choices`, which orders equal times.
         shardings: those that may fit.
         layout: its degrees.
@@ -111,66 +105,84 @@ class _Bounded(NamedTuple):
     """
 
     seconds: float
-    asked: int
+    answers: int
     number: int
     shardings: list[Choice]
     layout: Layout
     plan: Plan | None = None
 
 
-def _that_may_fit(
-    result: Search, shardings: list[Choice], layout: Layout, least_memory: LeastMemory, limit: float
-) -> list[Choice]:
-    """Return the shardings that a bound of their memory cannot rule out; note the layout as dropped if there are none.
+class _Asked:
+    """The questions that a search asks of a layout, from cheap to costly; `result` notes those that do not fit."""
 
-    Shardings that follow one which may fit are kept: they are asked in this order.
-    """
-    states = [least_memory.state(choice, layout) for choice in shardings]
-    by_state = [pair for pair in zip(shardings, states, strict=True) if pair[1] <= limit]
-    if not by_state:
-        result.drop(STATE_TOO_LARGE, *min(zip(shardings, states, strict=True), key=lambda pair: pair[1]))
-        return []
-    with_activations = [(choice, least_memory(choice, layout)) for choice, _ in by_state]
-    kept = [choice for choice, least in with_activations if least <= limit]
-    if not kept:
-        result.drop(ACTIVATIONS_TOO_LARGE, *min(with_activations, key=lambda pair: pair[1]))
-    return kept
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self.config = config
+        self.result = Search()
+        self._cluster = cluster
+        self._limit = cluster.device.memory * (1 - RESERVED)
+        self._least_memory = LeastMemory(config, cluster)
+        self._seconds: dict[tuple[object, ...], float] = {}
 
+    def that_may_fit(self, shardings: list[Choice], layout: Layout) -> list[Choice]:
+        """Return the shardings that a bound of their memory cannot rule out.
 
-def _plan_that_fits(
-    result: Search, config: Config, cluster: Cluster, limit: float, bounded: _Bounded, least_memory: LeastMemory
-) -> Plan | None:
-    """Return the plan of the first sharding of a layout that fits; None where none does, which is noted.
+        Shardings that follow one which may fit are kept: they are asked in this order.
+        """
+        states = [(choice, self._least_memory.state(choice, layout)) for choice in shardings]
+        by_state = [choice for choice, least in states if least <= self._limit]
+        if not by_state:
+            self.result.drop(STATE_TOO_LARGE, *min(states, key=lambda pair: pair[1]))
+            return []
+        with_activations = [(choice, self._least_memory(choice, layout)) for choice in by_state]
+        kept = [choice for choice, least in with_activations if least <= self._limit]
+        if not kept:
+            self.result.drop(ACTIVATIONS_TOO_LARGE, *min(with_activations, key=lambda pair: pair[1]))
+        return kept
 
-    Args:
-        result: the search's result, which gets a layout that does not fit.
-        config: the recipe's configuration.
-        cluster: devices that it runs on.
-        limit: bytes that a rank may need.
-        bounded: the layout.
-        least_memory: bytes of a layout, at least.
-    """
-    layout = bounded.layout
-    needed: list[tuple[Choice, float]] = []
-    activation_bytes = 0.0
-    state_share = 0.0
-    for choice in bounded.shardings:
-        # What activations need beside the state does not depend on the sharding.
-        least = activation_bytes + state_share * least_memory.state(choice, layout)
-        if least > limit:
-            needed.append((choice, least))
-            continue
-        estimated = partial(short_step_memory, layout=layout, cluster=cluster, limit=limit)
-        chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
-        choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
-        activation_bytes = memory.total - memory.state - memory.in_flight
-        state_share = memory.state / least_memory.state(choice, layout)
-        further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
-        memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
-        if memory.total <= limit:
-            time = step_time(chosen, layout, cluster)
-            assert time is not None
-            return Plan(choice, chosen, layout, cluster, time, memory)
-        needed.append((choice, float(memory.total)))
-    result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
-    return None
+    def work_seconds(self, choice: Choice, layout: Layout) -> float:
+        """Return a bound of the step's time: the work of the average pipeline rank, without any wait and the update.
+
+        The fastest of what is left to the memory counts, and the choice's stage of ZeRO must be the lowest.
+        """
+        key = (*layout.inside_a_stage, layout.pipeline > 1, choice.splits_backward)
+        key += (choice.micro_batch, choice.recompute, choice.zero >= 2)
+        if key not in self._seconds:
+            self._seconds[key] = min(
+                model_seconds(candidate, layout, self._cluster) for candidate in self._candidates(choice, layout)
+            )
+        micro_batches = self.config.train.global_batch // (choice.micro_batch * layout.data)
+        return (1 - _ROUNDING) * micro_batches / layout.pipeline * self._seconds[key]
+
+    def step_seconds(self, shardings: list[Choice], layout: Layout, *, simulated: bool) -> float:
+        """Return a bound of the step's time with the update, of choices that differ in their sharding."""
+        return (1 - _ROUNDING) * min(
+            seconds
+            for candidate in self._candidates(shardings[0], layout)
+            for seconds in least_times(
+                [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
+                layout,
+                self._cluster,
+                simulated=simulated,
+            )
+        )
+
+    def _candidates(self, choice: Choice, layout: Layout) -> Iterator[Config]:
+        return candidates(compiled(choice.applied(self.config), self._cluster.device), layout)
+
+    def plan(self, shardings: list[Choice], layout: Layout) -> Plan | None:
+        """Return the plan of the first sharding that fits."""
+        needed: list[tuple[Choice, float]] = []
+        estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)
+        for choice in shardings:
+            config = compiled(choice.applied(self.config), self._cluster.device)
+            chosen, memory = first_that_fits(config, layout, estimated, self._limit)
+            choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
+            further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
+            memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
+            if memory.total <= self._limit:
+                time = step_time(chosen, layout, self._cluster)
+                assert time is not None
+                return Plan(choice, chosen, layout, self._cluster, time, memory)
+            needed.append((choice, float(memory.total)))
+        self.result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
+        return None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
-from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.estimates.activations import kept_and_work
 from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import candidates
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks, owned_elements
+from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
 from shardwise.pipeline.partition import blocks_in_flight, stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, compiled
@@ -75,13 +75,10 @@ class LeastMemory:
     def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
         """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
         model = self._config.known_shapes
-        local = LocalWidths.on(layout, model)
-        first_of_kind = {model.routing(layer): layer for layer in reversed(range(model.num_hidden_layers))}
-        # A stage between others has blocks alone.
-        stages = [Stage(1, 0, range(layer, layer + 1), 3) for layer in first_of_kind.values()]
-        smallest = min(stages, key=lambda stage: elements_by_ranks(model, layout.tensor, local, (stage,)).total())
-        found, matrices = (elements_by_ranks(model, layout.tensor, local, (smallest,), only) for only in (False, True))
-        return found, matrices
+        block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
+        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
+        smallest = min(kinds, key=lambda routing: block(routing).total())
+        return block(smallest), block(smallest, True)
 
     def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
         """Return the number of blocks of each stage of the first pipeline rank."""

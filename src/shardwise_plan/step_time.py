@@ -10,7 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import partial
+from itertools import accumulate
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
@@ -28,7 +29,7 @@ from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
 from shardwise_plan import block_seconds, device_seconds
 from shardwise_plan.block_shape import BlockShape
 from shardwise_plan.device_seconds import Constants, RankGroup, constants_of, group
-from shardwise_plan.device_specs import Cluster, Device
+from shardwise_plan.device_specs import Cluster
 from shardwise_plan.makespan import makespan
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.update_bytes import update_bytes
@@ -148,12 +149,9 @@ def step_time(
     if config.shapes is None:
         return None
     inputs = _StepInputs.of(config, layout, cluster, program, constants)
-    wait, in_flight = inputs.waits()
-    times = inputs.stage_times(wait)
-    busy = _busy_seconds(inputs.works, times, layout.pipeline)
+    wait, busy, makespan_seconds = inputs.passes()
     longest = max(range(layout.pipeline), key=busy.__getitem__)
     m = layout.accumulation(config.train)
-    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.recompute)
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = (
@@ -190,25 +188,22 @@ def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]
     return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
 
-def least_times(
-    configs: Sequence[Config], layout: Layout, cluster: Cluster, passes: float | None = None
-) -> list[float]:
+def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster, *, simulated: bool = False) -> list[float]:
     """Return seconds that no sharding can beat: those of the passes, and the update.
 
-    Args:
-        configs: configurations that differ only in how data parallelism is sharded.
-        layout: degrees of parallelism.
-        cluster: devices that they run on.
-        passes: seconds of the passes, at least; None: they are simulated.
+    The configurations differ only in how data parallelism is sharded. Passes that are not simulated take as long as
+    those of the rank that ends last, at least (`_StepInputs.passes`).
     """
     inputs = _StepInputs.of(configs[0], layout, cluster)
-    if passes is None:
-        wait, in_flight = inputs.waits()
-        m = layout.accumulation(configs[0].train)
-        passes = makespan(configs[0].parallel, m, inputs.stage_times(wait), in_flight, configs[0].recompute)
-    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
+    _, busy, passes = inputs.passes(simulated=simulated)
     work = max(passes, max(busy) * layout.accumulation(configs[0].train))
     return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
+
+
+def model_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds of both passes of a micro-batch through all stages, but for messages."""
+    works = stage_works(config, layout, cluster, shardwise_traits(config, cluster), constants_of(cluster.device))
+    return sum(work.times.forward + work.times.backward for work in works)
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
@@ -300,19 +295,12 @@ def part_seconds(
         passes_keys=config.passes_keys,
         expert_group=group(layout.expert, layout.tensor, cluster.per_node),
     )
-    return _parts(shape, cluster.device, constants, program)
-
-
-@lru_cache(maxsize=2**12)
-def _parts(
-    shape: BlockShape, device: Device, constants: Constants, program: ProgramTraits
-) -> tuple[dict[Routing | None, block_seconds.PassSeconds], block_seconds.PassSeconds, block_seconds.PassSeconds]:
+    arguments = cluster.device, constants, program
     blocks = {
-        routing: block_seconds.block(replace(shape, routing=routing), device, constants, program)
-        for routing, _ in kinds_of_blocks(shape.model, range(shape.model.num_hidden_layers))
+        routing: block_seconds.block(replace(shape, routing=routing), *arguments)
+        for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))
     }
-    ends = (part(shape, device, constants, program) for part in (block_seconds.embedding, block_seconds.head))
-    return blocks, *ends
+    return blocks, block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
 
 
 def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
@@ -326,14 +314,6 @@ def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *
     by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
     counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
     return max(counts, key=Counter.total)
-
-
-def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
-    """Return the seconds that each pipeline rank works on one micro-batch."""
-    busy = [0.0] * ranks
-    for work, stage_times in zip(works, times, strict=True):
-        busy[work.stage.rank] += stage_times.forward + stage_times.backward
-    return busy
 
 
 def _sum(terms: Iterable[tuple[block_seconds.PartSeconds, int]]) -> block_seconds.PartSeconds:
@@ -380,20 +360,32 @@ class _StepInputs:
             config, layout, cluster, program, constants, precision, works, parts=parts, matrices=matrices
         )
 
-    def waits(self) -> tuple[float, float]:
-        """Return the seconds of a message in the pass that sends it, and those in which it is under way by itself."""
-        message = self.message_seconds()
+    def passes(self, *, simulated: bool = True) -> tuple[float, list[float], float]:
+        """Return the wait in each pass, the seconds of each rank's passes of a micro-batch, and those of all passes.
+
+        If these are not simulated, they are a bound. A rank begins when the first micro-batch has passed the stages
+        before its own. Its last backward pass is one of its first stage, which those of the stages before follow; only
+        gradients of weights that are computed apart may be later still.
+        """
+        message, wait = self.message_seconds(), 0.0
+        times = [work.times for work in self.works]
         if self.program.waits_for_messages and self.layout.pipeline > 1:
             # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
-            return message + self.constants.wait, 0.0
-        return 0.0, message
-
-    def stage_times(self, wait: float) -> tuple[StageTimes, ...]:
-        """Return the times of all stages, with so many seconds more in each pass."""
-        if not wait:
-            return tuple(work.times for work in self.works)
-        return tuple(
-            StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in self.works
+            message, wait = 0.0, message + self.constants.wait
+            times = [StageTimes(time.forward + wait, time.backward + wait, time.weight) for time in times]
+        busy = [0.0] * self.layout.pipeline
+        for work, time in zip(self.works, times, strict=True):
+            busy[work.stage.rank] += time.forward + time.backward
+        m = self.layout.accumulation(self.config.train)
+        if simulated:
+            return wait, busy, makespan(self.config.parallel, m, tuple(times), message, self.config.recompute)
+        returns = not self.config.splits_backward or self.config.recompute == "full"
+        # Stages are dealt out in rounds, so that rank r begins with stage r.
+        others = (time.forward + message + returns * (time.backward + message) for time in times)
+        return (
+            wait,
+            busy,
+            max(m * own + before for own, before in zip(busy, accumulate(others, initial=0.0), strict=False)),
         )
 
     @property

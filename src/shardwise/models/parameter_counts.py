@@ -161,15 +161,16 @@ def elements_by_ranks(
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     for stage in stages:
         for routing, number in kinds_of_blocks(model, stage.layers):
-            for divided, count in _elements_of_block(model, tensor, local, routing, block_matrices).items():
+            for divided, count in elements_of_block(model, tensor, local, routing, block_matrices).items():
                 elements[divided] += count * number
     return elements
 
 
 @lru_cache(maxsize=2**10)
-def _elements_of_block(
-    model: FamilyConfig, tensor: int, local: LocalWidths, routing: Routing | None, only_matrices: bool
+def elements_of_block(
+    model: FamilyConfig, tensor: int, local: LocalWidths, routing: Routing | None, only_matrices: bool = False
 ) -> Counter[int]:
+    """Return the elements of `elements_by_ranks` of one block with this router."""
     elements: Counter[int] = Counter()
     stage = _StageParameters(model, local, tensor, False, Stage(0, 0, range(0), 1), False)
     for parameter in stage.block(routing):
