@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
@@ -111,8 +112,7 @@ class StepTime:
         return ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for share, part in parts if share >= _LEAST_SHARE)
 
 
-@dataclass(frozen=True)
-class StageWork:
+class StageWork(NamedTuple):
     """The work of a stage on one micro-batch.
 
     Attributes:
@@ -265,8 +265,7 @@ def stage_works(
                 layers * block.weight + sum(end.weight for end in ends),
             )
             alike[key] = StageWork(stage, block, ends, times, action)
-        work = alike[key]
-        works.append(StageWork(stage, work.block, work.ends, work.times, action))
+        works.append(StageWork(stage, *alike[key][1:]))
     return works
 
 

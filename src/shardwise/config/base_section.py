@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -157,10 +158,7 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     """The messages of the rules that a configuration breaks, or the section of this name."""
 
     def value(path: str) -> Any:
-        current = values
-        for name in path.removeprefix(f"{section}.").split("."):
-            current = getattr(current, name)
-        return current
+        return attrgetter(path.removeprefix(f"{section}."))(values)
 
     def is_met(place: tuple[str, str, str]) -> bool:
         mark, path, only = place
