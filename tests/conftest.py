@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.screens import Log, Screen, shown_on
+
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
 
@@ -164,6 +166,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _close_pools() -> None:
     for pool in _pools.values():
         pool.close()
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    yield from shown_on(Screen(), monkeypatch)
+
+
+@pytest.fixture(params=[Screen, Log])
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    yield from shown_on(request.param(), monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.base.parsing import json_object
+from shardwise.base.progress import progress
 from shardwise.base.registered import optional_library
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
@@ -86,7 +87,7 @@ class GGUFExport:
         """The formats of the tensors, as torch names them."""
         return {FLOATING[tensor.dtype] for tensor in self.tensors}
 
-    def write(self, path: Path, progress: Callable[[int], None] | None = None) -> tuple[str, ...]:
+    def write(self, path: Path) -> tuple[str, ...]:
         """Write the file, which appears complete or not at all; returns sentences for the user about it.
 
         Raises:
@@ -99,7 +100,8 @@ class GGUFExport:
         require_room(parent, self.nbytes, f"writing {path.name}")
         partial_path = path.with_name(f".{path.name}.partial")
         try:
-            self._write(partial_path, progress)
+            with progress(f"writing {path.name}", self.nbytes) as advance:
+                self._write(partial_path, advance)
             partial_path.replace(path)
             parent.sync()
         except OSError as error:
@@ -111,7 +113,7 @@ class GGUFExport:
             return ("the checkpoint has no tokenizer: llama.cpp opens the file, and takes ids alone",)
         return self.vocabulary.notes
 
-    def _write(self, path: Path, progress: Callable[[int], None] | None) -> None:
+    def _write(self, path: Path, advance: Callable[[int], None]) -> None:
         writer = self._gguf.GGUFWriter(path, self.architecture)
         self._add_model(writer)
         self._add_tokenizer(writer)
@@ -127,8 +129,7 @@ class GGUFExport:
                 writer.write_padding(file, file.tell())
                 for data in tensor.read():
                     file.write(data)
-                    if progress is not None:
-                        progress(memoryview(data).nbytes)
+                    advance(memoryview(data).nbytes)
             writer.write_padding(file, file.tell())
             file.flush()
             os.fsync(file.fileno())

@@ -27,9 +27,7 @@ from shardwise.train.evaluation import Evaluation, evaluate
 from shardwise_use.generation import Answer, Generator, Prompt, answer
 
 
-def run_evaluation(
-    config: Config, weights: Root, part: Part, progress: Callable[[int, int], None] | None = None
-) -> Evaluation:
+def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> Evaluation:
     """Evaluate the model of a folder on one part of the data, on every rank.
 
     Raises:
@@ -48,7 +46,7 @@ def run_evaluation(
             )
         model = load_model(config, weights, mesh)
         bytes_V = byte_counts(config.model, data.tokenizer_path)
-        return evaluate(model, batches, mesh, config.train.micro_batch, progress, config.parallel, bytes_V)
+        return evaluate(model, batches, mesh, config.train.micro_batch, shown, config.parallel, bytes_V)
 
 
 def run_generation(

@@ -83,7 +83,7 @@ def evaluated(chosen: Config, tokens: int) -> Evaluation:
     batches = make_evaluation(chosen, prepared, "train" if prepared.pair_tokens else "eval")
     assert batches is not None
     bytes_V = BYTES if chosen.model.causal else None
-    return evaluate(model, batches, ranks, chosen.train.micro_batch, None, chosen.parallel, bytes_V)
+    return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
 
 
 def _alone(model: str, tokens: int) -> Evaluation:

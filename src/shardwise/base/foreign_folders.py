@@ -8,7 +8,8 @@ from fnmatch import filter as names_like
 from pathlib import PurePath
 
 _SMALL_FILES = "copy the model's config.json and tokenizer into OUT, and give OUT"
-_TO_FP32 = "run `python {parent}/zero_to_fp32.py {parent} OUT --tag {name} --safe_serialization`, " + _SMALL_FILES
+_TO_FP32 = "run `python -m deepspeed.utils.zero_to_fp32 {place} --safe_serialization`, " + _SMALL_FILES
+_ZERO = ("a checkpoint of DeepSpeed's ZeRO", _TO_FP32.replace("{place}", "{folder} OUT"))
 _MEGATRON = (
     "a checkpoint of Megatron-LM",
     "run `shardwise checkpoint import {folder} DEST --from megatron`, and give DEST",
@@ -23,11 +24,12 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
         "M.from_pretrained('{path}').merge_and_unload().save_pretrained('OUT')\"`, copy the tokenizer into OUT, "
         "and give OUT",
     ),
-    ("zero_to_fp32.py",): (
-        "a checkpoint of DeepSpeed's ZeRO",
-        "run `python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization`, " + _SMALL_FILES,
+    ("zero_to_fp32.py",): _ZERO,
+    ("latest", "global_step*"): _ZERO,
+    ("*zero_pp_rank_*_optim_states.pt",): (
+        "a step of a checkpoint of DeepSpeed's ZeRO",
+        _TO_FP32.replace("{place}", "{parent} OUT --tag {name}"),
     ),
-    ("*zero_pp_rank_*_optim_states.pt",): ("a step of a checkpoint of DeepSpeed's ZeRO", _TO_FP32),
     ("latest_universal",): (
         "a universal checkpoint of DeepSpeed",
         "give the checkpoint that ds_to_universal.py made it from, which has a zero_to_fp32.py",

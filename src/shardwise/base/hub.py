@@ -23,6 +23,7 @@ from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.foreign_folders import converter
 from shardwise.base.parsing import json_value
+from shardwise.base.progress import progress
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -335,6 +336,7 @@ def _is_damaged(content: Path) -> bool:
 
 def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if announce is None or not sys.stderr.isatty():
@@ -350,8 +352,11 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     except (LookupError, ConfigError):
         if announce is not None:
             announce(f"fetching {files.named} from {hub_address()}: once, then cached in {constants.HF_HUB_CACHE}")
+    blobs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=files.repository, repo_type=files.repo_type), "blobs")
+    is_logged = announce is not None and not sys.stderr.isatty()  # on a terminal the client shows bars
     try:
-        folder = files.download()
+        with progress(f"fetching {files.named}", shown=is_logged, done=lambda: _size(blobs)):
+            folder = files.download()
         folder.mkdir(parents=True, exist_ok=True)  # the client makes none if it fetches nothing
         if files.lacking(_names(folder)) is not None:  # what the repository has instead is told
             names = HfApi().list_repo_files(files.repository, revision=folder.name, repo_type=files.repo_type)
@@ -362,6 +367,15 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
         raise ConfigError(_refusal(error, files)) from None
     files.require(folder)
     return folder
+
+
+def _size(folder: Path) -> int:
+    """The bytes of the files in a folder, some of which another process may remove meanwhile."""
+    total = 0
+    for file in folder.glob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _names(folder: Path) -> list[str]:

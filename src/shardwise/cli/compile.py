@@ -23,6 +23,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import cache_root, reason_of, require_replaceable
 from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.base.parsing import whole_number
+from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, stages_of
@@ -159,12 +160,14 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
             done += 1
             output.line(f"[{done}/{len(graphs)}] {_name(facts)}: in the cache")
     problems: list[str] = []
-    for outcome in compile_graphs(missing, cache, workers):
-        done += 1
-        if outcome.problem is not None:
-            failed += 1
-            problems.append(f"{_name(outcome.facts)}: {outcome.problem}")
-        output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
+    with progress("compiling", len(missing), "graph") as advance:
+        for outcome in compile_graphs(missing, cache, workers):
+            done += 1
+            advance(1)
+            if outcome.problem is not None:
+                failed += 1
+                problems.append(f"{_name(outcome.facts)}: {outcome.problem}")
+            output.line(f"[{done}/{len(graphs)}] {_name(outcome.facts)}: {_result(outcome)}")
     # The graphs of this training stay whatever the limit is: it is about to read them.
     removed = cache.prune(config.compile.cache_gib * 2**30, kept=[facts for _, facts in graphs.values()])
     if removed:

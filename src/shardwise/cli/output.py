@@ -5,9 +5,8 @@ What is printed may come from a stranger's file, so a character that a terminal 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.base.errors import visible
@@ -63,24 +62,3 @@ def table(
     for row in cells:
         fields = [row[i].rjust(n) if i in right else row[i].ljust(n) for i, n in enumerate(widths)]
         raw(f"{' ' * indent}{(' ' * gap).join(fields)}".rstrip())
-
-
-@contextlib.contextmanager
-def bar(label: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
-    """A progress bar on stderr, to be advanced by bytes, of `total` where that is known; None where no terminal is."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns: list[Any] = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(redacted(printable(label)), total=total)
-        yield lambda count: progress.advance(task, count)

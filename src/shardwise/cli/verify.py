@@ -26,6 +26,7 @@ from typing import Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.recipe_argument import load_recipe
@@ -95,13 +96,13 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        result = verification.verify(config, cells, folder)
+        with progress("verifying", len(cells), "layout", done=lambda: verification.layouts_done(folder)):
+            result = verification.verify(config, cells, folder)
         # The logs of ranks that failed lie in the folder, and the user is told their paths: then it stays.
         is_named = any(str(folder) in problem for outcome in result.broken for problem in outcome.problems)
     except EndedError as error:
         raise EndedError(str(error).replace("the run", "the verification")) from None
     finally:
-        verification.clear_progress()
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
     shown = Verified(recipe_name(arguments.recipe), config, result, refused)

@@ -64,7 +64,7 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
 
         comment, sections = comment_and_sections(recipe, recipe_name(recipe), recipe_names(), cached=cached)
         return f"{comment}\n{dump_yaml(sections)}"
-    is_file = recipe.endswith(_SUFFIXES) or "/" in recipe
+    is_file = recipe.endswith((*_SUFFIXES, ".json")) or "/" in recipe
     if not is_file and recipe not in _shipped():
         near = nearest_name(recipe, recipe_names(), cutoff=0.4)
         hint = f"did you mean {near}? " if near else ""

@@ -76,7 +76,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     if config.precision.matmul is not None:
         problems += fp8_problems(config.model, parallel, config.train)
     problems += config.data.late_stage_problems(config.train.steps)
-    problems += _length_problems(config.model, config.train, config.optimizer) + key_problems(config)
+    problems += length_problems(config.model, config.train, config.optimizer) + key_problems(config)
     problems += _trace_problems(config.log, config.train, config.checkpoint.resume, is_new) + config.log.name_problems()
     if layout is not None:
         problems += _rank_problems(config.log, parallel, layout) + bitwise_problems(config, layout)
@@ -138,7 +138,7 @@ def _rank_problems(log: LogConfig, parallel: ParallelConfig, layout: Layout) -> 
     return problems
 
 
-def _length_problems(model: ModelConfig, train: TrainConfig, optimizer: OptimizerConfig) -> list[str]:
+def length_problems(model: ModelConfig, train: TrainConfig, optimizer: OptimizerConfig) -> list[str]:
     """Refuse sequences, and parts of the schedule of learning rates, that are too long."""
     problems = []
     limit = model.max_position_embeddings

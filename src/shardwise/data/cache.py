@@ -41,6 +41,7 @@ from shardwise.base.files import (
     write_atomic,
 )
 from shardwise.base.parsing import json_value
+from shardwise.base.progress import progress
 from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
@@ -253,6 +254,9 @@ def open_or_build_tokens(
             announce(f"preparing the data {name}, then cached in {root}")
         return build(folder)
 
+    if announce is not None and open_tokens(root, key) is None:
+        with progress("waiting for another process"), locked(root, key):
+            pass  # it is done, or has ended
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 

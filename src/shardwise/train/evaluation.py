@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.progress import progress
 from shardwise.config import ParallelConfig
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices
@@ -24,8 +25,6 @@ from shardwise.models.bert import Bert
 from shardwise.models.blocks import Stages, gives_losses
 from shardwise.pipeline.stages import relay
 from shardwise.train.loss import MicroBatch, mean_over_targets, perplexity
-
-_REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -166,35 +165,30 @@ def evaluate(
     batches: Batches,
     mesh: Mesh,
     micro_batch: int,
-    progress: Callable[[int, int], None] | None = None,
+    shown: bool = False,
     parallel: ParallelConfig | None = None,
     bytes_V: npt.NDArray[np.int64] | None = None,
 ) -> Evaluation:
     """Mean losses over every sample of `batches`, each once; collective, equal on every rank.
 
     Args:
-        progress: called every 10 seconds with the samples done and all samples.
+        shown: this rank shows the progress.
         parallel: how a model in pipeline stages is cut.
         bytes_V: UTF-8 bytes of each id's text; None counts no bytes.
     """
-    rounds = _rounds(batches, mesh, micro_batch, progress)
-    evaluation = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
-    return replace(evaluation, sequences=batches.num_samples)
+    with progress("evaluating", batches.num_samples, "sequence", shown=shown) as advance:
+        rounds = _rounds(batches, mesh, micro_batch, advance)
+        found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
+    return replace(found, sequences=batches.num_samples)
 
 
 def _rounds(
-    batches: Batches, mesh: Mesh, micro_batch: int, progress: Callable[[int, int], None] | None
+    batches: Batches, mesh: Mesh, micro_batch: int, advance: Callable[[int], None]
 ) -> Iterator[list[MicroBatch]]:
     """Yield every sample once, as many micro-batches at a time as there are pipeline ranks."""
-    reported_at = time.perf_counter()
-    samples_done = 0
     portion = mesh.dp.size * micro_batch
     count = -(-batches.num_samples // portion)
     reading = batches.eval_batches(count, portion, mesh.dp.rank, mesh.dp.size, micro_batch)
     while micro_batches := [MicroBatch.on(mesh.device, batch).part(mesh.cp) for batch in islice(reading, mesh.pp.size)]:
         yield micro_batches
-        samples_done += len(micro_batches) * portion
-        if progress is not None and time.perf_counter() - reported_at > _REPORT_SECONDS:
-            reported_at = time.perf_counter()
-            # The last portion may be filled up with samples that count nothing.
-            progress(min(samples_done, batches.num_samples), batches.num_samples)
+        advance(len(micro_batches) * portion)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,8 @@ from shardwise.distributed import collectives, devices
 from shardwise.verify import cell_training, layouts, rank_calls
 from shardwise.verify.tolerance import Differences, Tolerance
 
-_CLEAR_LINE = "\r\x1b[2K"
-"""Control sequence by which a terminal clears the line of progress."""
 _TIMEOUT = 120.0
 """Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
-_LINE_WIDTH = 79
 
 
 @dataclass(frozen=True)
@@ -118,8 +114,7 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
         pending = list(group)
         while pending:
-            progress = (len(outcomes), len(cells))
-            call = (config, pending, folder, source, one_process, progress)
+            call = (config, pending, folder, source, one_process, len(outcomes))
             answer = rank_calls.call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
             results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
             for outcome, checkpoint in results:
@@ -145,7 +140,7 @@ def measure_cells(
     folder: Path,
     source: MiddleCheckpoint,
     one_process: MiddleCheckpoint,
-    progress: tuple[int, int],
+    done: int,
 ) -> Iterator[tuple[CellOutcome, MiddleCheckpoint]]:
     """Train each cell on this rank; yield its outcome, and the checkpoint that its ranks saved. Collective.
 
@@ -156,15 +151,12 @@ def measure_cells(
     Args:
         source: checkpoint that the first cell reads; each later cell reads the checkpoint of the cell before it.
         one_process: checkpoint of the reference, which is read after a cell that broke the contract.
-        progress: number of cells before these, and of all cells of the verification.
+        done: number of cells before these.
     """
     device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
     tolerance = Tolerance.of(config)
-    done, total = progress
     with rank_calls.process_group(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
-            if world.rank == 0:
-                _show(f"layout {number + 1} of {total}: {cell.name}")
             start = time.perf_counter()
             differences, saved = cell_training.measure(config, cell, folder, source.folder, folder / f"layout-{number}")
             problems = differences.problems(tolerance, source.layout)
@@ -179,13 +171,6 @@ def measure_cells(
             collectives.barrier(world)
 
 
-def _show(text: str) -> None:
-    """Replace the line of progress, if standard error is a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{_CLEAR_LINE}{text[:_LINE_WIDTH]}")
-        sys.stderr.flush()
-
-
-def clear_progress() -> None:
-    """Remove the line of progress from the terminal."""
-    _show("")
+def layouts_done(folder: Path) -> int:
+    """Return the number of layouts that a verification in a folder has done: that of the newest one's folder."""
+    return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)

@@ -16,7 +16,6 @@ model.ignore (fields of config.json that change nothing) and checkpoint.revision
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.base.errors import ConfigError, keys_renamed
@@ -112,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
             with folder, keys_renamed(ARGUMENTS):
                 # With `all` every document is in the training part.
                 read = "train" if part == "all" else part
-                evaluation = run_evaluation(config, folder.weights, read, _show_progress if leads else None)
+                evaluation = run_evaluation(config, folder.weights, read, shown=leads)
             if leads:
                 facts = _facts(folder, config, layout, part, evaluation)
                 if arguments.json:
@@ -133,11 +132,6 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     if chosen == "test" and not test:
         raise ConfigError("--part test: data.split has no test part; give it a third weight, or --part all")
     return chosen or ("eval" if held_out else "all")
-
-
-def _show_progress(done: int, samples: int) -> None:
-    if sys.stderr.isatty():
-        output.progress(f"{done:,} of {samples:,} sequences")
 
 
 def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: Evaluation) -> dict[str, Any]:

@@ -134,8 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
         output.progress(f"note: {note}")
-    with output.bar("importing", opened.nbytes) as progress:
-        done = write_checkpoint(opened, root, max_shard_bytes, progress)
+    done = write_checkpoint(opened, root, max_shard_bytes)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     output.line(
         f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "

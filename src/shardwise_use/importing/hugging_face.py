@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -105,10 +105,6 @@ class ForeignModel:
         return [*self.weights, *(() if self.progress is None else self.progress.states)]
 
     @property
-    def nbytes(self) -> int:
-        return sum(weight.nbytes for weight in self.tensors)
-
-    @property
     def parameters(self) -> int:
         return sum(math.prod(weight.shape) for weight in self.weights)
 
@@ -121,12 +117,7 @@ class ForeignModel:
         return max(sizes, key=lambda name: sizes[name])
 
 
-def write_checkpoint(
-    opened: ForeignModel,
-    root: Root,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int], None] | None = None,
-) -> WrittenFolder:
+def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES) -> WrittenFolder:
     """Write a checkpoint into a folder of checkpoints, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
@@ -170,7 +161,6 @@ def write_checkpoint(
         tensors,
         small_files,
         max_shard_bytes=max_shard_bytes,
-        progress=progress,
         manifest=manifest,
     )
 

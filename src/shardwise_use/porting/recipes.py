@@ -23,6 +23,7 @@ from shardwise.config.other_names import (
     WITHOUT_KEY,
     WORDS,
 )
+from shardwise.config.rules import length_problems
 from shardwise.config.suggestions import is_valid
 from shardwise.config.translation import Row, counts, translate
 from shardwise_use.porting.python_configs import UnknownValue, python_settings
@@ -93,8 +94,8 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
     try:
-        config_from(sections, problems, typed=[override.partition("=")[0] for override in overrides])
-        problems = []
+        config = config_from(sections, problems, typed=[override.partition("=")[0] for override in overrides])
+        problems = length_problems(config.model, config.train, config.optimizer)
     except ConfigError as error:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}

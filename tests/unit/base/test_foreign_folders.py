@@ -10,10 +10,17 @@ from shardwise.cli import main
 
 FOLDERS = {
     "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
-    "ZeRO": (("global_step3", "zero_to_fp32.py"), "`python {0}/zero_to_fp32.py {0} OUT --safe_serialization`"),
+    "ZeRO": (
+        ("global_step3", "zero_to_fp32.py"),
+        "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
+    ),
+    "ZeRO without its script": (
+        ("global_step3", "latest"),
+        "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
+    ),
     "a step of ZeRO": (
         ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
-        "`python {1}/zero_to_fp32.py {1} OUT --tag global_step3 --safe_serialization`",
+        "`python -m deepspeed.utils.zero_to_fp32 {1} OUT --tag global_step3 --safe_serialization`",
     ),
     "litgpt": (("lit_model.pth", "model_config.yaml", "config.json"), "`litgpt convert_from_litgpt {0} OUT`"),
     "FSDP": (("optimizer_0", "pytorch_model_fsdp_0"), "`accelerate merge-weights {0}/pytorch_model_fsdp_0 OUT`"),

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.hub import check_weights
 from tests.e2e.command import shardwise
 from tests.loopback_hub import TOKEN, Site, serve, user_of
+from tests.screens import Log, Screen
 
 FILES = {
     "main": {
@@ -348,3 +350,32 @@ def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
     assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
     assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
     assert hub.drop_damaged(tmp_path / "snapshot") == []
+
+
+def test_a_long_fetch_has_lines_in_a_log(shown: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bytes that came; on a terminal the client shows its own bars, and on other ranks there is nothing."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    blobs = tmp_path / "models--acme--tiny/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "of-another-revision").write_bytes(bytes(1 << 20))
+    (tmp_path / "tokenizer.json").touch()
+    arrived = iter(range(9))
+
+    def download(_: object, *, local_files_only: bool = False) -> Path:
+        if local_files_only:
+            raise LocalEntryNotFoundError("none")
+        (blobs / f"{next(arrived)}.incomplete").write_bytes(bytes(2 << 20))
+        return tmp_path
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.utils.tqdm.disable_progress_bars", lambda: None)
+    monkeypatch.setattr(hub, "drop_damaged", lambda *_: [])
+    monkeypatch.setattr(hub, "sys", SimpleNamespace(stderr=shown.stream))
+    monkeypatch.setattr(hub.HubFiles, "download", download)
+    for announce in (print, None):
+        hub.resolve_tokenizer("acme/tiny", announce=announce)
+    text = shown.text()
+    assert text.startswith("" if isinstance(shown, Screen) else "fetching acme/tiny: 2.0 MiB, ")
+    assert text.count("\n") == (not isinstance(shown, Screen))

@@ -204,6 +204,7 @@ def test_recipe_files(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     assert problems(recipe=str(path))[0].startswith(f"the recipe file {path} cannot be read")
     assert problems(recipe=str(tmp_path / "none.yaml")) == [f"there is no recipe file {tmp_path / 'none.yaml'}"]
+    assert problems(recipe="none.json") == ["there is no recipe file none.json"]
     assert problems(recipe=str(tmp_path / "none")) == [f"there is no recipe file {tmp_path / 'none'}"]
     assert problems(recipe=f"{tmp_path}/") == [
         f"RECIPE ({tmp_path}/) must be a recipe or a model, and the folder holds no config.json"

@@ -542,3 +542,19 @@ def test_a_misspelt_key_is_not_advised(others: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert "train.stpes: unknown key; did you mean train.steps?" in said
     assert "give keys beside it" not in said
+
+
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [("titan.toml", ["warmup_steps", "decay_steps"]), ("megatron.sh", ["warmup_steps", "constant_steps"])],
+)
+def test_a_schedule_that_other_steps_do_not_fit_is_refused(
+    file: str, keys: list[str], others: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before a recipe is written that `train` refuses; with the keys that mend it."""
+    assert main(["recipes", "--from", str(others / file), "train.steps=5"]) == 2
+    said = capsys.readouterr().err
+    assert all(f"optimizer.{key} (" in said for key in keys)
+    assert " ".join(f"optimizer.{key}=VALUE" for key in keys) in said
+    mended = [f"optimizer.{key}=1" for key in keys]
+    assert main(["recipes", "--from", str(others / file), "train.steps=5", *mended]) == 0

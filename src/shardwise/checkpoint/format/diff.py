@@ -83,7 +83,7 @@ class Difference:
         return not (self.only_a or self.only_b or self.shapes)
 
 
-def diff(a: Root, b: Root, progress: Callable[[int], None] | None = None) -> Difference:
+def diff(a: Root, b: Root, progress: Callable[[int], None] = lambda _: None) -> Difference:
     """Compare two folders, each a checkpoint or Hugging Face weights; a few MiB are held at a time.
 
     Of two checkpoints the resolved configurations are compared, else what `config.json` says. `progress` is called with
@@ -122,7 +122,7 @@ def _entries(tensors: StoredTensors) -> dict[tuple[str, str], TensorEntry]:
 
 
 def _compare(
-    a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None] | None
+    a: StoredTensors, b: StoredTensors, state: str, name: str, progress: Callable[[int], None]
 ) -> TensorDifference:
     """Compare a tensor that both hold in one shape, a segment at a time."""
     entry = a.states[state][name]
@@ -136,8 +136,7 @@ def _compare(
     for box in segments(entry.shape, _SEGMENT_ELEMENTS):
         bits_a = a.read(state, name, box)
         bits_b = b.read(state, name, box)
-        if progress is not None:
-            progress(bits_a.nbytes)
+        progress(bits_a.nbytes)
         # Bytes are compared, because a NaN is not equal to itself.
         has_same_bits = dtype_a == dtype_b and bits_a.tobytes() == bits_b.tobytes()
         is_equal = is_equal and has_same_bits

@@ -7,7 +7,7 @@ verified. What only training needs, optimizer states and the manifest, stays beh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -88,22 +88,14 @@ class Export:
     def nbytes(self) -> int:
         return sum(self.dtypes.values())
 
-    def write(
-        self,
-        parent: Root,
-        name: str,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        progress: Callable[[int], None] | None = None,
-    ) -> WrittenFolder:
+    def write(self, parent: Root, name: str, max_shard_bytes: int = MAX_SHARD_BYTES) -> WrittenFolder:
         """Write the folder `name` in `parent`, which appears complete or not at all.
 
         Raises:
             ConfigError: it exists. DamageError: what is read does not match its checksums. RunError: a value is beyond
             the range of float16. StoreError: out of space, or the like.
         """
-        return write_folder(
-            parent, name, self.weights, self.small_files(), max_shard_bytes=max_shard_bytes, progress=progress
-        )
+        return write_folder(parent, name, self.weights, self.small_files(), max_shard_bytes=max_shard_bytes)
 
     def _weight(self, name: str) -> StreamedWeight:
         """A weight in the dtype of the export, from its master where that saves a rounding."""

@@ -70,7 +70,7 @@ class Report:
         return not self.problems and not self.non_finite
 
 
-def verify(folder: Root, progress: Callable[[int], None] | None = None) -> Report:
+def verify(folder: Root, progress: Callable[[int], None] = lambda _: None) -> Report:
     """Read a whole checkpoint and report every problem.
 
     `progress` is called with the number of bytes that were read since the last call.
@@ -231,7 +231,7 @@ def _verify_file(
     entry: FileEntry,
     pieces: Iterable[_LabelledPiece],
     report: Report,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[int], None],
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
@@ -243,8 +243,7 @@ def _verify_file(
         stop = min(begin + at_once * entry.chunk_bytes, entry.bytes)
         data = memoryview(read_range(file, begin, stop))
         report.bytes += len(data)
-        if progress is not None:
-            progress(len(data))
+        progress(len(data))
         for chunk in range(first, min(first + at_once, entry.chunks)):
             offset = (chunk - first) * entry.chunk_bytes
             try:

@@ -13,6 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hub import INDEX
+from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, label
@@ -150,7 +151,6 @@ def write_folder(
     small_files: Mapping[str, bytes],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int], None] | None = None,
     manifest: Callable[[Sequence[FileEntry], Sequence[PlannedFile]], Manifest] | None = None,
 ) -> WrittenFolder:
     """Write a Hugging Face folder or a checkpoint: complete or not there.
@@ -161,7 +161,6 @@ def write_folder(
         weights: weights in the order in which they are written; those of other states go to files of their own.
         small_files: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
         max_shard_bytes: size of a file with weights at most; a larger tensor has one to itself.
-        progress: called with the bytes of weights that were written since the last call.
         manifest: makes the manifest from the written files, once all weights were read; None for a folder without one.
 
     Raises:
@@ -172,10 +171,11 @@ def write_folder(
     if final.exists() or final.names():
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
-    require_room(parent, sum(weight.nbytes for weight in weights), f"writing {name}")
+    nbytes = sum(weight.nbytes for weight in weights)
+    require_room(parent, nbytes, f"writing {name}")
     with staged(parent, name) as staging:
-        shards = _shards(weights, max_shard_bytes)
-        files, entries = _write_shards(staging, shards, progress)
+        with progress(f"writing {name}", nbytes) as advance:
+            files, entries = _write_shards(staging, _shards(weights, max_shard_bytes), advance)
         models = {file.path: file.pieces for file in files if file.pieces[0].state == MODEL}
         contents = {**small_files, **weight_index(models)}
         for path in sorted(contents, key=lambda path: path == CONFIG):
@@ -212,7 +212,7 @@ def state_file(number: int) -> str:
 
 
 def _write_shards(
-    folder: Root, shards: Mapping[str, Sequence[StreamedWeight]], progress: Callable[[int], None] | None
+    folder: Root, shards: Mapping[str, Sequence[StreamedWeight]], advance: Callable[[int], None]
 ) -> tuple[list[PlannedFile], list[FileEntry]]:
     files: list[PlannedFile] = []
     entries: list[FileEntry] = []
@@ -226,8 +226,7 @@ def _write_shards(
             for weight in shard:
                 for data in weight.read():
                     writer.write(data)
-                    if progress is not None:
-                        progress(memoryview(data).nbytes)
+                    advance(memoryview(data).nbytes)
             entries.append(writer.close())
         files.append(file)
     return files, entries

@@ -97,7 +97,7 @@ def fetch(
     sha256: str | None = None,
     *,
     force: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
     announce: Callable[[str], None] | None = None,
 ) -> Fetched:
     """Copy one file to `target`, unless a file of its length, or of that SHA-256, is there.
@@ -205,14 +205,13 @@ def _info(root: Root) -> dict[str, Any]:
             raise root.failure(cause, "read") from None
 
 
-def _copy(remote: Remote, part: Path, progress: Callable[[int], None] | None) -> None:
+def _copy(remote: Remote, part: Path, progress: Callable[[int], None]) -> None:
     """Have the client of the place write the file to `part`."""
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
     class Told(Callback):  # type: ignore[misc]
         def relative_update(self, inc: int = 1) -> None:
-            if progress is not None:
-                progress(inc)
+            progress(inc)
 
     with remote.root.store_errors("read"):
         remote.root.fs.get_file(remote.root.path, str(part), callback=Told())

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.progress import progress
 from shardwise.base.units import counted
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.cli import output
@@ -50,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--tolerance ({tolerance}) must be a number from 0, such as 1e-5")
     try:
         a, b = (weights_folder(location, output.progress).root for location in (arguments.a, arguments.b))
-        with output.bar("comparing", sum(a.files().values())) as progress:
-            difference = diff(a, b, progress)
+        with progress("comparing", sum(a.files().values())) as advance:
+            difference = diff(a, b, advance)
     except StoreError as error:
         # As wrong input, whose exit code is 2: exit code 1 would say that the two differ.
         raise ConfigError(str(error)) from None

@@ -78,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.reader is not None:
         _require_readable(export, arguments.reader)
     parent, name = split(arguments.dest)
-    with output.bar(f"exporting to {name}", export.nbytes) as progress:
-        done = export.write(parent, name, max_shard_bytes, progress)
+    done = export.write(parent, name, max_shard_bytes)
     formats = " and ".join(sorted(export.dtypes))
     # Of no tensor, of all or of some the weights come from the masters.
     source = {0: "", len(export.weights): ", from the float32 masters"}.get(
@@ -118,8 +117,7 @@ def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
     planned = provided("gguf_export")(folder, arguments.dtype)
     _require_readable(planned.export, "gguf")
     path = user_path(arguments.dest)
-    with output.bar(f"writing {path.name}", planned.nbytes) as progress:
-        notes = planned.write(path, progress)
+    notes = planned.write(path)
     for note in notes:
         output.line(note)
     output.line(

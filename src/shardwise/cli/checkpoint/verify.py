@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, duration, size
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.cli import output
@@ -43,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
                 output.line(f"{checkpoint.folder}: skipped, it was not completed")
             continue
         start = time.monotonic()
-        with output.bar(f"verifying {checkpoint.folder.name}", checkpoint.bytes) as progress:
-            report = verify(checkpoint.folder, progress)
+        with progress(f"verifying {checkpoint.folder.name}", checkpoint.bytes) as advance:
+            report = verify(checkpoint.folder, advance)
         described[-1] |= _described(report)
         sound = sound and report.sound
         if not arguments.json:

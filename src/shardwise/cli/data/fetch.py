@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
+from shardwise.base.progress import progress
 from shardwise.base.units import size
 from shardwise.cli import output
 
@@ -44,10 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     is_folder = dest.is_dir() or arguments.dest.endswith("/") or not is_single_file
     # A server need not tell the size of a file.
     total = sum(remote.size or 0 for remote in remotes)
-    with output.bar(f"fetching {arguments.url}", total) as progress:
+    with progress("fetching", total) as advance:
         for remote in remotes:
             target = dest / remote.name if is_folder else dest
-            file = fetch(remote, target, sha256, force=arguments.force, progress=progress, announce=output.progress)
+            file = fetch(remote, target, sha256, force=arguments.force, progress=advance, announce=output.progress)
             transferred = f"{size(file.size)} came" if file.is_new else "was there already"
             output.line(f"{file.path}: {size(file.size)}, SHA-256 {file.sha256}, {transferred}")
     return 0

@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             outcome = convert_raw(raw, force=arguments.force, announce=output.progress)
         else:
             job = TextJob(data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments))
-            outcome = convert_text(job, force=arguments.force, announce=output.progress, bar=output.bar)
+            outcome = convert_text(job, force=arguments.force, announce=output.progress)
     _show(target, outcome)
     return 0
 

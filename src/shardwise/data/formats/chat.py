@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing
+from shardwise.base.progress import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -154,7 +155,8 @@ def _conversations(source: _Source) -> Iterator[Chat]:
 
 def _scan(source: _Source, announce: common.Announce = None) -> Scan:
     digest = _ContentDigest()
-    characters = [*map(_characters, digest.watch(_conversations(source)))]
+    with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
+        characters = [*map(_characters, digest.watch(_conversations(source)))]
     announce_empty(source, announce, "empty conversation")
     return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
@@ -205,7 +207,8 @@ def _build(
     named = request.data.tokenizer
     kept = folder / "tokenizer"
     if named is None:
-        tokenizer = _train_tokenizer(source, is_held_out, request)
+        with progress("training a tokenizer", shown=announce is not None):
+            tokenizer = _train_tokenizer(source, is_held_out, request)
         tokenizer.save(kept)
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, kept, announce)
@@ -213,7 +216,8 @@ def _build(
     digest = _ContentDigest()
     unread: dict[str, bool] = {}
     chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
-    parts = _encode(chats, is_held_out, template, folder)
+    with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
+        parts = _encode(chats, is_held_out, template, folder)
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())
     if rewritten and announce is not None:

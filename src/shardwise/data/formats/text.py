@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
+from shardwise.base.progress import progress
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
@@ -187,11 +188,12 @@ def _scan(source: Source, announce: common.Announce = None) -> Scan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
-    for _, piece in _parts(source, _ONE_PART, digest):
-        document += len(piece.text)
-        if piece.ends_document:
-            characters.append(document)
-            document = 0
+    with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
+        for _, piece in _parts(source, _ONE_PART, digest):
+            document += len(piece.text)
+            if piece.ends_document:
+                characters.append(document)
+                document = 0
     announce_empty(source, announce)
     return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
@@ -233,16 +235,20 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
     named = request.data.tokenizer
     pairs = request.in_pairs
     if named is None:
-        tokenizer = _train_tokenizer(source, scan, split, request)
+        read = ContentDigest()
+        texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
+        with progress("training a tokenizer", scan.bytes, shown=announce is not None, done=lambda: read.bytes):
+            tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
     digest = ContentDigest()
     pieces = _parts(source, split, digest)
-    if pairs:
-        parts = encode_sentences(pieces, tokenizer, folder)
-    else:
-        parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
+    with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
+        if pairs:
+            parts = encode_sentences(pieces, tokenizer, folder)
+        else:
+            parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
     # Without splits the test part is empty, and fingerprints from before there was one must stay.
@@ -260,11 +266,6 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
     return manifest
-
-
-def _train_tokenizer(source: Source, scan: Scan, split: TextSplit, request: DataRequest) -> Tokenizer:
-    texts = _tokenizer_texts(_parts(source, split, ContentDigest()), int(scan.characters.sum()))
-    return train_tokenizer(texts, request.vocab_size, source.name, pairs=request.in_pairs)
 
 
 def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -> Iterator[str]:

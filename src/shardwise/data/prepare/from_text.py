@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import cache_root, user_path
+from shardwise.base.progress import progress
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.prepare import disk_room, tokenizing
@@ -20,9 +20,6 @@ from shardwise.data.reading.megatron_files import ChangedError, written_dtype
 from shardwise.data.reading.text_sources import FileSource, announce_empty, open_source
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import announce_note, open_user_tokenizer
-
-Bar = Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[int], None] | None]]
-"""Makes a progress bar of a description and a total, None if it is unknown; the bar is called with the work done."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class TextJob:
     options: Mapping[str, bool]
 
 
-def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], bar: Bar) -> PreparationOutcome:
+def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
     """Makes the data of `job`, unless they are there already.
 
     Args:
@@ -51,14 +48,13 @@ def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None], 
     Raises:
         DataError: the text or the tokenizer cannot be read, other data are at the output, or the disk is too small.
     """
-    conversion = _TextConversion(job, announce, bar)
+    conversion = _TextConversion(job, announce)
     return conversion.output.produce(conversion.content, conversion.make, force=force)
 
 
 class _TextConversion:
-    def __init__(self, job: TextJob, announce: Callable[[str], None], bar: Bar) -> None:
+    def __init__(self, job: TextJob, announce: Callable[[str], None]) -> None:
         self.announce = announce
-        self.bar = bar
         options = job.options
         if options.get("prepend_bos") and options["split_sentences"]:
             raise ConfigError("--prepend-bos must be left out with --split-sentences, whose pairs have [CLS] and [SEP]")
@@ -105,11 +101,11 @@ class _TextConversion:
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (
             tokenizing.Workers.for_tokenizing(str(self.tokenizer_path), self.tokenizer, small=small) as workers,
-            self.bar(f"tokenizing {self.source.name}", total) as advance,
+            progress("tokenizing", total) as advance,
         ):
-            progress = self._tokenize(workers, begin, advance or (lambda _amount: None))
+            done = self._tokenize(workers, begin, advance)
         announce_empty(self.source, self.announce)
-        read = progress.read
+        read = done.read
         source = {
             "name": self.source.name,
             "sha256": read.digest,
@@ -122,7 +118,7 @@ class _TextConversion:
         closes = self.sequences.marks.end is not None
         with self.output.writing():
             facts = self.output.complete(
-                source, vocab_size, closes=closes, dtype=dtype, sequences=progress.sequences, tokens=progress.tokens
+                source, vocab_size, closes=closes, dtype=dtype, sequences=done.sequences, tokens=done.tokens
             )
         cache.remember_content(cache_root(), self.stamp, read.digest)
         return facts

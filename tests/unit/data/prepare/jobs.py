@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from shardwise.config import DataConfig
+from shardwise.data.prepare import from_text
 from shardwise.data.prepare.from_text import TextJob, convert_text
 from shardwise.data.prepare.output import PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -40,7 +42,7 @@ class Told:
     advanced: int = 0
 
     @contextlib.contextmanager
-    def bar(self, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    def progress(self, what: str, total: int | None = None, noun: str = "") -> Iterator[Callable[[int], None]]:
         def advance(amount: int) -> None:
             self.advanced += amount if what.startswith("tokenizing") else 0
 
@@ -72,7 +74,9 @@ class Folder:
 
     def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> PreparationOutcome:
         told = Told() if told is None else told
-        return convert_text(job, force=force, announce=told.lines.append, bar=told.bar)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(from_text, "progress", told.progress)
+            return convert_text(job, force=force, announce=told.lines.append)
 
     def left(self, output: str) -> dict[str, bytes]:
         """All files whose path begins so, by their path."""

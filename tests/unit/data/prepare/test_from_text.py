@@ -154,7 +154,7 @@ def test_finished_work_is_not_done_again(
     )
     told = Told()
     folder.run(folder.job("out"), told=told)
-    source = _TextConversion(folder.job("x"), print, told.bar).source
+    source = _TextConversion(folder.job("x"), print).source
     expected = len(list(tokenizing.text_batches(source, False)))
     assert len(encoded) - 1 == expected - done, "one call for the estimate, one for each batch that was not done"
     assert any("continuing after" in line for line in told.lines)

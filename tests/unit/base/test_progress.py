@@ -1,0 +1,202 @@
+"""Progress of long work: nothing at first, then a bar on a terminal and lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from shardwise.base import progress as module
+from shardwise.base.progress import progress
+from tests.screens import Screen
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("total", "noun", "amounts", "line"),
+    [
+        (5 << 30, "", [1 << 29] * 2, "1.0 GiB of 5.0 GiB, 20%, 51.2 MiB/s, 1 min 20 s left"),
+        (None, "", [3 << 20], "3.0 MiB, 307 KiB/s, 10.0 s elapsed"),
+        (16, "layout", [1] * 4, "4 of 16 layouts, 25%, 1 min 00 s left"),
+        (2, "layout", [1, 1], "2 of 2 layouts, 100%, 20.0 s elapsed"),
+        (4, "graph", [], "0 of 4 graphs, 0%, 0 ms elapsed"),
+        (None, "layout", [7], "7, 10.0 s elapsed"),
+        (None, "", [], "0 ms elapsed"),
+        (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
+    ],
+)
+def test_texts(clock: Clock, total: int | None, noun: str, amounts: list[int], line: str) -> None:
+    """Amounts in the product's units, the share, the speed of bytes, and the time left by the speed so far."""
+    work = progress("working", total, noun)
+    for amount in amounts:
+        clock.now += {2: 10.0, 1: 10.0, 4: 5.0}[len(amounts)]
+        work.advance(amount)
+    assert work._text() == f"working: {line}"
+
+
+def test_the_speed_is_that_of_the_last_minute(clock: Clock) -> None:
+    """Work that an earlier process had done comes at once, and does not count for long."""
+    work = progress("working", 10 << 30, "")
+    clock.now += 10
+    work.advance(9 << 30)
+    for _ in range(100):
+        clock.now += 1
+        work.advance(1 << 20)
+    assert work._text().endswith(", 1.0 MiB/s, 15 min 24 s left")
+    clock.now += 30
+    assert work._text().endswith("left"), "a speed without an answer for a while is lower, not none"
+
+
+def test_work_that_cannot_tell_is_asked(clock: Clock) -> None:
+    """What is there at the beginning, such as files of an earlier process, does not count."""
+    work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
+    clock.now += 6
+    assert work._text() == "verifying: 2 of 8 layouts, 25%, 18.0 s left"
+    clock.now += 6
+    assert work._text() == "verifying: 4 of 8 layouts, 50%, 12.0 s left"
+
+
+class Turns:
+    """An end that comes after some waits, whose times are kept."""
+
+    def __init__(self, turns: int, then: Callable[[], None] = lambda: None) -> None:
+        self.waits: list[float] = []
+        self._turns = turns
+        self._then = then
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self._then()
+        return len(self.waits) > self._turns
+
+
+def test_a_log_has_a_line_every_half_minute(clock: Clock) -> None:
+    work = progress("tokenizing x", 100 << 20, "")
+    log = io.StringIO()
+
+    def half_a_minute() -> None:
+        clock.now += 30
+        work.advance(30 << 20)
+
+    turns = Turns(3, half_a_minute)
+    work.show(log, turns)  # type: ignore[arg-type]
+    assert turns.waits == [30.0] * 4
+    assert log.getvalue().splitlines() == [
+        "tokenizing x: 30.0 MiB of 100 MiB, 30%, 1.0 MiB/s, 1 min 10 s left",
+        "tokenizing x: 60.0 MiB of 100 MiB, 60%, 1.0 MiB/s, 40.0 s left",
+        "tokenizing x: 90.0 MiB of 100 MiB, 90%, 1.0 MiB/s, 10.0 s left",
+    ]
+
+
+def test_short_work_shows_nothing(screen: Screen) -> None:
+    """On a terminal, work that ends within the first wait draws nothing; in a log, within half a minute."""
+    log = io.StringIO()
+    for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
+        turns = Turns(0)
+        progress("working", 10, "").show(stream, turns)  # type: ignore[arg-type]
+        assert turns.waits == waits
+    assert screen.text() + log.getvalue() == ""
+
+
+def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: Clock) -> None:
+    work = progress("exporting to x", 4 << 20, "")
+    work.advance(1 << 20)
+    clock.now += 2
+    work.show(screen.stream, Turns(3))  # type: ignore[arg-type]
+    shown = screen.text()
+    assert "exporting to x: 1.0 MiB of 4.0 MiB, 25%, 512 KiB/s, 6.0 s left" in shown
+    assert "━" in shown
+    assert shown.rstrip("\r").endswith("\x1b[2K"), "the line is erased"
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown"
+    assert shown.index("\x1b[?25h") < shown.rindex("exporting"), "it is while the bar is drawn, as a signal may come"
+
+
+def test_a_dumb_terminal_is_a_log(screen: Screen, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    work = progress("working", 2, "graph")
+    work.show(screen.stream, Turns(1))  # type: ignore[arg-type]
+    assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
+
+
+def test_a_narrow_terminal_keeps_one_line(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "64")
+    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))  # type: ignore[arg-type]
+    assert "a description that is long" in screen.text()
+    assert screen.text().count("\n") == 1
+
+
+def test_a_terminal_that_goes_away_ends_it() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    progress("working", 2, "graph").show(Gone(), Turns(5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseException]) -> None:
+    """The bar is gone, the thread has ended, and the error is the body's."""
+
+    def work() -> None:
+        with progress("working", 2, "graph") as advance:
+            advance(1)
+            raise error("the body's")
+
+    with pytest.raises(error, match="the body's"):
+        work()
+    assert "1 of 2 graphs" in screen.text()
+    assert screen.text().rstrip("\r").endswith("\x1b[2K")
+    assert "progress" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_what_is_printed_meanwhile_stands_above(screen: Screen) -> None:
+    """A line on standard error is whole; standard output, which is no terminal, gets its own."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):  # no terminal, as `module.sys.stdout` is none
+        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))  # type: ignore[arg-type]
+    assert out.getvalue() == "a result\n" * 5
+    assert "a result" not in screen.text()
+
+
+def test_other_ranks_show_nothing(screen: Screen) -> None:
+    with progress("working", 2, "graph", shown=False) as advance:
+        advance(2)
+    assert screen.text() == ""
+
+
+def test_secrets_and_control_characters_are_hidden(screen: Screen) -> None:
+    with progress("fetching https://host/x?token=abc \x1b[31m", 1):
+        pass
+    assert "abc" not in screen.text()
+    assert "\x1b[31m" not in screen.text()
+
+
+def test_short_work_imports_no_rich() -> None:
+    """Each command that may take long pays a thread for it, and nothing more."""
+    code = (
+        "import sys\nfrom shardwise.base.progress import progress\n"
+        "with progress('x', 1) as advance: advance(1)\n"
+        "assert not any(name.startswith('rich') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,181 @@
+"""Each command that may take long shows how far it is: on a terminal, and in a log. Standard output stays as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from shardwise.base import units
+from shardwise.cli import main
+from shardwise.cli.run_preparation import fetch_inputs
+from shardwise.config import Config, load_config
+from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.train.compile import ahead_of_time
+from shardwise.verify import verification
+from shardwise.verify.layouts import Cell
+from shardwise.verify.tolerance import Differences
+from tests.hugging_face import save
+from tests.loopback_files import serve
+from tests.screens import Log, Screen
+
+TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Hugging Face, with a tokenizer."""
+    at = tmp_path_factory.mktemp("model")
+    save("llama", at / "plain", vocab_size=270)
+    train_tokenizer([TEXT], 270, "test").save(at / "plain")
+    assert main(["checkpoint", "import", str(at / "plain"), str(at / "steps")]) == 0
+    return at
+
+
+@pytest.fixture
+def at(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return model
+
+
+def lines(shown: Log) -> list[str]:
+    """The works that were shown at their end, in this order: on a terminal with a bar, else one line of each."""
+    text = shown.text()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    found = re.split(r"[\r\n]+", plain)
+    if isinstance(shown, Screen):
+        assert all("━" in line for line in found if ": " in line), found
+        found = [line.lstrip("━╸╺ ") for line in found]
+        assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l"), "the cursor is hidden"
+    # Times and speeds are those of the machine.
+    ended = [re.sub(r"(, [\d.]+ [KMGT]?i?B/s)?(, |: )[\w. ]+ (elapsed|left)$", "", line.rstrip()) for line in found]
+    return list(dict.fromkeys(line for line in ended if line))
+
+
+def require(shown: Log, *expected: str) -> None:
+    assert lines(shown) == list(expected)
+
+
+def all_of(nbytes: float) -> str:
+    return f"{units.size(nbytes)} of {units.size(nbytes)}, 100%"
+
+
+def test_checkpoints(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    """Written by an import and an export; read by `verify` and `diff`, whose JSON stays clean."""
+    step = str(at / "steps/step-00000000")
+    assert main(["checkpoint", "import", str(at / "plain"), "steps"]) == 0
+    assert main(["checkpoint", "export", step, "out"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", step, "--json"]) == 0
+    verified = json.loads(capsys.readouterr().out)
+    assert main(["checkpoint", "diff", step, "out", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["equal"]
+    assert captured.err == ""
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in load_file("out/model.safetensors").values())
+    files = sum(file.stat().st_size for file in Path("out").iterdir())
+    require(
+        shown,
+        f"writing step-00000000: {all_of(weights)}",
+        f"writing out: {all_of(weights)}",
+        f"verifying step-00000000: {all_of(verified['bytes'])}",
+        f"comparing: {units.size(weights)} of {units.size(files)}, {weights / files:.0%}",
+    )
+
+
+def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:
+    pytest.importorskip("gguf")
+    assert main(["checkpoint", "export", str(at / "steps/step-00000000"), "out.gguf", "--gguf"]) == 0
+    (line,) = lines(shown)
+    assert re.fullmatch(r"writing out\.gguf: ([\d.]+ KiB) of \1, 100%", line)
+
+
+def test_preparations(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within `train`, with a tokenizer that it trains, and by `data prepare`."""
+    told: list[str] = []
+    keys = ["data.path=text.txt", "model.vocab_size=270", "data.split=9,1"]
+    fetch_inputs(load_config("llama2-tiny", keys), None, told.append)
+    text = units.size(len(TEXT))
+    first = [f"reading: {text}", "waiting for another process"]
+    own = [f"training a tokenizer: {all_of(len(TEXT))}", f"tokenizing: {all_of(len(TEXT))}"]
+    require(shown, *first, *own)
+    assert told
+    assert main(["data", "prepare", "text.txt", "out", "--tokenizer", str(at / "plain")]) == 0
+    require(shown, *first, *own)  # the last line is there already
+    assert len(re.findall("tokenizing: .*100%", shown.text())) >= 2
+    # From the cache nothing is done, and another rank shows nothing of what is done.
+    before = shown.text()
+    fetch_inputs(load_config("llama2-tiny", keys), None, told.append)
+    fetch_inputs(load_config("llama2-tiny", [*keys, "data.split=8,2"]), None, None)
+    assert shown.text() == before
+
+
+def test_conversations(at: Path, shown: Log) -> None:
+    chat = {"messages": [{"role": "user", "content": TEXT[:620]}, {"role": "assistant", "content": TEXT[:620]}]}
+    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
+    keys = ["data.path=chats.jsonl", "data.format=chat", "data.split=9,1"]
+    config = load_config("llama2-tiny", [*keys, "model.vocab_size=270", "train.sequence_length=2048"])
+    fetch_inputs(config, None, lambda _: None)
+    size = 40 * 1240
+    require(
+        shown,
+        f"reading: {units.size(size)}",
+        "waiting for another process",
+        "training a tokenizer",
+        f"tokenizing: {all_of(size)}",
+    )
+
+
+def test_an_evaluation(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(at / "steps"), "data.path=text.txt", "--json"]) == 0
+    number = json.loads(capsys.readouterr().out)["sequences"]
+    assert lines(shown)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"
+
+
+def test_a_download(at: Path, shown: Log) -> None:
+    content = bytes(3 << 20)
+    with serve(content) as server:
+        assert main(["data", "fetch", server.url, "here"]) == 0
+    require(shown, f"fetching: {all_of(len(content))}")
+
+
+def test_a_compilation(
+    at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def capture(graphs: Sequence[tuple[Any, Any]], *_: object) -> Iterator[ahead_of_time.GraphOutcome]:
+        yield from (ahead_of_time.GraphOutcome(facts, 1.0) for _, facts in graphs)
+
+    monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
+    monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
+    monkeypatch.setattr(ahead_of_time, "compile_graphs", capture)
+    assert main(["compile", "llama2-tiny", "--device", "cuda"]) == 0
+    number = len(re.findall("captured in", capsys.readouterr().out))
+    assert number > 1
+    require(shown, f"compiling: {number} of {number} graphs, 100%")
+
+
+def test_a_verification(
+    at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command counts the layouts, which are trained by other processes, by the folders that these make."""
+
+    def verify(_: Config, cells: Sequence[Cell], folder: Path) -> verification.Verification:
+        for number in range(4):
+            (folder / f"layout-{number}").mkdir()
+        (folder / "layout-2").rmdir()  # of those that are done the last one alone is kept
+        exact = Differences(0.0, 0.0, 0.0, 0.0)
+        return verification.Verification((1.0, 0.5), [verification.CellOutcome(cell, exact, ()) for cell in cells])
+
+    monkeypatch.setattr(verification, "verify", verify)
+    assert main(["verify", "llama2-tiny", "--nproc", "2", "--devices", "cpu", "--json"]) == 0
+    captured = capsys.readouterr()
+    number = len(json.loads(captured.out)["layouts"])
+    (line,) = re.findall("verifying: .* layouts, [0-9]+%", shown.text())[:1]
+    assert line == f"verifying: 3 of {number} layouts, {3 / number:.0%}"
