@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
@@ -62,8 +61,18 @@ class Search:
             self.smallest = (choice, size)
 
 
-def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
-    """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
+def search(
+    config: Config,
+    cluster: Cluster,
+    *,
+    best: int = 10,
+    fixed: Collection[str] = (),
+    looked: Callable[[int], object] = int,
+) -> Search:
+    """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
+
+    `looked` is told the number of choices that were looked at, of `layout_choices.number_of_choices`.
+    """
     if config.shapes is None:
         raise ConfigError(
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
@@ -71,45 +80,27 @@ def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collectio
         )
     asked = _Asked(config.with_batch_for(cluster.world), cluster)
     result = asked.result
-    bounded: list[_Bounded] = []
+    # A bound comes before a plan with the same seconds. A layout's number keeps the order of `choices` among equals.
+    bounded: list[tuple[float, bool, int, Plan | Iterator[float | Plan]]] = []
     for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused):
+        looked(1)
         for shardings in lists:
             result.valid += 1
             kept = asked.that_may_fit(shardings, layout)
             if kept:
-                bounded.append(_Bounded(asked.work_seconds(kept[0], layout), 0, result.valid, kept, layout))
+                bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
+    looked(result.refused.total())
     heapq.heapify(bounded)
     while len(result.plans) < best and bounded:
         # No layout that is still to be simulated can be faster than the lowest bound.
-        lowest = heapq.heappop(bounded)
-        if lowest.plan is not None:
-            result.plans.append(lowest.plan)
-        elif lowest.answers < 2:
-            seconds = asked.step_seconds(lowest.shardings, lowest.layout, simulated=lowest.answers == 1)
-            heapq.heappush(bounded, lowest._replace(seconds=seconds, answers=lowest.answers + 1))
-        elif plan := asked.plan(lowest.shardings, lowest.layout):
-            heapq.heappush(bounded, lowest._replace(seconds=plan.time.total, answers=3, plan=plan))
+        _, _, number, found = heapq.heappop(bounded)
+        if isinstance(found, Plan):
+            result.plans.append(found)
+        elif isinstance(closer := next(found, None), Plan):
+            heapq.heappush(bounded, (closer.time.total, True, number, closer))
+        elif closer is not None:
+            heapq.heappush(bounded, (closer, False, number, found))
     return result
-
-
-class _Bounded(NamedTuple):
-    """A layout, in the order in which a search takes layouts.
-
-    Attributes:
-        seconds: bound of the time of a step, or the time itself.
-        answers: number of questions that are answered, the cheap ones first: among equals, a bound comes before a plan.
-        number: its place in `choices`, which orders equal times.
-        shardings: those that may fit.
-        layout: its degrees.
-        plan: the first sharding that fits, with its prediction.
-    """
-
-    seconds: float
-    answers: int
-    number: int
-    shardings: list[Choice]
-    layout: Layout
-    plan: Plan | None = None
 
 
 class _Asked:
@@ -153,24 +144,20 @@ class _Asked:
         micro_batches = self.config.train.global_batch // (choice.micro_batch * layout.data)
         return (1 - _ROUNDING) * micro_batches / layout.pipeline * self._seconds[key]
 
-    def step_seconds(self, shardings: list[Choice], layout: Layout, *, simulated: bool) -> float:
-        """Return a bound of the step's time with the update, of choices that differ in their sharding."""
-        return (1 - _ROUNDING) * min(
-            seconds
-            for candidate in self._candidates(shardings[0], layout)
-            for seconds in least_times(
-                [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
-                layout,
-                self._cluster,
-                simulated=simulated,
+    def plan(self, shardings: list[Choice], layout: Layout) -> Iterator[float | Plan]:
+        """Yield closer and closer bounds of the step's time, then the plan of the first sharding that fits."""
+        for simulated in (False, True):
+            # With the update. The choices differ in their sharding.
+            yield (1 - _ROUNDING) * min(
+                seconds
+                for candidate in self._candidates(shardings[0], layout)
+                for seconds in least_times(
+                    [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
+                    layout,
+                    self._cluster,
+                    simulated=simulated,
+                )
             )
-        )
-
-    def _candidates(self, choice: Choice, layout: Layout) -> Iterator[Config]:
-        return candidates(compiled(choice.applied(self.config), self._cluster.device), layout)
-
-    def plan(self, shardings: list[Choice], layout: Layout) -> Plan | None:
-        """Return the plan of the first sharding that fits."""
         needed: list[tuple[Choice, float]] = []
         estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)
         for choice in shardings:
@@ -182,7 +169,10 @@ class _Asked:
             if memory.total <= self._limit:
                 time = step_time(chosen, layout, self._cluster)
                 assert time is not None
-                return Plan(choice, chosen, layout, self._cluster, time, memory)
+                yield Plan(choice, chosen, layout, self._cluster, time, memory)
+                return
             needed.append((choice, float(memory.total)))
         self.result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
-        return None
+
+    def _candidates(self, choice: Choice, layout: Layout) -> Iterator[Config]:
+        return candidates(compiled(choice.applied(self.config), self._cluster.device), layout)

@@ -26,7 +26,6 @@ class LeastMemory:
         self._device = cluster.device
         self._precision = config.precision.resolved(cluster.device.is_accelerator)
         self._offloads = config.optimizer.offload and cluster.device.is_accelerator
-        self._elements: dict[tuple[object, ...], tuple[Counter[int], Counter[int]]] = {}
         self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[object, ...], float] = {}
@@ -51,17 +50,12 @@ class LeastMemory:
         layers = max(1, self._config.known_shapes.num_hidden_layers // layout.pipeline) if blocks is None else blocks
         shards = layout.replicas // choice.replicate if choice.zero else 1
         key = (layout.inside_a_stage, layers, shards, choice.zero, choice.reduce, choice.splits_backward)
-        if key not in self._states:
-            self._states[key] = self._state(choice, layout, layers, shards)
-        return self._states[key]
-
-    def _state(self, choice: Choice, layout: Layout, layers: int, shards: int) -> float:
+        if key in self._states:
+            return self._states[key]
         precision = self._precision
-        key = layout.inside_a_stage
-        if key not in self._elements:
-            self._elements[key] = self._smallest_block(layout)
-        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in self._elements[key])
-        elements = layers * sum(self._elements[key][0].values())
+        block, matrices = self._smallest_block(layout)
+        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in (block, matrices))
+        elements = layers * block.total()
         kept = self._config.optimizer.spec.kept_bytes(
             owned, owned_matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
         )
@@ -70,7 +64,8 @@ class LeastMemory:
         reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.is_bit_equal)
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
         gradients = (owned if is_cut else elements) * DTYPE_BYTES[precision.gradient]
-        return parameters + gradients + (0 if self._offloads else kept)
+        self._states[key] = parameters + gradients + (0 if self._offloads else kept)
+        return self._states[key]
 
     def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
         """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
