@@ -453,6 +453,7 @@ def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSec
     return gather, gather * (2 if gathers_again else 1)
 
 
+@lru_cache(maxsize=2**12)
 def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
     """Return the seconds of the last norm, the output head, and the loss over its logits in float32."""
     rows = s.local.vocabulary
@@ -488,6 +489,7 @@ def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) ->
     return PassSeconds(forward, backward, weight_gradient + accumulation)
 
 
+@lru_cache(maxsize=2**12)
 def embedding(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
     """Return the seconds of the embedding.
 

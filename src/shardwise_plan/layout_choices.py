@@ -167,14 +167,15 @@ def choices(
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
                 continue
+            applied = first.applied(base)
             try:
-                layout = check_layout(first.applied(base), world)
-                check_other_stages(first.applied(base), layout)
+                layout = check_layout(applied, world)
+                check_other_stages(applied, layout)
             except ConfigError as error:
                 key = re.search(r"[a-z]+\.[a-z_]+", error.problems[0])
                 refused[key[0] if key else "the model"] += len(recomputes)
                 continue
-            shardings = list(_shardings(first.applied(base), layout, per_node, fixed))
+            shardings = list(_shardings(applied, layout, per_node, fixed))
             for recompute in recomputes:
                 choice = partial(Choice, *degrees, micro_batch, recompute, expert=expert)
                 yield [[choice(*cut) for cut in cuts] for cuts in shardings], layout

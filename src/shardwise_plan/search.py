@@ -1,31 +1,31 @@
 """The fastest layouts that fit, in the order of their predicted time.
 
 A search asks the cheap questions first. A layout whose state, or whose state with the blocks that it must keep, is
-larger than a device is dropped. Each other layout has a bound that no schedule can beat: the work of its busiest rank
-with the update. Layouts are taken by this bound, and only those that may be among the best get an exact memory and, if
-they fit, a simulation.
+larger than a device is dropped. Each other layout has a bound that no schedule can beat, the work of its average rank.
+Layouts are taken by this bound. Those that may be among the best get a closer one, with the fill of the pipeline and
+the update. Those that still may be are simulated, and last comes their exact memory.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
 from shardwise.estimates.memory import RESERVED
-from shardwise.estimates.memory_choice import first_that_fits
+from shardwise.estimates.memory_choice import candidates, first_that_fits
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, choices, compiled
 from shardwise_plan.plan import Plan
 from shardwise_plan.run_stages import stages_with_layout
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_times, step_time
+from shardwise_plan.step_time import least_times, model_seconds, step_time
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-9
 """Relative rounding error of a bound: it adds up the seconds of a step in another order than the step's time does."""
 STATE_TOO_LARGE = "parameters, gradients and optimizer state alone are larger than the device"
 ACTIVATIONS_TOO_LARGE = "activations do not fit beside parameters, gradients and optimizer state"
@@ -61,115 +61,118 @@ class Search:
             self.smallest = (choice, size)
 
 
-def search(config: Config, cluster: Cluster, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
-    """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values."""
+def search(
+    config: Config,
+    cluster: Cluster,
+    *,
+    best: int = 10,
+    fixed: Collection[str] = (),
+    looked: Callable[[int], object] = int,
+) -> Search:
+    """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
+
+    `looked` is told the number of choices that were looked at, of `layout_choices.number_of_choices`.
+    """
     if config.shapes is None:
         raise ConfigError(
             f"model.family ({config.model.family}) must be one whose shapes are known: a model of your own is "
             "not known before it is built"
         )
-    config = config.with_batch_for(cluster.world)
-    limit = cluster.device.memory * (1 - RESERVED)
-    result = Search()
-    # A layout's number keeps the order of `choices` among equal times, and keeps the heap from comparing layouts.
-    bounded: list[_Bounded] = []
-    least_memory = LeastMemory(config, cluster)
-    for lists, layout in choices(config, cluster.world, cluster.per_node, fixed, result.refused):
-        fitting: list[tuple[int, list[Choice]]] = []
+    asked = _Asked(config.with_batch_for(cluster.world), cluster)
+    result = asked.result
+    # A bound comes before a plan with the same seconds. A layout's number keeps the order of `choices` among equals.
+    bounded: list[tuple[float, bool, int, Plan | Iterator[float | Plan]]] = []
+    for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused):
+        looked(1)
         for shardings in lists:
             result.valid += 1
-            kept = _that_may_fit(result, shardings, layout, least_memory, limit)
+            kept = asked.that_may_fit(shardings, layout)
             if kept:
-                fitting.append((result.valid, kept))
-        bounds = iter(_bounds(config, [choice for _, kept in fitting for choice in kept], layout, cluster))
-        for number, kept in fitting:
-            bound = (1 - _ROUNDING) * min(next(bounds) for _ in kept)
-            bounded.append((bound, number, kept, layout))
-    _add_fastest(result, config, cluster, limit, bounded, best, least_memory)
+                bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
+    looked(result.refused.total())
+    heapq.heapify(bounded)
+    while len(result.plans) < best and bounded:
+        # No layout that is still to be simulated can be faster than the lowest bound.
+        _, _, number, found = heapq.heappop(bounded)
+        if isinstance(found, Plan):
+            result.plans.append(found)
+        elif isinstance(closer := next(found, None), Plan):
+            heapq.heappush(bounded, (closer.time.total, True, number, closer))
+        elif closer is not None:
+            heapq.heappush(bounded, (closer, False, number, found))
     return result
 
 
-def _that_may_fit(
-    result: Search, shardings: list[Choice], layout: Layout, least_memory: LeastMemory, limit: float
-) -> list[Choice]:
-    """Return the shardings that a bound of their memory cannot rule out; note the layout as dropped if there are none.
+class _Asked:
+    """The questions that a search asks of a layout, from cheap to costly; `result` notes those that do not fit."""
 
-    Shardings that follow one which may fit are kept: they are asked in this order.
-    """
-    states = [least_memory.state(choice, layout) for choice in shardings]
-    by_state = [pair for pair in zip(shardings, states, strict=True) if pair[1] <= limit]
-    if not by_state:
-        result.drop(STATE_TOO_LARGE, *min(zip(shardings, states, strict=True), key=lambda pair: pair[1]))
-        return []
-    with_activations = [(choice, least_memory(choice, layout)) for choice, _ in by_state]
-    kept = [choice for choice, least in with_activations if least <= limit]
-    if not kept:
-        result.drop(ACTIVATIONS_TOO_LARGE, *min(with_activations, key=lambda pair: pair[1]))
-    return kept
+    def __init__(self, config: Config, cluster: Cluster) -> None:
+        self.config = config
+        self.result = Search()
+        self._cluster = cluster
+        self._limit = cluster.device.memory * (1 - RESERVED)
+        self._least_memory = LeastMemory(config, cluster)
+        self._seconds: dict[tuple[object, ...], float] = {}
 
+    def that_may_fit(self, shardings: list[Choice], layout: Layout) -> list[Choice]:
+        """Return the shardings that a bound of their memory cannot rule out.
 
-_Bounded = tuple[float, int, "list[Choice]", Layout]
-"""Bound of the time, number, shardings that may fit, and degrees of a layout."""
+        Shardings that follow one which may fit are kept: they are asked in this order.
+        """
+        states = [(choice, self._least_memory.state(choice, layout)) for choice in shardings]
+        by_state = [choice for choice, least in states if least <= self._limit]
+        if not by_state:
+            self.result.drop(STATE_TOO_LARGE, *min(states, key=lambda pair: pair[1]))
+            return []
+        with_activations = [(choice, self._least_memory(choice, layout)) for choice in by_state]
+        kept = [choice for choice, least in with_activations if least <= self._limit]
+        if not kept:
+            self.result.drop(ACTIVATIONS_TOO_LARGE, *min(with_activations, key=lambda pair: pair[1]))
+        return kept
 
+    def work_seconds(self, choice: Choice, layout: Layout) -> float:
+        """Return a bound of the step's time: the work of the average pipeline rank, without any wait and the update.
 
-def _add_fastest(
-    result: Search,
-    config: Config,
-    cluster: Cluster,
-    limit: float,
-    bounded: list[_Bounded],
-    best: int,
-    least_memory: LeastMemory,
-) -> None:
-    """Add the `best` fastest layouts that fit to a result; only those that a bound cannot rule out are simulated.
+        The fastest of what is left to the memory counts, and the choice's stage of ZeRO must be the lowest.
+        """
+        key = (*layout.inside_a_stage, layout.pipeline > 1, choice.splits_backward)
+        key += (choice.micro_batch, choice.recompute, choice.zero >= 2)
+        if key not in self._seconds:
+            self._seconds[key] = min(
+                model_seconds(candidate, layout, self._cluster) for candidate in self._candidates(choice, layout)
+            )
+        micro_batches = self.config.train.global_batch // (choice.micro_batch * layout.data)
+        return (1 - _ROUNDING) * micro_batches / layout.pipeline * self._seconds[key]
 
-    Args:
-        result: the search's result, which also gets the layouts that do not fit.
-        config: the recipe's configuration.
-        cluster: devices that it runs on.
-        limit: bytes that a rank may need.
-        bounded: the layouts with the bounds of their time.
-        best: number of layouts to add.
-        least_memory: bytes of a layout, at least.
-    """
-    heapq.heapify(bounded)
-    simulated: list[tuple[float, int, Plan]] = []
-    while len(result.plans) < best and (bounded or simulated):
-        # No layout that is still to be simulated can be faster than the lowest bound.
-        if simulated and (not bounded or simulated[0][0] <= bounded[0][0]):
-            result.plans.append(heapq.heappop(simulated)[2])
-            continue
-        _, number, shardings, layout = heapq.heappop(bounded)
-        # Memory comes first, as a layout that does not fit needs no simulation.
+    def plan(self, shardings: list[Choice], layout: Layout) -> Iterator[float | Plan]:
+        """Yield closer and closer bounds of the step's time, then the plan of the first sharding that fits."""
+        for simulated in (False, True):
+            # With the update. The choices differ in their sharding.
+            yield (1 - _ROUNDING) * min(
+                seconds
+                for candidate in self._candidates(shardings[0], layout)
+                for seconds in least_times(
+                    [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
+                    layout,
+                    self._cluster,
+                    simulated=simulated,
+                )
+            )
         needed: list[tuple[Choice, float]] = []
-        activation_bytes = 0.0
-        state_share = 0.0
+        estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)
         for choice in shardings:
-            # What activations need beside the state does not depend on the sharding.
-            least = activation_bytes + state_share * least_memory.state(choice, layout)
-            if least > limit:
-                needed.append((choice, least))
-                continue
-            estimated = partial(short_step_memory, layout=layout, cluster=cluster, limit=limit)
-            chosen, memory = first_that_fits(compiled(choice.applied(config), cluster.device), layout, estimated, limit)
+            config = compiled(choice.applied(self.config), self._cluster.device)
+            chosen, memory = first_that_fits(config, layout, estimated, self._limit)
             choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
-            activation_bytes = memory.total - memory.state - memory.in_flight
-            state_share = memory.state / least_memory.state(choice, layout)
             further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
             memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
-            if memory.total <= limit:
-                time = step_time(chosen, layout, cluster)
+            if memory.total <= self._limit:
+                time = step_time(chosen, layout, self._cluster)
                 assert time is not None
-                heapq.heappush(simulated, (time.total, number, Plan(choice, chosen, layout, cluster, time, memory)))
-                break
+                yield Plan(choice, chosen, layout, self._cluster, time, memory)
+                return
             needed.append((choice, float(memory.total)))
-        else:
-            result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
+        self.result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
 
-
-def _bounds(config: Config, shardings: list[Choice], layout: Layout, cluster: Cluster) -> list[float]:
-    """Return the bounds of the times of choices that differ only in how data parallelism is sharded."""
-    if not shardings:
-        return []
-    chosen = compiled(shardings[0].applied(config), cluster.device)
-    return least_times([chosen, *(choice.sharded(chosen) for choice in shardings[1:])], layout, cluster)
+    def _candidates(self, choice: Choice, layout: Layout) -> Iterator[Config]:
+        return candidates(compiled(choice.applied(self.config), self._cluster.device), layout)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
-from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedules import SCHEDULES
 from shardwise.estimates.activations import kept_and_work
 from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import candidates
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks, owned_elements
+from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
 from shardwise.pipeline.partition import blocks_in_flight, stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, compiled
@@ -26,9 +26,9 @@ class LeastMemory:
         self._device = cluster.device
         self._precision = config.precision.resolved(cluster.device.is_accelerator)
         self._offloads = config.optimizer.offload and cluster.device.is_accelerator
-        self._elements: dict[tuple[object, ...], tuple[Counter[int], Counter[int]]] = {}
         self._first_stages: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._kept: dict[tuple[object, ...], int] = {}
+        self._states: dict[tuple[object, ...], float] = {}
 
     def __call__(self, choice: Choice, layout: Layout) -> float:
         """Return the bytes that the first pipeline rank needs at least: its blocks' state, and what they keep.
@@ -47,15 +47,15 @@ class LeastMemory:
 
         Some rank has at least the average, and embedding and head, which are left out, only add to it.
         """
-        model = self._config.known_shapes
-        precision = self._precision
-        key = layout.inside_a_stage
-        if key not in self._elements:
-            self._elements[key] = self._smallest_block(layout)
-        layers = max(1, model.num_hidden_layers // layout.pipeline) if blocks is None else blocks
+        layers = max(1, self._config.known_shapes.num_hidden_layers // layout.pipeline) if blocks is None else blocks
         shards = layout.replicas // choice.replicate if choice.zero else 1
-        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in self._elements[key])
-        elements = layers * sum(self._elements[key][0].values())
+        key = (layout.inside_a_stage, layers, shards, choice.zero, choice.reduce, choice.splits_backward)
+        if key in self._states:
+            return self._states[key]
+        precision = self._precision
+        block, matrices = self._smallest_block(layout)
+        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in (block, matrices))
+        elements = layers * block.total()
         kept = self._config.optimizer.spec.kept_bytes(
             owned, owned_matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
         )
@@ -64,18 +64,16 @@ class LeastMemory:
         reduces_once = choice.reduce == "step" or (choice.reduce is None and self._config.is_bit_equal)
         is_cut = choice.zero >= 2 and not reduces_once and not choice.splits_backward
         gradients = (owned if is_cut else elements) * DTYPE_BYTES[precision.gradient]
-        return parameters + gradients + (0 if self._offloads else kept)
+        self._states[key] = parameters + gradients + (0 if self._offloads else kept)
+        return self._states[key]
 
     def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
         """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
         model = self._config.known_shapes
-        local = LocalWidths.on(layout, model)
-        first_of_kind = {model.routing(layer): layer for layer in reversed(range(model.num_hidden_layers))}
-        # A stage between others has blocks alone.
-        stages = [Stage(1, 0, range(layer, layer + 1), 3) for layer in first_of_kind.values()]
-        smallest = min(stages, key=lambda stage: elements_by_ranks(model, layout.tensor, local, (stage,)).total())
-        found, matrices = (elements_by_ranks(model, layout.tensor, local, (smallest,), only) for only in (False, True))
-        return found, matrices
+        block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
+        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
+        smallest = min(kinds, key=lambda routing: block(routing).total())
+        return block(smallest), block(smallest, True)
 
     def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
         """Return the number of blocks of each stage of the first pipeline rank."""

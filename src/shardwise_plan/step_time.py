@@ -10,11 +10,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, elements_by_ranks, owned_elements
+from shardwise.config.routing import Routing
+from shardwise.models.parameter_counts import (
+    LocalWidths,
+    block_matrix_shapes,
+    elements_by_ranks,
+    kinds_of_blocks,
+    owned_elements,
+)
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
@@ -103,30 +112,22 @@ class StepTime:
         return ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for share, part in parts if share >= _LEAST_SHARE)
 
 
-@dataclass(frozen=True)
-class StageWork:
+class StageWork(NamedTuple):
     """The work of a stage on one micro-batch.
 
     Attributes:
         stage: the stage.
         block: seconds of each of its blocks, on average.
         ends: seconds of the embedding and of the head, if the stage has them.
+        times: seconds of its passes.
         action: seconds that the schedule takes beside each pass.
     """
 
     stage: Stage
     block: block_seconds.PassSeconds
     ends: tuple[block_seconds.PassSeconds, ...]
+    times: StageTimes
     action: float = 0.0
-
-    @cached_property
-    def times(self) -> StageTimes:
-        layers = len(self.stage.layers)
-        return StageTimes(
-            layers * self.block.forward.total + sum(end.forward.total for end in self.ends) + self.action,
-            layers * self.block.backward.total + sum(end.backward.total for end in self.ends) + self.action,
-            layers * self.block.weight + sum(end.weight for end in self.ends),
-        )
 
 
 def step_time(
@@ -148,21 +149,9 @@ def step_time(
     if config.shapes is None:
         return None
     inputs = _StepInputs.of(config, layout, cluster, program, constants)
-    message = inputs.message_seconds()
-    if inputs.program.waits_for_messages and layout.pipeline > 1:
-        # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
-        wait = message + inputs.constants.wait
-        in_flight = 0.0
-    else:
-        wait = 0.0
-        in_flight = message
-    times = tuple(
-        StageTimes(work.times.forward + wait, work.times.backward + wait, work.times.weight) for work in inputs.works
-    )
-    busy = _busy_seconds(inputs.works, times, layout.pipeline)
+    wait, busy, makespan_seconds = inputs.passes()
     longest = max(range(layout.pipeline), key=busy.__getitem__)
     m = layout.accumulation(config.train)
-    makespan_seconds = makespan(config.parallel, m, times, in_flight, config.recompute)
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = (
@@ -199,16 +188,22 @@ def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]
     return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
 
-def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster) -> list[float]:
-    """Return seconds that no schedule can beat: the work of the busiest rank, and the update.
+def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster, *, simulated: bool = False) -> list[float]:
+    """Return seconds that no sharding can beat: those of the passes, and the update.
 
-    Waits for other ranks and for messages are left out, which only add to them. The configurations differ only in how
-    data parallelism is sharded.
+    The configurations differ only in how data parallelism is sharded. Passes that are not simulated take as long as
+    those of the rank that ends last, at least (`_StepInputs.passes`).
     """
     inputs = _StepInputs.of(configs[0], layout, cluster)
-    busy = _busy_seconds(inputs.works, [work.times for work in inputs.works], layout.pipeline)
-    work = max(busy) * layout.accumulation(configs[0].train)
+    _, busy, passes = inputs.passes(simulated=simulated)
+    work = max(passes, max(busy) * layout.accumulation(configs[0].train))
     return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
+
+
+def model_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
+    """Return the seconds of both passes of a micro-batch through all stages, but for messages."""
+    works = stage_works(config, layout, cluster, shardwise_traits(config, cluster), constants_of(cluster.device))
+    return sum(work.times.forward + work.times.backward for work in works)
 
 
 def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
@@ -252,13 +247,38 @@ def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
+    blocks, embedding, head = part_seconds(config, layout, cluster, program, constants)
+    action = constants.action if layout.pipeline > 1 else 0.0
+    works: list[StageWork] = []
+    alike: dict[tuple[object, ...], StageWork] = {}
+    for stage in stage_plan(config, layout):
+        kinds = kinds_of_blocks(config.known_shapes, stage.layers)
+        key = (stage.is_first, stage.is_last, kinds)
+        if key not in alike:
+            by_kind = [(blocks[routing], number) for routing, number in kinds]
+            block = by_kind[0][0] if len(by_kind) == 1 else block_seconds.mean(by_kind)
+            ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
+            layers = len(stage.layers)
+            times = StageTimes(
+                layers * block.forward.total + sum(end.forward.total for end in ends) + action,
+                layers * block.backward.total + sum(end.backward.total for end in ends) + action,
+                layers * block.weight + sum(end.weight for end in ends),
+            )
+            alike[key] = StageWork(stage, block, ends, times, action)
+        works.append(StageWork(stage, *alike[key][1:]))
+    return works
+
+
+def part_seconds(
+    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
+) -> tuple[dict[Routing | None, block_seconds.PassSeconds], block_seconds.PassSeconds, block_seconds.PassSeconds]:
+    """Return the seconds of a micro-batch in a block of each kind, in the embedding and in the head."""
     model = config.known_shapes
-    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
     shape = BlockShape(
         model=model,
-        local=local,
+        local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
         batch=config.train.micro_batch,
         length=config.train.sequence_length,
         tensor=layout.tensor,
@@ -274,24 +294,12 @@ def stage_works(
         passes_keys=config.passes_keys,
         expert_group=group(layout.expert, layout.tensor, cluster.per_node),
     )
-    embedding = block_seconds.embedding(shape, cluster.device, constants, program)
-    head = block_seconds.head(shape, cluster.device, constants, program)
-    action = constants.action if layout.pipeline > 1 else 0.0
-    works = []
-    for stage in stage_plan(config, layout):
-        kinds = Counter(map(model.routing, stage.layers))
-        blocks = [
-            (block_seconds.block(replace(shape, routing=routing), cluster.device, constants, program), number)
-            for routing, number in kinds.items()
-        ]
-        block = blocks[0][0] if len(blocks) == 1 else block_seconds.mean(blocks)
-        ends: list[block_seconds.PassSeconds] = []
-        if stage.is_first:
-            ends.append(embedding)
-        if stage.is_last:
-            ends.append(head)
-        works.append(StageWork(stage, block, tuple(ends), action))
-    return works
+    arguments = cluster.device, constants, program
+    blocks = {
+        routing: block_seconds.block(replace(shape, routing=routing), *arguments)
+        for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))
+    }
+    return blocks, block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
 
 
 def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
@@ -305,14 +313,6 @@ def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *
     by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
     counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
     return max(counts, key=Counter.total)
-
-
-def _busy_seconds(works: Sequence[StageWork], times: Sequence[StageTimes], ranks: int) -> list[float]:
-    """Return the seconds that each pipeline rank works on one micro-batch."""
-    busy = [0.0] * ranks
-    for work, stage_times in zip(works, times, strict=True):
-        busy[work.stage.rank] += stage_times.forward + stage_times.backward
-    return busy
 
 
 def _sum(terms: Iterable[tuple[block_seconds.PartSeconds, int]]) -> block_seconds.PartSeconds:
@@ -357,6 +357,34 @@ class _StepInputs:
         parts, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
         return _StepInputs(
             config, layout, cluster, program, constants, precision, works, parts=parts, matrices=matrices
+        )
+
+    def passes(self, *, simulated: bool = True) -> tuple[float, list[float], float]:
+        """Return the wait in each pass, the seconds of each rank's passes of a micro-batch, and those of all passes.
+
+        If these are not simulated, they are a bound. A rank begins when the first micro-batch has passed the stages
+        before its own. Its last backward pass is one of its first stage, which those of the stages before follow; only
+        gradients of weights that are computed apart may be later still.
+        """
+        message, wait = self.message_seconds(), 0.0
+        times = [work.times for work in self.works]
+        if self.program.waits_for_messages and self.layout.pipeline > 1:
+            # The rank spends the time of a message in the pass that sends it, so nothing is under way between ranks.
+            message, wait = 0.0, message + self.constants.wait
+            times = [StageTimes(time.forward + wait, time.backward + wait, time.weight) for time in times]
+        busy = [0.0] * self.layout.pipeline
+        for work, time in zip(self.works, times, strict=True):
+            busy[work.stage.rank] += time.forward + time.backward
+        m = self.layout.accumulation(self.config.train)
+        if simulated:
+            return wait, busy, makespan(self.config.parallel, m, tuple(times), message, self.config.recompute)
+        returns = not self.config.splits_backward or self.config.recompute == "full"
+        # Stages are dealt out in rounds, so that rank r begins with stage r.
+        others = (time.forward + message + returns * (time.backward + message) for time in times)
+        return (
+            wait,
+            busy,
+            max(m * own + before for own, before in zip(busy, accumulate(others, initial=0.0), strict=False)),
         )
 
     @property

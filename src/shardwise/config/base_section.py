@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from operator import attrgetter
 from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -40,9 +42,17 @@ class Section(BaseModel):
     # Validators are built when a section is first read: most commands start without several of them.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
+    # Not among the values, so that no copy with other values takes it along.
+    __slots__ = ("_hash",)
+
     def __hash__(self) -> int:
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
-        return hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Required keys of the plain values of this section, and those whose value differs from the default.
@@ -148,13 +158,10 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     """The messages of the rules that a configuration breaks, or the section of this name."""
 
     def value(path: str) -> Any:
-        current = values
-        for name in path.removeprefix(f"{section}.").split("."):
-            current = getattr(current, name)
-        return current
+        return attrgetter(path.removeprefix(f"{section}."))(values)
 
-    def is_met(place: re.Match[str]) -> bool:
-        mark, path, only = place.groups()
+    def is_met(place: tuple[str, str, str]) -> bool:
+        mark, path, only = place
         if mark == "=":
             return True
         return shown(value(path)) == only if only else bool(value(path)) is not bool(mark)
@@ -168,8 +175,14 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     problems = []
     for facts, texts in table.items():
         if all(bool(value(fact.lstrip("!"))) is not fact.startswith("!") for fact in facts.split()):
-            problems += [text for text in texts if all(map(is_met, re.finditer(_PLACE, text)))]
+            problems += [text for text in texts if all(map(is_met, _places(text)))]
     return [re.sub(_PLACE, filled, text) for text in problems]
+
+
+@cache
+def _places(text: str) -> list[tuple[str, str, str]]:
+    """The marks, paths and values of a message's places."""
+    return re.findall(_PLACE, text)
 
 
 def shown(value: object) -> str:

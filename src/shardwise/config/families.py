@@ -241,6 +241,8 @@ class FamilyConfig(Section):
     @property
     def any_routing(self) -> Routing | None:
         """The rule of the blocks with experts; None: there are none."""
+        if type(self).routing is FamilyConfig.routing:
+            return None
         return next(filter(None, map(self.routing, range(self.num_hidden_layers))), None)
 
     @property

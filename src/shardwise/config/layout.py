@@ -85,7 +85,7 @@ class Layout:
         """The name of the group of these ranks (`Mesh.replicas`)."""
         return replicas_name(self.data, self.context)
 
-    @property
+    @cached_property
     def inside_a_stage(self) -> tuple[int, bool, int, int]:
         """The degrees on which a rank's part of a block depends, and of its tokens."""
         return self.tensor, self.sequence_parallel, self.context, self.expert

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
@@ -346,7 +345,7 @@ class StageInFlight:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
         if workload.frees_gradients or not any(reduction_copies(workload, s) for s in bucket_shapes(workload)):
             return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
-        return _reduction(_Case.of(workload), stage)
+        return StageInFlight(({}, {}), {}, *gradients_in_flight(workload, stage)[:2])
 
     @staticmethod
     def of(workload: RankWorkload, stage: Stage, gathers: StageGathers, other_weights: int) -> StageInFlight:
@@ -395,37 +394,10 @@ class InFlight:
     @staticmethod
     def of(workload: RankWorkload) -> InFlight:
         constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
-        return InFlight(_stages_in_flight(_Case.of(workload)), constant)
+        return InFlight(_stages_in_flight(workload), constant)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A workload that counts as equal to others with the same sharding, as a search asks for many of them."""
-
-    key: tuple[object, ...]
-    workload: RankWorkload = field(compare=False)
-
-    @staticmethod
-    def of(workload: RankWorkload) -> _Case:
-        config = workload.config
-        optimizer, layout = config.optimizer, workload.layout
-        key = (
-            *(workload.model, workload.precision, workload.local, workload.accelerator, workload.stages),
-            *(layout.tensor, layout.sequence_parallel, layout.replicas, workload.shard_ranks),
-            *(optimizer.zero, optimizer.name, optimizer.prefetch, optimizer.bucket_mib, config.reduce, config.gather),
-            *(config.is_bit_equal, workload.micro_batches > 1),
-        )
-        return _Case(key, workload)
-
-
-@lru_cache(maxsize=4096)
-def _reduction(case: _Case, stage: Stage) -> StageInFlight:
-    return StageInFlight(({}, {}), {}, *gradients_in_flight(case.workload, stage)[:2])
-
-
-@lru_cache(maxsize=4096)
-def _stages_in_flight(case: _Case) -> dict[int, StageInFlight]:
-    workload = case.workload
+def _stages_in_flight(workload: RankWorkload) -> dict[int, StageInFlight]:
     gathers = {stage.index: StageGathers(workload, stage) for stage in workload.stages}
     gathered = {index: each.forward(GatherState()).state.gathered for index, each in gathers.items()}
     kept = {index: sum(gathers[index].sizes[number] for number in numbers) for index, numbers in gathered.items()}

@@ -25,19 +25,23 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     if model.is_own:
         return (Stage(0, 0, range(0), 1),)
     if stages == 1:
-        sizes = [model.num_hidden_layers]
+        sizes = (model.num_hidden_layers,)
     elif config.parallel.stages is not None:
-        sizes = list(config.parallel.stages)
+        sizes = tuple(config.parallel.stages)
     elif layout.virtual > 1:
-        sizes = [model.num_hidden_layers // stages] * stages
+        sizes = (model.num_hidden_layers // stages,) * stages
     else:
         length = config.train.sequence_length
         head = _head_in_blocks(model, length, config.data.predictions(length))
         sizes = balanced(model.num_hidden_layers, stages, head)
-    ends = list(accumulate(sizes))
-    ranks = [rank_of(config.parallel, index) for index in range(stages)]
-    layers = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return tuple(Stage(index, ranks[index], layers[index], stages) for index in range(stages))
+    return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
+
+
+@lru_cache(maxsize=2**10)
+def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[Stage, ...]:
+    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule)
+    numbered = enumerate(zip(sizes, accumulate(sizes), strict=True))
+    return tuple(Stage(n, rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered)
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
@@ -54,7 +58,8 @@ def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -
     return head_work(model, length, predictions) / block_work(model, length)
 
 
-def balanced(layers: int, stages: int, head: float) -> list[int]:
+@lru_cache(maxsize=2**10)
+def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Return the number of blocks of each stage, such that the most expensive stage is as cheap as possible.
 
     If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
@@ -66,7 +71,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
         head: work of all that follows the last block, in units of a block.
     """
     if stages == 1:
-        return [layers]
+        return (layers,)
     other_stages = stages - 1
 
     def slowest_stage(last_blocks: int) -> float:
@@ -78,7 +83,7 @@ def balanced(layers: int, stages: int, head: float) -> list[int]:
     last_blocks = min(candidates, key=lambda blocks: (slowest_stage(blocks), -blocks))
     fewest, larger_stages = divmod(layers - last_blocks, other_stages)
     sizes = [fewest + (stage >= other_stages - larger_stages) for stage in range(other_stages)]
-    return [*sizes, last_blocks]
+    return (*sizes, last_blocks)
 
 
 # ---- the peak memory of a pipeline rank that has several micro-batches in flight, in the order of its schedule

@@ -28,7 +28,7 @@ def test_no_other_cut_has_a_cheaper_dearest_stage(layers: int, stages: int, head
         [stop - start for start, stop in itertools.pairwise((0, *inner, layers))]
         for inner in itertools.combinations(range(1, layers), stages - 1)
     ]
-    found = balanced(layers, stages, head)
+    found = list(balanced(layers, stages, head))
     assert found in cuts
     assert dearest(found) == min(map(dearest, cuts))
     assert found[:-1] == sorted(found[:-1]), "an earlier stage holds more micro-batches: it has not more blocks"
