@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
 import signal
+import sys
 import tempfile
 import traceback
 import warnings
@@ -24,6 +26,7 @@ from torch.distributed import device_mesh
 from shardwise.distributed import devices
 from shardwise.launch.rank_process import die_with_parent
 
+sys.dont_write_bytecode = False  # as in tests/conftest.py: each rank would compile the tests' files
 _LOADED_ONCE = [__name__, "shardwise.pipeline.schedule", "shardwise.train.build"]
 """Modules that the server process imports from which ranks are forked; with them come torch and its compiler."""
 
@@ -138,8 +141,13 @@ def _serve(
         timeout=timedelta(seconds=60),
     )
     reused = _ReusedGroups()
+    known = 0
     while True:
         function, args = tasks.get()
+        if known != len(sys.modules):  # what tests import stays, and takes long to be searched for garbage or referrers
+            known = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         reused.begin()
         value = None
         failure = None
