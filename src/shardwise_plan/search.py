@@ -145,16 +145,10 @@ class _Asked:
     def plan(self, shardings: list[Choice], layout: Layout) -> Iterator[float | Plan]:
         """Yield closer and closer bounds of the step's time, then the plan of the first sharding that fits."""
         for simulated in (False, True):
-            # With the update. The choices differ in their sharding.
+            of_sharding = partial(least_times, layout=layout, cluster=self._cluster, simulated=simulated)
             yield (1 - _ROUNDING) * min(
-                seconds
-                for candidate in self._candidates(shardings[0], layout)
-                for seconds in least_times(
-                    [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
-                    layout,
-                    self._cluster,
-                    simulated=simulated,
-                )
+                min(of_sharding([config, *(choice.sharded(config) for choice in shardings[1:])]))
+                for config in self._candidates(shardings[0], layout)
             )
         needed: list[tuple[Choice, float]] = []
         estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)

@@ -15,7 +15,7 @@ from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration_text, has_range
+from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
 from shardwise_plan.device_specs import Cluster, Price, cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
@@ -123,8 +123,8 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
     results = []
     for on in clusters:
         results.append(machines.search(config, on, fixed, _MOST_PLANS))
-        if len(clusters) > 1 and results[-1].plans:
-            output.progress(f"{units.counted(on.nodes, 'node')}: {duration_text(results[-1].plans[0])}")
+        for plan in results[-1].plans[: len(clusters) > 1]:
+            output.progress(f"{units.counted(on.nodes, 'node')}: {duration(plan.calendar.seconds)} with {plan.text()}")
     if not any(result.plans for result in results):
         raise ConfigError([nodes_of.why_none(result, nodes) for result, nodes in zip(results, counts, strict=True)])
     for result in results:

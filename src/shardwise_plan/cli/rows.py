@@ -103,11 +103,6 @@ def figure_names(plan: Plan) -> tuple[str, ...]:
     return names if plan.cost is None else (*names, _currency(plan))
 
 
-def duration_text(plan: Plan) -> str:
-    """Return the time of a training with its layout, in a line."""
-    return f"{duration(plan.calendar.seconds)} with {plan.text()}"
-
-
 def hours_text(plan: Plan) -> str:
     return f"{plan.device_hours:,.0f} device-hours"
 
