@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, get_args
@@ -135,7 +135,12 @@ def compiled(config: Config, device: Device) -> Config:
 
 
 def choices(
-    config: Config, world: int, per_node: int, fixed: Collection[str] = (), refused: Counter[str] | None = None
+    config: Config,
+    world: int,
+    per_node: int,
+    fixed: Collection[str] = (),
+    refused: Counter[str] | None = None,
+    looked: Callable[[int], object] = int,
 ) -> Iterator[tuple[list[list[Choice]], Layout]]:
     """Yield every layout on `world` devices, with lists of shardings, of each of which the first that fits is taken.
 
@@ -147,6 +152,7 @@ def choices(
         per_node: devices of a node.
         fixed: keys that keep the recipe's values.
         refused: numbers of layouts that a rule forbids, by the key of the rule; they are added to it.
+        looked: is told 1 for each of `number_of_choices`.
     """
     refused = Counter() if refused is None else refused
     base = config
@@ -155,6 +161,7 @@ def choices(
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
     for degrees, expert in _degrees(config, world, per_node, fixed):
+        looked(1)
         recipes = config.train.micro_batch
         powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
         for micro_batch in _values(fixed, "train.micro_batch", recipes, sorted({recipes, *powers})):
@@ -179,6 +186,11 @@ def choices(
             for recompute in recomputes:
                 choice = partial(Choice, *degrees, micro_batch, recompute, expert=expert)
                 yield [[choice(*cut) for cut in cuts] for cuts in shardings], layout
+
+
+def number_of_choices(config: Config, world: int, per_node: int, fixed: Collection[str]) -> int:
+    """Return the number of choices of degrees and schedule that are tried."""
+    return sum(1 for _ in _degrees(config, world, per_node, fixed))
 
 
 _Sharding = tuple[int, int, Frequency | None]

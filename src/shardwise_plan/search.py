@@ -71,7 +71,7 @@ def search(
 ) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
 
-    `looked` is told the number of choices that were looked at, of `layout_choices.number_of_choices`.
+    `looked` is told how many of `number_of_choices` were looked at.
     """
     if config.shapes is None:
         raise ConfigError(
@@ -82,14 +82,12 @@ def search(
     result = asked.result
     # A bound comes before a plan with the same seconds. A layout's number keeps the order of `choices` among equals.
     bounded: list[tuple[float, bool, int, Plan | Iterator[float | Plan]]] = []
-    for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused):
-        looked(1)
+    for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused, looked):
         for shardings in lists:
             result.valid += 1
             kept = asked.that_may_fit(shardings, layout)
             if kept:
                 bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
-    looked(result.refused.total())
     heapq.heapify(bounded)
     while len(result.plans) < best and bounded:
         # No layout that is still to be simulated can be faster than the lowest bound.
@@ -147,16 +145,10 @@ class _Asked:
     def plan(self, shardings: list[Choice], layout: Layout) -> Iterator[float | Plan]:
         """Yield closer and closer bounds of the step's time, then the plan of the first sharding that fits."""
         for simulated in (False, True):
-            # With the update. The choices differ in their sharding.
+            of_sharding = partial(least_times, layout=layout, cluster=self._cluster, simulated=simulated)
             yield (1 - _ROUNDING) * min(
-                seconds
-                for candidate in self._candidates(shardings[0], layout)
-                for seconds in least_times(
-                    [candidate, *(choice.sharded(candidate) for choice in shardings[1:])],
-                    layout,
-                    self._cluster,
-                    simulated=simulated,
-                )
+                min(of_sharding([config, *(choice.sharded(config) for choice in shardings[1:])]))
+                for config in self._candidates(shardings[0], layout)
             )
         needed: list[tuple[Choice, float]] = []
         estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)

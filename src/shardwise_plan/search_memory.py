@@ -53,9 +53,13 @@ class LeastMemory:
         if key in self._states:
             return self._states[key]
         precision = self._precision
-        block, matrices = self._smallest_block(layout)
-        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in (block, matrices))
-        elements = layers * block.total()
+        model = self._config.known_shapes
+        block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
+        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
+        smallest = min(kinds, key=lambda routing: block(routing).total())
+        counted = block(smallest), block(smallest, True)
+        owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in counted)
+        elements = layers * counted[0].total()
         kept = self._config.optimizer.spec.kept_bytes(
             owned, owned_matrices, master=precision.master_bytes, state=DTYPE_BYTES[precision.moments]
         )
@@ -66,14 +70,6 @@ class LeastMemory:
         gradients = (owned if is_cut else elements) * DTYPE_BYTES[precision.gradient]
         self._states[key] = parameters + gradients + (0 if self._offloads else kept)
         return self._states[key]
-
-    def _smallest_block(self, layout: Layout) -> tuple[Counter[int], Counter[int]]:
-        """Return the elements of the block that has fewest, and those in its matrices, by `elements_by_ranks`."""
-        model = self._config.known_shapes
-        block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
-        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
-        smallest = min(kinds, key=lambda routing: block(routing).total())
-        return block(smallest), block(smallest, True)
 
     def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
         """Return the number of blocks of each stage of the first pipeline rank."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
 from shardwise.config.layout import Stage
-from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import (
     LocalWidths,
     block_matrix_shapes,
@@ -195,9 +194,8 @@ def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster, *, 
     those of the rank that ends last, at least (`_StepInputs.passes`).
     """
     inputs = _StepInputs.of(configs[0], layout, cluster)
-    _, busy, passes = inputs.passes(simulated=simulated)
-    work = max(passes, max(busy) * layout.accumulation(configs[0].train))
-    return [work + sum(replace(inputs, config=config).update_seconds()) for config in configs]
+    _, _, passes = inputs.passes(simulated=simulated)
+    return [passes + sum(replace(inputs, config=config).update_seconds()) for config in configs]
 
 
 def model_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
@@ -247,32 +245,6 @@ def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
-    blocks, embedding, head = part_seconds(config, layout, cluster, program, constants)
-    action = constants.action if layout.pipeline > 1 else 0.0
-    works: list[StageWork] = []
-    alike: dict[tuple[object, ...], StageWork] = {}
-    for stage in stage_plan(config, layout):
-        kinds = kinds_of_blocks(config.known_shapes, stage.layers)
-        key = (stage.is_first, stage.is_last, kinds)
-        if key not in alike:
-            by_kind = [(blocks[routing], number) for routing, number in kinds]
-            block = by_kind[0][0] if len(by_kind) == 1 else block_seconds.mean(by_kind)
-            ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
-            layers = len(stage.layers)
-            times = StageTimes(
-                layers * block.forward.total + sum(end.forward.total for end in ends) + action,
-                layers * block.backward.total + sum(end.backward.total for end in ends) + action,
-                layers * block.weight + sum(end.weight for end in ends),
-            )
-            alike[key] = StageWork(stage, block, ends, times, action)
-        works.append(StageWork(stage, *alike[key][1:]))
-    return works
-
-
-def part_seconds(
-    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
-) -> tuple[dict[Routing | None, block_seconds.PassSeconds], block_seconds.PassSeconds, block_seconds.PassSeconds]:
-    """Return the seconds of a micro-batch in a block of each kind, in the embedding and in the head."""
     model = config.known_shapes
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
@@ -295,11 +267,26 @@ def part_seconds(
         expert_group=group(layout.expert, layout.tensor, cluster.per_node),
     )
     arguments = cluster.device, constants, program
-    blocks = {
-        routing: block_seconds.block(replace(shape, routing=routing), *arguments)
-        for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))
-    }
-    return blocks, block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
+    embedding, head = block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
+    action = constants.action if layout.pipeline > 1 else 0.0
+    works: list[StageWork] = []
+    alike: dict[tuple[object, ...], StageWork] = {}
+    for stage in stage_plan(config, layout):
+        kinds = kinds_of_blocks(model, stage.layers)
+        key = (stage.is_first, stage.is_last, kinds)
+        if key not in alike:
+            blocks = [(block_seconds.block(replace(shape, routing=routing), *arguments), n) for routing, n in kinds]
+            block = blocks[0][0] if len(blocks) == 1 else block_seconds.mean(blocks)
+            ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
+            layers = len(stage.layers)
+            times = StageTimes(
+                layers * block.forward.total + sum(end.forward.total for end in ends) + action,
+                layers * block.backward.total + sum(end.backward.total for end in ends) + action,
+                layers * block.weight + sum(end.weight for end in ends),
+            )
+            alike[key] = StageWork(stage, block, ends, times, action)
+        works.append(StageWork(stage, *alike[key][1:]))
+    return works
 
 
 def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
@@ -381,11 +368,8 @@ class _StepInputs:
         returns = not self.config.splits_backward or self.config.recompute == "full"
         # Stages are dealt out in rounds, so that rank r begins with stage r.
         others = (time.forward + message + returns * (time.backward + message) for time in times)
-        return (
-            wait,
-            busy,
-            max(m * own + before for own, before in zip(busy, accumulate(others, initial=0.0), strict=False)),
-        )
+        ends = map(lambda own, before: m * own + before, busy, accumulate(others, initial=0.0))
+        return wait, busy, max(ends)
 
     @property
     def elements(self) -> int:

@@ -47,12 +47,10 @@ class Section(BaseModel):
 
     def __hash__(self) -> int:
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
-        try:
-            return self._hash
-        except AttributeError:
+        if not hasattr(self, "_hash"):
             found = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
             object.__setattr__(self, "_hash", found)
-            return found
+        return self._hash
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Required keys of the plain values of this section, and those whose value differs from the default.
@@ -152,6 +150,7 @@ _PLACE = r"\{([!=]?)([a-z_.]+)(?:=(\w+))?\}"
 A key may also be a property. The messages of a table stand under what else breaks all of them: properties, each with a
 `!` where it must be false.
 """
+_places = cache(re.compile(_PLACE).findall)
 
 
 def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
@@ -177,12 +176,6 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
         if all(bool(value(fact.lstrip("!"))) is not fact.startswith("!") for fact in facts.split()):
             problems += [text for text in texts if all(map(is_met, _places(text)))]
     return [re.sub(_PLACE, filled, text) for text in problems]
-
-
-@cache
-def _places(text: str) -> list[tuple[str, str, str]]:
-    """The marks, paths and values of a message's places."""
-    return re.findall(_PLACE, text)
 
 
 def shown(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
@@ -394,17 +395,11 @@ class InFlight:
     @staticmethod
     def of(workload: RankWorkload) -> InFlight:
         constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
-        return InFlight(_stages_in_flight(workload), constant)
-
-
-def _stages_in_flight(workload: RankWorkload) -> dict[int, StageInFlight]:
-    gathers = {stage.index: StageGathers(workload, stage) for stage in workload.stages}
-    gathered = {index: each.forward(GatherState()).state.gathered for index, each in gathers.items()}
-    kept = {index: sum(gathers[index].sizes[number] for number in numbers) for index, numbers in gathered.items()}
-    return {
-        stage.index: StageInFlight.of(workload, stage, gathers[stage.index], sum(kept.values()) - kept[stage.index])
-        for stage in workload.stages
-    }
+        gathers = [StageGathers(workload, stage) for stage in workload.stages]
+        kept = [sum(map(each.sizes.__getitem__, each.forward(GatherState()).state.gathered)) for each in gathers]
+        stages = zip(workload.stages, gathers, kept, strict=True)
+        of = partial(StageInFlight.of, workload)
+        return InFlight({stage.index: of(stage, each, sum(kept) - own) for stage, each, own in stages}, constant)
 
 
 def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:

@@ -154,10 +154,11 @@ def elements_by_ranks(
     """Return the elements of `local_parameter_count`, by the number of ranks that divide their tensors among them."""
     stages = stages or _whole_model(model)
     elements: Counter[int] = Counter()
-    ends = [replace(stage, layers=range(0)) for stage in stages if stage.is_first or stage.is_last]
-    if ends and not block_matrices:
-        for p in local_parameters(model, tensor, local=local, stages=ends):
-            elements[p.divided_over] += p.elements
+    if not block_matrices:
+        ends = [replace(stage, layers=range(0)) for stage in stages]
+        elements[1] += sum(
+            parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=ends)
+        )
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     for stage in stages:
         for routing, number in kinds_of_blocks(model, stage.layers):

@@ -62,6 +62,7 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
             problems[device] = str(error)
             continue
         plans[device] = chosen.result.plans[0]
+        output.progress(f"{device}: {rows.duration(plans[device].calendar.seconds)} with {plans[device].text()}")
         if remark := chosen.remarks["unused"]:
             unused[device] = remark
     if not plans:

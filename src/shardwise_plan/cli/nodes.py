@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import whole_number
+from shardwise.base.progress import progress
+from shardwise.cli import output
 from shardwise.config import Config, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise_plan.cli.rows import MOST_RATIO, cost_text, has_range
+from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
 from shardwise_plan.device_specs import Cluster, Price, cluster
+from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
 from shardwise_plan.proposals import Objective, objective_of
 from shardwise_plan.search import Search, search
@@ -41,6 +45,7 @@ class Machines:
         failures_per_year: failures of one device; None: those of its file.
         restart: seconds of a restart; None: those of its file.
         held_bytes: memory of each device that no layout may use.
+        work: shows how far the searches are.
     """
 
     device: str
@@ -48,6 +53,7 @@ class Machines:
     failures_per_year: float | None = None
     restart: float | None = None
     held_bytes: int = 0
+    work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
         """Return the cluster of so many nodes."""
@@ -59,6 +65,11 @@ class Machines:
         memory = machines.device.memory - self.held_bytes
         device = replace(machines.device, price=price, reliability=reliability, memory=memory)
         return replace(machines, device=device)
+
+    def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
+        """Search the layouts on a cluster of these devices."""
+        self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
+        return search(config, on, best=best, fixed=fixed, looked=self.work.advance)
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,13 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         counts = [plan.cluster.nodes]
     else:
         raise ConfigError("--budget must go without --nodes: it answers how many nodes are needed")
-    results = [search(config, machines.on(nodes), best=_MOST_PLANS, fixed=fixed) for nodes in counts]
+    clusters = [machines.on(nodes) for nodes in counts]
+    machines.work.total = sum(number_of_choices(config, on.world, on.per_node, fixed) for on in clusters)
+    results = []
+    for on in clusters:
+        results.append(machines.search(config, on, fixed, _MOST_PLANS))
+        for plan in results[-1].plans[: len(clusters) > 1]:
+            output.progress(f"{units.counted(on.nodes, 'node')}: {duration(plan.calendar.seconds)} with {plan.text()}")
     if not any(result.plans for result in results):
         raise ConfigError([nodes_of.why_none(result, nodes) for result, nodes in zip(results, counts, strict=True)])
     for result in results:
@@ -119,7 +136,7 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.refused += result.refused
         joined.too_large += result.too_large
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
-    unused = _unused_devices(joined.plans[0], config, machines.device, fixed)
+    unused = _unused_devices(joined.plans[0], config, machines, fixed)
     return Answer(joined, {"steps": steps_text(joined.plans), "budget": budget, "unused": unused})
 
 
@@ -153,7 +170,7 @@ def steps_text(plans: Sequence[Plan]) -> str | None:
     )
 
 
-def _unused_devices(best: Plan, config: Config, device: str, fixed: Collection[str]) -> str | None:
+def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Collection[str]) -> str | None:
     """Return that fewer devices of each node need fewer device-hours; None where they do not.
 
     Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have.
@@ -161,7 +178,7 @@ def _unused_devices(best: Plan, config: Config, device: str, fixed: Collection[s
     Args:
         best: fastest plan on the whole nodes.
         config: the recipe's configuration.
-        device: value of `--device`.
+        machines: the devices.
         fixed: keys that keep the recipe's values.
     """
     on = best.cluster
@@ -170,10 +187,10 @@ def _unused_devices(best: Plan, config: Config, device: str, fixed: Collection[s
     batch = config.train.global_batch
     if config.train.rule is not None or batch % odd == 0:
         return None
-    fewer = _fastest(config, replace(on, per_node=power), fixed)
+    fewer = _fastest(config, machines, replace(on, per_node=power), fixed)
     if fewer is None or fewer.device_hours >= best.device_hours:
         return None
-    name = re.sub(r":\d+$", "", device)
+    name = re.sub(r":\d+$", "", machines.device)
     return (
         f"The {on.per_node} devices of a node do not divide the batch of {batch}: with {power} of each (--device "
         f"{name}:{power}) the training takes {fewer.device_hours:,.0f} device-hours in place of "
@@ -182,10 +199,10 @@ def _unused_devices(best: Plan, config: Config, device: str, fixed: Collection[s
     )
 
 
-def _fastest(config: Config, on: Cluster, fixed: Collection[str]) -> Plan | None:
+def _fastest(config: Config, machines: Machines, on: Cluster, fixed: Collection[str]) -> Plan | None:
     """Return the fastest plan on a cluster; None if no layout fits, or none is valid there."""
     try:
-        plans = search(config, on, best=1, fixed=fixed).plans
+        plans = machines.search(config, on, fixed, 1).plans
     except ConfigError:
         return None
     return plans[0] if plans and plans[0].calendar.ends else None
@@ -207,7 +224,7 @@ class _Nodes:
         """Return the fastest plan on so many nodes; None if no layout fits, or the network is unknown."""
         if nodes not in self._plans:
             try:
-                self._plans[nodes] = _fastest(self._config, self._machines.on(nodes), self._fixed)
+                self._plans[nodes] = _fastest(self._config, self._machines, self._machines.on(nodes), self._fixed)
             except ConfigError:
                 self._plans[nodes] = None
         return self._plans[nodes]

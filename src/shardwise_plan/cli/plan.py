@@ -160,7 +160,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     def answered(device: str) -> Answer:
         machines = replace(_machines(arguments, device, price_of[device]), held_bytes=held)
-        return answer(arguments, machines, config, fixed)
+        with machines.work:
+            return answer(arguments, machines, config, fixed)
 
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from shardwise.estimates.memory_choice import first_that_fits
 from shardwise_plan.device_seconds import RankGroup, all_to_all, constants_of, fitted
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import choices, compiled
-from shardwise_plan.search import search
+from shardwise_plan.search import _Asked, search
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
 from shardwise_plan.step_time import least_times, shardwise_traits, stage_works, step_time
 
@@ -59,6 +60,7 @@ def test_pruning_loses_no_layout() -> None:
     limit = on.device.memory * (1 - RESERVED)
     fixed = ("train.micro_batch", "parallel.sequence")
     least_memory = LeastMemory(config, on)
+    asked = _Asked(config, on)
     refused = Counter[str]()
     expected: list[tuple[float, int, str]] = []
     number = 0
@@ -72,7 +74,12 @@ def test_pruning_loses_no_layout() -> None:
                 assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
                 time = step_time(chosen, layout, on)
                 assert time is not None
-                assert time.total >= least_times([chosen], layout, on)[0] * (1 - 1e-9)
+                closer = [
+                    asked.work_seconds(choice, layout),
+                    *(least_times([chosen], layout, on, simulated=simulated)[0] for simulated in (False, True)),
+                    time.total,
+                ]
+                assert all(bound <= next_bound * (1 + 1e-9) for bound, next_bound in pairwise(closer)), choice
                 if memory.total <= limit:
                     regathers = chosen.regathers
                     expected.append((time.total, number, replace(choice, regathers=regathers).text(on.world)))
