@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -53,7 +55,7 @@ class EndedError(LaunchError):
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
-    """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
+    """Run `command` on `nproc` local ranks and return when all are done.
 
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
     them at once. Later the first signal asks them to stop with a checkpoint, however long that takes, and a second
@@ -151,7 +153,7 @@ def run_ranks(
     beats: Path | None = None,
     first: int = 0,
 ) -> LocalRanksEnd:
-    """Run `command` on `nproc` local ranks through torchrun's agent.
+    """Run `command` on `nproc` local ranks, which the agent starts.
 
     Args:
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
@@ -162,16 +164,15 @@ def run_ranks(
     # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
         beats = beats or Path(temporary)
-        environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
-        environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
-        # These variables are for the ranks, whatever process this one is.
-        environment.pop(RANK_PROCESS, None)
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
-        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        agent = _early.pop(nproc, None) or _start_agent(nproc)
         watch(agent)
+        variables = {**_variables(nproc), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        assert agent.stdin is not None
+        # The agent may be gone; its exit code tells.
+        with contextlib.suppress(BrokenPipeError), agent.stdin as job:
+            job.write(json.dumps({"command": [*command], "logs": str(logs), "variables": variables}).encode())
         # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
@@ -187,6 +188,38 @@ def run_ranks(
     if early is not None and text is None:
         return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
     return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
+
+
+_early: dict[int, subprocess.Popen[bytes]] = {}
+"""Agent that imports already, by its number of ranks."""
+
+
+@contextmanager
+def agent_ahead(nproc: int) -> Iterator[None]:
+    """Have the agent of a `launch` in the `with` statement import torch from now on, while this process goes on."""
+    agent = _early[nproc] = _start_agent(nproc)
+    try:
+        yield
+    finally:
+        _early.pop(nproc, None)
+        agent.kill()
+        agent.wait()
+
+
+def _start_agent(nproc: int) -> subprocess.Popen[bytes]:
+    # For `ps`, the agent and its ranks have the words of this command.
+    command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), *sys.argv[1:]]
+    variables = {**_variables(nproc), PARENT_PID: str(os.getpid())}
+    # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
+    return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
+
+
+def _variables(nproc: int) -> dict[str, str]:
+    """Return the environment of ranks of this machine, which share its cores."""
+    variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
+    # These variables are for the ranks, whatever process this one is.
+    variables.pop(RANK_PROCESS, None)
+    return variables
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -267,6 +300,7 @@ class _Stop:
 def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
     """Send SIGKILL to the children of a process that this one started, then to the process itself.
 
+    It is stopped first, so that it takes their end for nothing.
     Children that ask the kernel for their end are told of it only after the parent's connections are closed. In between
     they would report connections that were lost, though nothing but their end is meant.
     """
@@ -274,7 +308,9 @@ def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
 
     # Children first: without their parent they belong to init, and are found no more.
     with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(parent.pid).children():
+        process = psutil.Process(parent.pid)
+        process.suspend()
+        for child in process.children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
     parent.kill()
