@@ -1,15 +1,13 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N` imports what a training does, and then reads its job from standard input, an object
-of JSON: the `command` to run on N local ranks, beside those of the other nodes of the job if the `variables` describe
-one (`node.py`), and the folder of `logs`. The ranks get the job's variables, and those that torchrun sets.
+`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job, an object of JSON, from its
+standard input: the `command` of the N ranks of this machine, which may be one node of several (`node.py`), their
+`variables`, to which those of torchrun are added, and the folder of `logs`. There, launcher.log gets its errors, and
+exit-codes.json the exit codes of failed ranks. Ranks inherit its output: rank 0 still writes to the terminal.
 
-A module of this package runs in forks of this process, which share the memory of what it has imported. Ranks are new
-processes where a fork may not be as good as one: for another command, on systems other than Linux, with devices that a
-package adds to torch, and where something imported has started a thread.
-
-Text of this process goes to launcher.log in the folder, and the ends of failed ranks go to exit-codes.json, which the
-launcher reads. Ranks inherit this process's own standard output and error, so that rank 0 still writes to the terminal.
+A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
+differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
+torch, where something imported has started a thread, and for other programs.
 
 This process ignores signals, which the launcher handles: SLURM sends a signal to every process of a job, and a
 checkpoint may take long. Only SIGKILL ends this process before its ranks.
@@ -25,35 +23,30 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.errors import RunError
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.base.hardware import has_plugin
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
-from shardwise.launch.node import Node, this_node
+from shardwise.launch.node import this_node
 from shardwise.runs.folder import open_log
 
-if TYPE_CHECKING:
-    import socket
-
-_IMPORTS = ("shardwise.cli.train", "shardwise.train.run", "shardwise.distributed.rendezvous")
-"""Modules that each rank of a training imports, with torch; none of them starts a thread or opens a device."""
+_IMPORTS = ("shardwise.distributed.rendezvous", "shardwise.cli.train", "shardwise.train.run")
+"""Modules that each rank of a training imports, with torch. None of them starts a thread, or opens a device."""
 _ANSWER_SECONDS = 0.1
-"""The time in which the other ranks may tell what they lost, once one has failed, before SIGTERM asks them to end."""
+"""The time in which the other ranks may tell what they lost once one has failed, before SIGTERM asks them to end."""
 _GRACE_SECONDS = 30
-"""The time that they have to end; the launcher may give them less."""
-_EXIT_SECONDS = 300.0
-"""The time that the agent of the first node waits for the others, whose ranks may still use its store."""
+"""The time that they have to end; the launcher gives them less where one has told why it failed."""
 
 
 def main() -> int:
@@ -61,190 +54,149 @@ def main() -> int:
     rank_process.die_with_parent()
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
-    can_fork, problem = _import_once()
+    can_fork = _import_once()
     text = sys.stdin.read()
     if not text:
-        # The launcher has refused its input, or is gone.
+        # The launcher has refused its input.
         return 1
     job = json.loads(text)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(job["variables"])
-    command, logs = job["command"], Path(job["logs"])
-    try:
-        # Never closed: what Python prints as it exits belongs there too.
-        log = open_log(logs / "launcher.log")
-    except ConfigError as error:
-        report_failure(Failure(0, str(error), error.exit_code))
-        return error.exit_code
+    command: list[str] = job["command"]
     ranks: dict[int, int] = {}
-    node = this_node() if launches_node() else None
-    try:
-        if problem is not None:
-            raise problem
-        listener = _set_meeting(int(sys.argv[1]), node)
-        is_rank = _start(ranks, command, can_fork and _module_of(command) is not None)
-    except Exception as error:  # noqa: BLE001  told by the launcher
-        _signal(ranks, signal.SIGKILL)
-        if isinstance(error, RunError):
-            report_failure(Failure(0, str(error), error.exit_code))
-        else:
-            traceback.print_exception(error, file=log)
-        return 1
+    with open_log(Path(job["logs"]) / "launcher.log") as log:
+        try:
+            listener = _set_meeting(int(sys.argv[1]))
+            is_rank = _start(ranks, command, can_fork and command[:3] == [sys.executable, "-P", "-m"])
+        except Exception as error:  # noqa: BLE001  the launcher tells it
+            _signal(ranks, signal.SIGKILL)
+            if isinstance(error, RunError):
+                report_failure(Failure(0, str(error), error.exit_code))
+            else:
+                traceback.print_exception(error, file=log)
+            return 1
+        if not is_rank:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
     if is_rank:
-        for file in (log, listener):
-            if file is not None:
-                file.close()
-        _become_rank(command, handlers)
+        if listener is not None:
+            listener.close()
+        _become(command, handlers)
         return 0
-    for descriptor in (1, 2):
-        os.dup2(log.fileno(), descriptor)
-    failed = _supervise(ranks, node, listener)
+    _store = _open_store(listener) if listener else None
+    failed = _wait(ranks)
     if failed:
-        write_atomic(exit_codes_file(logs), json.dumps(failed))
-    if os.fstat(log.fileno()).st_size == 0:
-        # Nothing was said. The file may be missing, as the run's folder may have been renamed.
-        (logs / "launcher.log").unlink(missing_ok=True)
+        write_atomic(exit_codes_file(Path(job["logs"])), json.dumps(failed))
     return 1 if failed else 0
 
 
-def _import_once() -> tuple[bool, Exception | None]:
-    """Import what the ranks need; returns whether they can be forks of this process, and what went wrong."""
-    can_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    threads = 0
+def _import_once() -> bool:
+    """Import what ranks need; returns whether forks of this process can be ranks."""
+    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
+    can_fork = False
     gc.disable()
-    try:
-        # The threads of its BLAS end at a fork by themselves, and begin anew where they are needed.
+    # An error is told by whoever imports the same again.
+    with contextlib.suppress(Exception):
         importlib.import_module("numpy")
-        threads = _threads() if can_fork else 0
-        for name in _IMPORTS if can_fork else _IMPORTS[-1:]:
+        # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
+        threads = _threads()
+        for name in _IMPORTS if may_fork else _IMPORTS[:1]:
             importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001  told once the folder of the logs is known
-        return False, error
-    # What is imported stays. A search for garbage would write to the pages that the ranks share.
+        can_fork = may_fork and _threads() == threads
+    # A search for garbage would write to the pages that the ranks share.
     gc.freeze()
     gc.enable()
-    return can_fork and _threads() == threads, None
+    return can_fork
 
 
 def _threads() -> int:
-    return len([*Path("/proc/self/task").iterdir()])
+    return len([*Path("/proc/self/task").glob("*")])
 
 
-def _module_of(command: list[str]) -> str | None:
-    """Return the module of this package that a command runs; None for another command."""
-    python, *options = command[:4]
-    is_own = python == sys.executable and options[:2] == ["-P", "-m"] and options[-1].split(".")[0] == "shardwise"
-    return options[-1] if is_own else None
+def _set_meeting(nproc: int) -> socket.socket | None:
+    """Set the variables that all ranks of this node share; returns the socket of their store if it is on this node.
 
-
-def _set_meeting(nproc: int, node: Node | None) -> socket.socket | None:
-    """Set the variables that all ranks of this node share; returns the socket of the store if it is on this node.
-
-    The ranks follow the order of SLURM's nodes, whose neighbours are near in the network. The ranks of one machine meet
-    on its loopback interface.
+    The ranks of one machine meet on its loopback interface. Others follow the order of SLURM's nodes, whose neighbours
+    are near in the network.
     """
     from shardwise.distributed.rendezvous import listen
 
-    attempt = None if node is None or node.attempt.nodes == 1 else node.attempt
-    address = "127.0.0.1" if attempt is None else attempt.address
-    port = 0 if attempt is None else attempt.port
-    number = 0 if node is None else node.number
+    address, port, nodes, number, job = "127.0.0.1", 0, 1, 0, uuid.uuid4().hex
+    if launches_node() and (node := this_node()).attempt.nodes > 1:
+        attempt, number = node.attempt, node.number
+        address, port, nodes, job = attempt.address, attempt.port, attempt.nodes, attempt.id
     listener = listen(address, port) if number == 0 else None
-    nodes = 1 if attempt is None else attempt.nodes
     facts = {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": listener.getsockname()[1] if listener is not None else port,
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex if attempt is None else attempt.id,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "GROUP_RANK": number,
-        "GROUP_WORLD_SIZE": nodes,
-        "LOCAL_WORLD_SIZE": nproc,
-        "WORLD_SIZE": nodes * nproc,
-        "ROLE_WORLD_SIZE": nodes * nproc,
-        "ROLE_NAME": "default_role",
-        # This process is the parent of the ranks: they end with it (`rank_process.die_with_parent`).
+        "MASTER_ADDR": address, "MASTER_PORT": listener.getsockname()[1] if listener else port,
+        "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "LOCAL_WORLD_SIZE": nproc, "WORLD_SIZE": nodes * nproc,
+        "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": nodes * nproc, "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
         PARENT_PID: os.getpid(),
-    }
+    }  # fmt: skip
     os.environ.update({name: str(fact) for name, fact in facts.items()})
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return listener
 
 
 def _start(ranks: dict[int, int], command: list[str], forks: bool) -> bool:
-    """Start the ranks of this node, and add them to `ranks` (process → rank); returns True in a rank that is a fork."""
-    nproc = int(os.environ["LOCAL_WORLD_SIZE"])
+    """Start the ranks of this node, and add each to `ranks` (process → rank); returns True in a fork."""
+    nproc, node = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK"))
     for number in range(nproc):
-        rank = str(nproc * int(os.environ["GROUP_RANK"]) + number)
-        os.environ.update(RANK=rank, ROLE_RANK=rank, LOCAL_RANK=str(number))
+        rank = nproc * node + number
+        os.environ.update(RANK=str(rank), ROLE_RANK=str(rank), LOCAL_RANK=str(number))
         try:
             process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ, setsid=True)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOMEM):
                 raise
+            world = os.environ["WORLD_SIZE"]
             raise RunError(
-                f"rank {rank} of {os.environ['WORLD_SIZE']} cannot be started: {reason_of(error)}; the limit on "
-                "processes (`ulimit -u`) and the memory of this machine must be enough for all ranks"
+                f"rank {rank} of {world} cannot be started: {reason_of(error)}; the limit on processes (`ulimit -u`) "
+                "and the memory must suffice for all ranks"
             ) from None
         if process == 0:
             return True
-        ranks[process] = int(rank)
+        ranks[process] = rank
     return False
 
 
-def _become_rank(command: list[str], handlers: Mapping[int, Any]) -> None:
-    """Run the module of a command in this fork as a new process would."""
+def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
+    """Run the module of a command in this fork, as a new process would."""
     os.setsid()
     rank_process.die_with_parent()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    # Python's own random numbers and torch's are those of a new process.
+    # Python's own random numbers begin anew at a fork, and those of torch have not begun.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     sys.orig_argv[:] = command
     sys.argv[:] = command[3:]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
 
 
-def _supervise(ranks: dict[int, int], node: Node | None, listener: socket.socket | None) -> dict[int, int]:
-    """Wait for the end of all ranks; returns the exit codes of those that failed, or minus the signal, first to last.
-
-    Once one has failed, the others are asked to end.
-    """
+def _open_store(listener: socket.socket) -> object:
+    """Return the store of the ranks; it has threads, so it is opened after the forks."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = None
-    if listener is not None:
-        # Only now: it starts threads.
-        store = TCPStore(
-            address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-        )
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _wait(ranks: dict[int, int]) -> dict[int, int]:
+    """Wait until all ranks have ended; returns the exit codes of those that failed, or minus the signal, in time."""
     failed: dict[int, int] = {}
+    signal.signal(signal.SIGALRM, lambda *_: _signal(ranks, signal.SIGKILL))
     while ranks:
         process, status = os.waitpid(-1, 0)
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
-        if code == 0:
-            continue
-        if not failed:
+        if code and not failed:
             time.sleep(_ANSWER_SECONDS)
             _signal(ranks, signal.SIGTERM)
-            signal.signal(signal.SIGALRM, lambda *_: _signal(ranks, signal.SIGKILL))
             signal.alarm(_GRACE_SECONDS)
-        failed[rank] = code
-    if node is not None and node.attempt.nodes > 1 and not failed:
-        with contextlib.suppress(Exception):
-            # The ranks of other nodes may still use the store.
-            if store is None:
-                TCPStore(address, port, None, False).set(f"agent {node.number}", "")
-            else:
-                store.wait(
-                    [f"agent {number}" for number in range(1, node.attempt.nodes)], timedelta(seconds=_EXIT_SECONDS)
-                )
+        if code:
+            failed[rank] = code
     return failed
 
 

@@ -35,8 +35,9 @@ from shardwise.launch.first_failure import (
     stop_record,
 )
 from shardwise.launch.stop_requests import signal_name
+from shardwise.runs.folder import open_log
 
-# The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
+# The time that the other ranks have to end at SIGTERM once a rank has failed; the agent alone would wait 30 s.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _SHOW_CURSOR = "\x1b[?25h"
@@ -79,10 +80,9 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
-        if error.filename is None:
-            raise
         # No bad input: the folder could be used at the start.
-        raise LaunchError(f"the ranks cannot be started or watched: {error.filename}: {reason_of(error)}") from error
+        place = "" if error.filename is None else f"{error.filename}: "
+        raise LaunchError(f"the ranks cannot be started or watched: {place}{reason_of(error)}") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -164,9 +164,11 @@ def run_ranks(
     # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
+    log = logs / "launcher.log"
+    open_log(log).close()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
         beats = beats or Path(temporary)
-        agent = _early.pop(nproc, None) or _start_agent(nproc)
+        agent = _agents.pop(nproc, None) or _start_agent(nproc)
         watch(agent)
         variables = {**_variables(nproc), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
         assert agent.stdin is not None
@@ -177,6 +179,9 @@ def run_ranks(
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
+    # The folder of the run may have been renamed.
+    if log.exists() and log.stat().st_size == 0:
+        log.unlink()
     took_steps = stop_requests.training_mark(logs).exists()
     stop_requests.training_mark(logs).unlink(missing_ok=True)
     record = stop_record(logs)
@@ -190,24 +195,24 @@ def run_ranks(
     return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
 
 
-_early: dict[int, subprocess.Popen[bytes]] = {}
-"""Agent that imports already, by its number of ranks."""
+_agents: dict[int, subprocess.Popen[bytes]] = {}
+"""Agent that was started ahead of its job, by its number of ranks."""
 
 
 @contextmanager
 def agent_ahead(nproc: int) -> Iterator[None]:
-    """Have the agent of a `launch` in the `with` statement import torch from now on, while this process goes on."""
-    agent = _early[nproc] = _start_agent(nproc)
+    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process."""
+    agent = _agents[nproc] = _start_agent(nproc)
     try:
         yield
     finally:
-        _early.pop(nproc, None)
+        _agents.pop(nproc, None)
         agent.kill()
         agent.wait()
 
 
 def _start_agent(nproc: int) -> subprocess.Popen[bytes]:
-    # For `ps`, the agent and its ranks have the words of this command.
+    # The last words are for `ps`, which shows them of the ranks too.
     command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), *sys.argv[1:]]
     variables = {**_variables(nproc), PARENT_PID: str(os.getpid())}
     # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
@@ -215,9 +220,8 @@ def _start_agent(nproc: int) -> subprocess.Popen[bytes]:
 
 
 def _variables(nproc: int) -> dict[str, str]:
-    """Return the environment of ranks of this machine, which share its cores."""
+    """Return the variables of ranks, whatever process this one is; they share the CPUs."""
     variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
-    # These variables are for the ranks, whatever process this one is.
     variables.pop(RANK_PROCESS, None)
     return variables
 
