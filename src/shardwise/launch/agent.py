@@ -1,9 +1,9 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job, an object of JSON, from its
-standard input: the `command` of the N ranks of this machine, which may be one node of several (`node.py`), their
-`variables`, to which those of torchrun are added, and the folder of `logs`. There, launcher.log gets its errors, and
-exit-codes.json the exit codes of failed ranks. Ranks inherit its output: rank 0 still writes to the terminal.
+`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job from standard input, an object
+of JSON: the `command` of the N ranks of this machine, the folder of `logs`, and variables of the ranks, to which it adds
+those of torchrun. The folder gets the exit codes of failed ranks, and the errors of this process. Ranks inherit its
+output: rank 0 still writes to the terminal.
 
 A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
 differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
@@ -16,7 +16,6 @@ checkpoint may take long. Only SIGKILL ends this process before its ranks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
 import json
@@ -28,12 +27,12 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import RunError
-from shardwise.base.files import reason_of, write_atomic
+from shardwise.base.files import write_atomic
 from shardwise.base.hardware import has_plugin
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
@@ -61,33 +60,31 @@ def main() -> int:
         return 1
     job = json.loads(text)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(job["variables"])
-    command: list[str] = job["command"]
+    command, logs = job.pop("command"), Path(job.pop("logs"))
+    os.environ.update(job)
     ranks: dict[int, int] = {}
-    with open_log(Path(job["logs"]) / "launcher.log") as log:
+    with open_log(logs / "launcher.log") as log:
         try:
             listener = _set_meeting(int(sys.argv[1]))
             is_rank = _start(ranks, command, can_fork and command[:3] == [sys.executable, "-P", "-m"])
-        except Exception as error:  # noqa: BLE001  the launcher tells it
-            _signal(ranks, signal.SIGKILL)
-            if isinstance(error, RunError):
-                report_failure(Failure(0, str(error), error.exit_code))
-            else:
-                traceback.print_exception(error, file=log)
+        except Exception as error:  # noqa: BLE001  the launcher names the log; ranks end with this process
+            traceback.print_exception(error, file=log)
             return 1
         if not is_rank:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
     if is_rank:
-        if listener is not None:
-            listener.close()
-        _become(command, handlers)
+        _become(command, handlers, listener)
         return 0
-    _store = _open_store(listener) if listener else None
+    if listener is not None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
+
+        # It has threads, so it is opened after the forks.
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     failed = _wait(ranks)
     if failed:
-        write_atomic(exit_codes_file(Path(job["logs"])), json.dumps(failed))
+        write_atomic(exit_codes_file(logs), json.dumps(failed))
     return 1 if failed else 0
 
 
@@ -132,10 +129,9 @@ def _set_meeting(nproc: int) -> socket.socket | None:
         "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "LOCAL_WORLD_SIZE": nproc, "WORLD_SIZE": nodes * nproc,
         "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": nodes * nproc, "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
-        PARENT_PID: os.getpid(),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1), PARENT_PID: os.getpid(),
     }  # fmt: skip
     os.environ.update({name: str(fact) for name, fact in facts.items()})
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     return listener
 
 
@@ -146,24 +142,23 @@ def _start(ranks: dict[int, int], command: list[str], forks: bool) -> bool:
         rank = nproc * node + number
         os.environ.update(RANK=str(rank), ROLE_RANK=str(rank), LOCAL_RANK=str(number))
         try:
-            process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ, setsid=True)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ENOMEM):
-                raise
-            world = os.environ["WORLD_SIZE"]
-            raise RunError(
-                f"rank {rank} of {world} cannot be started: {reason_of(error)}; the limit on processes (`ulimit -u`) "
-                "and the memory must suffice for all ranks"
-            ) from None
+            process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ)
+        except BlockingIOError:
+            text = (
+                f"rank {rank} of {os.environ['WORLD_SIZE']} cannot be started, as too many processes run (`ulimit -u`)"
+            )
+            report_failure(Failure(rank, text, RunError.exit_code))
+            raise
         if process == 0:
             return True
         ranks[process] = rank
     return False
 
 
-def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
+def _become(command: list[str], handlers: Mapping[int, Any], listener: socket.socket | None) -> None:
     """Run the module of a command in this fork, as a new process would."""
-    os.setsid()
+    if listener is not None:
+        listener.close()
     rank_process.die_with_parent()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -176,35 +171,21 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
 
 
-def _open_store(listener: socket.socket) -> object:
-    """Return the store of the ranks; it has threads, so it is opened after the forks."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
-
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def _wait(ranks: dict[int, int]) -> dict[int, int]:
     """Wait until all ranks have ended; returns the exit codes of those that failed, or minus the signal, in time."""
     failed: dict[int, int] = {}
-    signal.signal(signal.SIGALRM, lambda *_: _signal(ranks, signal.SIGKILL))
+    signal.signal(signal.SIGALRM, lambda *_: [os.kill(process, signal.SIGKILL) for process in ranks])
     while ranks:
         process, status = os.waitpid(-1, 0)
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
         if code and not failed:
             time.sleep(_ANSWER_SECONDS)
-            _signal(ranks, signal.SIGTERM)
+            # To this process too, which ignores it.
+            os.killpg(0, signal.SIGTERM)
             signal.alarm(_GRACE_SECONDS)
         if code:
             failed[rank] = code
     return failed
-
-
-def _signal(ranks: Iterable[int], number: int) -> None:
-    """Send a signal to ranks and to what they have started."""
-    for process in ranks:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process, number)
 
 
 if __name__ == "__main__":

@@ -166,15 +166,13 @@ def run_ranks(
         left_over.unlink(missing_ok=True)
     log = logs / "launcher.log"
     open_log(log).close()
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
         beats = beats or Path(temporary)
-        agent = _agents.pop(nproc, None) or _start_agent(nproc)
         watch(agent)
-        variables = {**_variables(nproc), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
-        assert agent.stdin is not None
-        # The agent may be gone; its exit code tells.
-        with contextlib.suppress(BrokenPipeError), agent.stdin as job:
-            job.write(json.dumps({"command": [*command], "logs": str(logs), "variables": variables}).encode())
+        job = {"command": [*command], "logs": str(logs), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        # An agent that is gone already tells by its exit code.
+        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
+            pipe.write(json.dumps(job).encode())
         # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
@@ -196,34 +194,28 @@ def run_ranks(
 
 
 _agents: dict[int, subprocess.Popen[bytes]] = {}
-"""Agent that was started ahead of its job, by its number of ranks."""
 
 
 @contextmanager
-def agent_ahead(nproc: int) -> Iterator[None]:
+def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
     """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process."""
-    agent = _agents[nproc] = _start_agent(nproc)
-    try:
-        yield
-    finally:
-        _agents.pop(nproc, None)
-        agent.kill()
-        agent.wait()
-
-
-def _start_agent(nproc: int) -> subprocess.Popen[bytes]:
+    if nproc in _agents:
+        yield _agents[nproc]
+        return
     # The last words are for `ps`, which shows them of the ranks too.
     command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), *sys.argv[1:]]
-    variables = {**_variables(nproc), PARENT_PID: str(os.getpid())}
-    # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
-    return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
-
-
-def _variables(nproc: int) -> dict[str, str]:
-    """Return the variables of ranks, whatever process this one is; they share the CPUs."""
-    variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
+    variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, PARENT_PID: str(os.getpid())}
+    # These variables are for the ranks, whatever process this one is.
     variables.pop(RANK_PROCESS, None)
-    return variables
+    # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
+    agent = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
+    _agents[nproc] = agent
+    try:
+        yield agent
+    finally:
+        del _agents[nproc]
+        kill_ranks(agent)
+        agent.wait()
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -267,7 +259,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed
                 deadline = time.monotonic() + _GRACE_SECONDS
                 failed()
             if time.monotonic() >= deadline:
-                kill_with_children(agent)
+                kill_ranks(agent)
 
 
 class _Stop:
@@ -284,7 +276,7 @@ class _Stop:
         self._agent = agent
         # The signal came while the agent was started, and found no process to kill.
         if self.ended_by is not None:
-            kill_with_children(agent)
+            kill_ranks(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.by is None
@@ -292,7 +284,7 @@ class _Stop:
         if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
-                kill_with_children(self._agent)
+                kill_ranks(self._agent)
         elif first:
             try:
                 stop_requests.request(self._run_path, signal_name(number))
@@ -301,20 +293,8 @@ class _Stop:
                 stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
-def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to the children of a process that this one started, then to the process itself.
-
-    It is stopped first, so that it takes their end for nothing.
-    Children that ask the kernel for their end are told of it only after the parent's connections are closed. In between
-    they would report connections that were lost, though nothing but their end is meant.
-    """
-    import psutil
-
-    # Children first: without their parent they belong to init, and are found no more.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(parent.pid)
-        process.suspend()
-        for child in process.children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    parent.kill()
+def kill_ranks(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its ranks, one group of processes, at once: none is to report that it lost another."""
+    with contextlib.suppress(ProcessLookupError):
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)

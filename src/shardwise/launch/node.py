@@ -260,7 +260,7 @@ def _end_with(control: SupervisorConnection, agent: subprocess.Popen[bytes]) -> 
     def watch() -> None:
         while agent.poll() is None:
             if control.ended is not None:
-                local.kill_with_children(agent)
+                local.kill_ranks(agent)
                 return
             time.sleep(_POLL_SECONDS)
 
