@@ -61,7 +61,8 @@ SECTIONS = {
     "optimizers": "AdamW and Muon on llama-small, each at five learning rates (slow: only when named)",
     "moments": "AdamW's moments in bfloat16 beside float32, on llama-small (slow: only when named)",
     "bits": "bit-equal training at every layout of eight ranks against one process (slow: only when named)",
-    "fp8": "the quickstart with products in fp8 beside mixed precision (slow: only when named)",
+    "quickstart": "the quickstart beside another tree's: time and perplexity (slow: only when named)",
+    "fp8": "a small Llama with products in fp8 beside mixed precision (slow: only when named)",
     "precision": "llama-small in float32, mixed and bfloat16, also rounded to nearest (slow: only when named)",
 }
 ONLY_WHEN_NAMED = (
@@ -76,6 +77,7 @@ ONLY_WHEN_NAMED = (
     "muon_layouts",
     "optimizers",
     "moments",
+    "quickstart",
     "fp8",
     "precision",
     "data_prepare",

@@ -1,17 +1,17 @@
-"""Print the overrides with which the quickstart runs best on this machine.
+"""Print the overrides with which the quickstart runs on the accelerators of this machine.
 
-The recipe's own layout shows tensor and sequence parallelism on two CPU ranks, in mixed precision where the processor
-multiplies bfloat16: its perplexity ends within 1 % of float32's (benchmarks/results/precision.md). On N accelerators
-data parallelism cuts the global batch of 8 sequences, rounded up to a multiple of N.
+Without accelerators there are none: `make train` is `shardwise train quickstart`, whose layout shows tensor and sequence
+parallelism on two CPU ranks. On N accelerators data parallelism cuts the global batch of 8 sequences, rounded up to a
+multiple of N.
 """
 
-from shardwise.base.hardware import accelerators, bfloat16_unit
+from shardwise.base.hardware import accelerators
 from shardwise.config import load_config
 
 
 def overrides(count: int) -> list[str]:
     if count == 0:
-        return ["precision.mode=mixed"] if bfloat16_unit() else []
+        return []
     each = -(-load_config("quickstart").train.global_batch // count)
     return [
         "parallel.tensor=1",

@@ -9,7 +9,7 @@ from shardwise.config.recipe_files import parse_yaml
 
 def test_heads_are_derived_where_hugging_face_has_null() -> None:
     config = load_config("quickstart", ["model.num_key_value_heads=null", "model.head_dim=null"])
-    assert (config.model.num_key_value_heads, config.model.head_dim) == (8, 24)
+    assert (config.model.num_key_value_heads, config.model.head_dim) == (4, 32)
 
 
 @pytest.mark.parametrize(
