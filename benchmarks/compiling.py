@@ -164,8 +164,8 @@ def report(
         ],
         notes=[
             "From the command to the line of its first step, with an evaluation before it; one thread a rank. Cold: an "
-            "empty cache; warm: the cache that the cold run has filled; eager: not compiled. Processor: of all processes, to "
-            "the end of the run.",
+            "empty cache; warm: the cache that the cold run has filled; eager: not compiled. Processor: time "
+            "of all processes, to the end of the run.",
             "The compilers of a worker run one after another in both arms (TORCHINDUCTOR_COMPILE_THREADS=1). Medians "
             "over the rounds, in which the two arms take turns to be first.",
             "Memory: of the largest of all processes that this benchmark started.",
