@@ -207,6 +207,10 @@ CONTESTANTS: dict[str, tuple[str, Callable[[str], Contestant]]] = {
     "zero1": ("shardwise DP 2, ZeRO-1", lambda folder: Shardwise()),
     "zero1_mkl": ("shardwise DP 2, ZeRO-1, MKL matmuls", lambda folder: Shardwise(mkl=True)),
     "zero1_compiled": ("shardwise DP 2, ZeRO-1, compiled", lambda folder: Shardwise(compiled=True)),
+    "zero1_mkl_compiled": (
+        "shardwise DP 2, ZeRO-1, MKL matmuls, compiled",
+        lambda folder: Shardwise(mkl=True, compiled=True),
+    ),
     "ddp": ("HF, torch DDP", DistributedDataParallel),
     "ddp_compiled": ("HF, torch DDP, compiled", CompiledDataParallel),
     "zero1_mixed": ("shardwise DP 2, ZeRO-1, mixed", lambda folder: Shardwise(mixed=True)),
