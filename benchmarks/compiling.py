@@ -49,12 +49,12 @@ def compile_seconds(cache: Path, *arguments: str, **variables: str) -> tuple[flo
     return time.perf_counter() - start, total
 
 
-def seconds_to_first_step(folder: Path, *overrides: str) -> tuple[float, str]:
-    """From the command to the line of its first step; and the line on graphs."""
+def seconds_to_first_step(folder: Path, *overrides: str) -> tuple[float, float, str]:
+    """From the command to the line of its first step; processor time of all its processes; the line on graphs."""
     run = folder / "run"
     shutil.rmtree(run, ignore_errors=True)
     quiet = ["log.sample_tokens=0", "log.tensorboard=false", "train.steps=1", "optimizer.warmup_steps=1"]
-    start, said = time.perf_counter(), ""
+    start, said, before = time.perf_counter(), "", _processor_seconds()
     with subprocess.Popen(
         [*SHARDWISE, "train", *LAYOUT, *quiet, *overrides, "--run-dir", str(run)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -72,11 +72,18 @@ def seconds_to_first_step(folder: Path, *overrides: str) -> tuple[float, str]:
                 seconds = time.perf_counter() - start
     if seconds is None or training.returncode:
         raise RuntimeError("".join(lines))
-    return seconds, said
+    return seconds, _processor_seconds() - before, said
+
+
+def _processor_seconds() -> float:
+    """Of all processes that have ended and were waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run(rounds: int) -> Report:
     first: dict[str, list[float]] = {"eager": [], "cold": [], "after shardwise compile": [], "warm": []}
+    processor: dict[str, list[float]] = {name: [] for name in first}
     said: dict[str, str] = {}
     workers: dict[int, list[float]] = {1: [], 2: []}
     graphs = 0
@@ -100,17 +107,19 @@ def run(rounds: int) -> Report:
                 "warm": ["compile.enabled=true", f"compile.cache_dir={own}"],
             }
             for name, overrides in arms.items():
-                seconds, said[name] = seconds_to_first_step(folder, *overrides)
+                seconds, used, said[name] = seconds_to_first_step(folder, *overrides)
                 first[name].append(seconds)
+                processor[name].append(used)
         print(f"  {LARGE}", flush=True)
         seconds, captured = compile_seconds(folder / "large", LARGE, *EVALUATED, "--capture-only")
     # Of the largest process that was waited for: those that captured are its children.
     memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    return report(first, said, workers, graphs, {"seconds": seconds, "graphs": captured, "gib": memory})
+    return report(first, processor, said, workers, graphs, {"seconds": seconds, "graphs": captured, "gib": memory})
 
 
 def report(
     first: Mapping[str, list[float]],
+    processor: Mapping[str, list[float]],
     said: Mapping[str, str],
     workers: Mapping[int, list[float]],
     graphs: int,
@@ -118,15 +127,26 @@ def report(
 ) -> Report:
     prepared, cold, warm = (median(first[name]) for name in ("after shardwise compile", "cold", "warm"))
     speed = median(workers[1]) / median(workers[2])
-    first_rows = [[name, f"{median(found):.1f} s", said[name]] for name, found in first.items()]
+    first_rows = [
+        [name, f"{median(found):.1f} s", f"{median(processor[name]):.1f} s", said[name]]
+        for name, found in first.items()
+    ]
     took = f"{large['seconds']:.1f} s"
-    figures = {"first_step": dict(first), "workers": {str(number): found for number, found in workers.items()}}
+    figures = {
+        "first_step": dict(first),
+        "processor": dict(processor),
+        "workers": {str(number): found for number, found in workers.items()},
+    }
     worker_rows = [[str(number), f"{median(found):.1f} s"] for number, found in workers.items()]
     return Report(
         "compiling",
         "What compiling costs",
         [
-            Table(("to the first step", "seconds", "graphs"), first_rows, "llama2-tiny, TP 2 × PP 2 + SP, four ranks"),
+            Table(
+                ("to the first step", "seconds", "processor", "graphs"),
+                first_rows,
+                "llama2-tiny, TP 2 × PP 2 + SP, four ranks",
+            ),
             Table(("workers", "seconds"), worker_rows, f"shardwise compile, {graphs} graphs"),
             Table(
                 ("", "graphs", "seconds", "most memory of a process"),
@@ -144,7 +164,8 @@ def report(
         ],
         notes=[
             "From the command to the line of its first step, with an evaluation before it; one thread a rank. Cold: an "
-            "empty cache; warm: the cache that the cold run has filled; eager: not compiled.",
+            "empty cache; warm: the cache that the cold run has filled; eager: not compiled. Processor: time "
+            "of all processes, to the end of the run.",
             "The compilers of a worker run one after another in both arms (TORCHINDUCTOR_COMPILE_THREADS=1). Medians "
             "over the rounds, in which the two arms take turns to be first.",
             "Memory: of the largest of all processes that this benchmark started.",

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.config import CompileConfig, LlamaConfig
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh, join
+from shardwise.layers.execution import Execution, made_with
 from shardwise.models.llama import Llama
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
@@ -74,11 +75,13 @@ class Shardwise:
         self.mesh = Mesh(tensor=tensor)
         self.whole_batch = tensor > 1
         dtype = torch.bfloat16 if mixed else torch.float32
-        self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED, dtype=dtype)
+        compiler = None
         if compiled:
-            from shardwise.train.compile.units import compile_units
+            from shardwise.train.compile.units import Compilation
 
-            compile_units(self.model, CompileConfig(enabled=True), self.mesh.device)
+            compiler = Compilation(CompileConfig(enabled=True), self.mesh.device, MODEL, [self.mesh.tp])
+        with made_with(Execution(compiler=compiler)):
+            self.model = Llama(MODEL, self.mesh.tp, sequence_parallel=sequence, seed=SEED, dtype=dtype)
 
     def prepare(self) -> None:
         self.optimizer = ZeroRedundancyOptimizer(
@@ -204,6 +207,10 @@ CONTESTANTS: dict[str, tuple[str, Callable[[str], Contestant]]] = {
     "zero1": ("shardwise DP 2, ZeRO-1", lambda folder: Shardwise()),
     "zero1_mkl": ("shardwise DP 2, ZeRO-1, MKL matmuls", lambda folder: Shardwise(mkl=True)),
     "zero1_compiled": ("shardwise DP 2, ZeRO-1, compiled", lambda folder: Shardwise(compiled=True)),
+    "zero1_mkl_compiled": (
+        "shardwise DP 2, ZeRO-1, MKL matmuls, compiled",
+        lambda folder: Shardwise(mkl=True, compiled=True),
+    ),
     "ddp": ("HF, torch DDP", DistributedDataParallel),
     "ddp_compiled": ("HF, torch DDP, compiled", CompiledDataParallel),
     "zero1_mixed": ("shardwise DP 2, ZeRO-1, mixed", lambda folder: Shardwise(mixed=True)),

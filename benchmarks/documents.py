@@ -37,17 +37,19 @@ def steps(apart: str, compiled: bool) -> Any:
     import torch
 
     from shardwise.config import CompileConfig, LlamaConfig
+    from shardwise.layers.execution import Execution, made_with
     from shardwise.models.llama import Llama
-    from shardwise.train.compile.units import compile_units
+    from shardwise.train.compile.units import Compilation
 
     class WithMask(Llama):
         def _forms_of(self, masks: Any, x: Any, *_: Any) -> Any:
             return {None: masks[None].dense(SEQUENCE, x.dtype, x.device)}
 
     torch.set_num_threads(1)
-    model = (WithMask if apart == "mask" else Llama)(LlamaConfig(**MODEL), seed=1)  # type: ignore[arg-type]
-    if compiled:
-        compile_units(model, CompileConfig(enabled=True), torch.device("cpu"))
+    config = LlamaConfig(**MODEL)  # type: ignore[arg-type]
+    compiler = Compilation(CompileConfig(enabled=True), torch.device("cpu"), config) if compiled else None
+    with made_with(Execution(compiler=compiler)):
+        model = (WithMask if apart == "mask" else Llama)(config, seed=1)
     numbers = torch.Generator().manual_seed(0)
     ids = torch.randint(MODEL["vocab_size"], (SEQUENCE, BATCH), generator=numbers)
     cuts = torch.randperm(SEQUENCE - 1, generator=numbers)[: DOCUMENTS - 1] + 1

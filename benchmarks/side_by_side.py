@@ -16,7 +16,7 @@ from report import Report, Table, target
 
 WORLD = 2
 REFERENCE = {"zero1": "ddp", "zero1_mkl": "ddp", "ddp": "ddp", "fsdp2": "ddp"}
-REFERENCE |= {"zero1_compiled": "ddp", "ddp_compiled": "ddp", "tp_compiled": "tp_plan"}
+REFERENCE |= {"zero1_compiled": "ddp", "zero1_mkl_compiled": "ddp", "ddp_compiled": "ddp", "tp_compiled": "tp_plan"}
 MIXED = ("zero1_mixed", "zero1_mixed_compiled", "ddp_autocast", "ddp_autocast_compiled")
 REFERENCE |= dict.fromkeys(MIXED, "ddp")
 REFERENCE |= {"tp": "tp_plan", "tp_mkl": "tp_plan", "tp_sp": "tp_plan", "tp_plan": "tp_plan"}
@@ -225,6 +225,12 @@ def _targets(figures: dict[str, Any]) -> list[str]:
         target("TP 2's tokens/s over tp_plan=\"auto\"'s", tp["speed_ratio"], 1.2, at_least=True),
         target("compiled ZeRO-1's tokens/s over DDP's", zero_compiled["speed_ratio"], 1.3, at_least=True),
         target("the same over compiled DDP's", speed(zero_compiled, ddp_compiled), 1.1, at_least=True),
+        target(
+            "compiled ZeRO-1's tokens/s by MKL matmuls over compiled DDP's",
+            speed(figures["zero1_mkl_compiled"], ddp_compiled),
+            1.05,
+            at_least=True,
+        ),
         target("compiled TP 2's tokens/s over its own eager", speed(tp_compiled, tp), 1.0, at_least=True),
         target("compiled and mixed ZeRO-1's tokens/s over float32's", speed(mixed_compiled, zero), 2.5, at_least=True),
         target("mixed ZeRO-1's tokens/s over autocast DDP's", speed(mixed, autocast), 1.3, at_least=True),

@@ -18,7 +18,7 @@ from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.train.compile.units import compile_units
+from shardwise.train.compile.units import Compilation
 from shardwise.train.loss import MicroBatch
 
 TITLE = "One block, forward and backward"
@@ -57,13 +57,20 @@ def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that runs a block forward and backward."""
     part = Part(range(1), is_first=False, is_last=False)
     is_cut = config.parallel.sequence and mesh.tp.size > 1
-    with weights_drawn_on_device():
-        model = build_model(
-            config, mesh.tp, sequence_parallel=is_cut, device=session.device, dtype=torch.bfloat16, part=part
-        )
+    compiler = None
     if config.compile.enabled:
         torch.compiler.reset()
-        compile_units(model, config.compile, session.device)
+        compiler = Compilation(config.compile, session.device, config.model, [mesh.tp])
+    with weights_drawn_on_device():
+        model = build_model(
+            config,
+            mesh.tp,
+            sequence_parallel=is_cut,
+            device=session.device,
+            dtype=torch.bfloat16,
+            part=part,
+            compiler=compiler,
+        )
     if devices.adds_products(session.device):
         let_products_add(weights_of(model))
     for parameter in model.parameters():

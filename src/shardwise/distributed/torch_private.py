@@ -395,6 +395,29 @@ def prepare_compiler(threads: int) -> None:
         torch._inductor.config.compile_threads = threads
 
 
+@contextmanager
+def trusted_kernels() -> Iterator[None]:
+    """Inside, kernels for a CPU that were compiled on such a machine are loaded without preparing to compile any.
+
+    The compiler would try each kind of vector instruction in a process of its own, and have its headers compiled. A
+    kernel that is missing in spite of all is compiled without them, which takes longer.
+    """
+    from torch._inductor import codecache, cpu_vec_isa
+
+    replaced: list[tuple[Any, str, Any]] = [
+        (cpu_vec_isa.VecISA, "_probe_load", lambda isa, path: True),
+        (codecache.CppPythonBindingsCodeCache, "_get_uncompiled_header", staticmethod(lambda device: None)),
+    ]
+    former = [vars(owner).get(name) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), value in zip(replaced, former, strict=True):
+            setattr(owner, name, value)
+
+
 def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
     """The reason why the backend `inductor` does not take these options; None where it does."""
     from torch import _TorchCompileInductorWrapper

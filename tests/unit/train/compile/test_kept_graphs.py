@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
+from shardwise.train.compile import run_graphs
 from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph
@@ -38,6 +42,55 @@ def test_a_missing_graph_is_told(tmp_path: Path) -> None:
     assert run(tmp_path)[0] == []
     said, _ = run(tmp_path, "train.micro_batch=1")
     assert said[0].startswith(f"compile: block (training) is not in {tmp_path} with the same keys, threads, "), said[0]
+
+
+def test_kernels_are_trusted_only_where_all_graphs_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(run_graphs, "trusted_kernels", lambda: nullcontext(calls.append("trusted")))
+    for backend, expected in (("inductor", []), ("inductor", ["trusted"]), ("aot_eager", ["trusted"])):
+        run(tmp_path, f"compile.backend={backend}")
+        assert calls == expected, backend
+    run(tmp_path, "compile.backend=aot_eager")
+    assert calls == ["trusted"], "another backend has no kernels of Inductor"
+
+
+PROGRAM = """
+import subprocess, sys
+from contextlib import nullcontext
+import torch
+from shardwise.distributed.torch_private import compiler_counts, prepare_compiler, trusted_kernels
+
+started, start = [], subprocess.Popen.__init__
+def counted(process, args, *others, **options):
+    started.append(args)
+    start(process, args, *others, **options)
+subprocess.Popen.__init__ = counted
+prepare_compiler(1)
+x = torch.linspace(0, 1, 64)
+def function(x):
+    return torch.softmax(torch.sin(x) * 2, -1)
+with trusted_kernels() if sys.argv[1] == "trusted" else nullcontext():
+    torch.testing.assert_close(torch.compile(function, fullgraph=True)(x), function(x))
+# What asks a compiler for its version has one argument.
+print(sum(len(args) > 2 for args in started), compiler_counts().hits)
+"""
+
+
+@pytest.mark.slow
+def test_a_trusted_kernel_is_loaded_without_a_process_and_a_missing_one_compiled(tmp_path: Path) -> None:
+    def processes(mode: str) -> tuple[int, int]:
+        variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", PROGRAM, mode], env=variables, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        started, hits = map(int, done.stdout.split())
+        return started, hits
+
+    assert processes("cold")[1] == 0
+    assert processes("cold")[0] > 0, "the compiler tries the processor's instructions again"
+    assert processes("trusted") == (0, 1)
+    for library in tmp_path.rglob("*.main.so"):
+        library.unlink()
+    assert processes("trusted") == (1, 1), "one kernel is compiled"
 
 
 def test_a_damaged_graph_is_told(tmp_path: Path) -> None:
