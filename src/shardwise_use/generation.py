@@ -169,7 +169,7 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
 class _Uncached:
     """Reads all tokens again for each new one."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None = None) -> None:
         self._model = model
         self._mesh = mesh
         self._parallel = parallel

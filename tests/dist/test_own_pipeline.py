@@ -97,3 +97,18 @@ def test_swapped_axes_of_stages_are_refused_on_every_rank(ranks: Any) -> None:
         assert (
             "own_blocks:Swapped): ids and targets must be read as [sequence, batch], but a loss depends on the" in said
         )
+
+
+def masks(config: Config) -> list[list[bool]]:
+    """Of the blocks of this rank, in each micro-batch of a step."""
+    trainer: Any = build_trainer(config, shared_mesh(1, 2), make_data(config.model.vocab_size))
+    trainer.step()
+    return [mask for stage in trainer.model for block in stage.blocks for mask in block.kept]
+
+
+def test_plain_dropout_differs_between_stages(ranks: Any) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
+    model = {"family": "tests.dist.own_blocks:Dropping", **sizes}
+    first, last = ranks(2).run(masks, make_config(model=model, parallel={"pipeline": 2}))
+    assert len(first) == len(last) == 4, "a block on each rank, and four micro-batches"
+    assert len({tuple(mask) for mask in first + last}) == 8

@@ -81,9 +81,9 @@ class Passes:
             # Random numbers of a user's own layers are a function of step and samples too.
             recording = nullcontext() if self._sources is None or only_counts else self._sources.record(batch)
             replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
-            layers = part.part.layers if isinstance(getattr(part, "part", None), Part) else None
-            place = (*_WHOLE_MODEL, layers.start if layers else 0)
-            with dropout.seeded(self._mesh.device, *place), replicated, recording:
+            stage = getattr(part, "part", None)
+            first = stage.layers.start if isinstance(stage, Part) and stage.layers else 0
+            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL, first), replicated, recording:
                 out = batch.result(part, batch.call_of(part, x, dropout)())
             if only_counts or not gives_losses(part):
                 return out
