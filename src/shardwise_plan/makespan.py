@@ -45,12 +45,7 @@ def makespan(
 ) -> float:
     """Return the time from the first forward pass to the end of the last backward pass; `timeline` ends then.
 
-    Args:
-        parallel: degrees and schedule of the pipeline.
-        micro_batches: number of micro-batches of a step.
-        stages: times of each stage, in the order of the model.
-        message: time of a message from one rank to another.
-        recompute: kind of recompute; with `full` no backward pass is split.
+    All arguments are those of `timeline`.
     """
     order = ORDERS[parallel.schedule]
     if parallel.pipeline == 1 or (isinstance(order, AlternatingOrder) and order.lead is None):

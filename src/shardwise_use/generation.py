@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.blocks import KeyValueCache, Stages
+from shardwise.layers.units import stages_of
+from shardwise.models.blocks import KeyValueCache, Stages, gives_losses
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import relay
 from shardwise.train.rank_agreement import agree_to_stop
@@ -40,8 +41,8 @@ PREFILL_CHUNK = 1024
 class Generator(Protocol):
     """A causal language model; a user's own model needs no other method."""
 
-    def logits(self, ids_SB: Tensor) -> Tensor:
-        """Token ids `[S, B]` → `[S, B, V]`, on every rank."""
+    def logits(self, ids_SB: Tensor, *x: Tensor) -> Tensor:
+        """Token ids `[S, B]` → `[S, B, V]`, on every rank; x is the output of an earlier pipeline stage."""
         ...
 
 
@@ -109,23 +110,21 @@ def open_reader(
     parallel: ParallelConfig | None = None,
 ) -> Reader:
     """The reader of a model: with a cache of keys and values for `room` tokens, where the model can have one."""
-    if isinstance(model, CausalLM | Stages):
-        return _Cached(model, mesh, room, chunk, parallel)
-    return _Uncached(model, mesh)
+    module = cast(nn.Module, model)
+    if isinstance(stages_of(module)[0], CausalLM):
+        return _Cached(module, mesh, room, chunk, parallel)
+    return _Uncached(module, mesh, parallel)
 
 
 class _Cached:
     """Reads only tokens that it does not know; each stage of a pipeline keeps the keys and values of its own blocks."""
 
-    def __init__(
-        self, model: CausalLM[Any] | Stages, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None
-    ) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, room: int, chunk: int, parallel: ParallelConfig | None) -> None:
         self._model = model
         self._mesh = mesh
         self._chunk = chunk
         self._parallel = parallel
-        parts = model if isinstance(model, Stages) else [model]
-        self._caches = {part: KeyValueCache(room) for part in parts}
+        self._caches = {part: KeyValueCache(room) for part in stages_of(model)}
         self._known: list[int] = []
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
@@ -170,17 +169,27 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
 class _Uncached:
     """Reads all tokens again for each new one."""
 
-    def __init__(self, model: Generator, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None = None) -> None:
         self._model = model
         self._mesh = mesh
+        self._parallel = parallel
 
-    @torch.no_grad()
-    def next_logits(self, tokens: list[int]) -> Tensor:
-        """Logits `[V]` of the token that follows."""
+    def next_logits(self, tokens: list[int]) -> Tensor | None:
         # Sequence parallelism needs equal parts. A causal model does not see what follows a token.
         padding = [0] * (-len(tokens) % self._mesh.tp.size)
         ids_S = devices.to_device(torch.tensor(tokens + padding, device="cpu"), self._mesh.device)
-        return self._model.logits(ids_S.unsqueeze(1))[len(tokens) - 1, 0].float()
+        logits_SBV: Tensor | None = None
+
+        def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+            nonlocal logits_SBV
+            assert isinstance(part, Generator), "the caller has refused other models"
+            out = part.logits(ids_S.unsqueeze(1), *([] if x is None else [x]))
+            logits_SBV = out if gives_losses(part) else None
+            return out
+
+        length = len(ids_S) // (self._mesh.tp.size if self._parallel and self._parallel.sequence else 1)
+        relay(self._model, self._parallel, self._mesh, compute, [(length, 1)])
+        return None if logits_SBV is None else logits_SBV[len(tokens) - 1, 0].float()
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import hashed
-from shardwise.models.blocks import Stages
+from shardwise.layers.units import stages_of
+from shardwise.models.blocks import Stages, gives_losses
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import relay
 from shardwise_use.generation import Generator, Sampler, generate, whole_sequences
@@ -179,7 +180,10 @@ class TaskModel:
                 assert isinstance(part, Generator), "the caller has refused other models"
                 # A model of the user's own may cut the sequence into equal parts.
                 padding = -len(batch.ids_SB) % mesh.tp.size
-                out = part.logits(pad(batch.ids_SB, (0, 0, 0, padding)))[batch.places_N, batch.columns_N].float()
+                out = part.logits(pad(batch.ids_SB, (0, 0, 0, padding)), *([] if x is None else [x]))
+                if not gives_losses(part):
+                    return out
+                out = out[batch.places_N, batch.columns_N].float()
                 log_p_N = out.log_softmax(dim=-1).gather(1, batch.targets_N.unsqueeze(1)).squeeze(1)
                 likeliest_N = out.argmax(dim=-1)
             # One transfer of each kind; the sums are the host's, so that their order is the same on any device.
@@ -190,7 +194,8 @@ class TaskModel:
                 scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
             return out
 
-        shapes = [(len(requests[batch[0]].tokens) - 1, len(batch)) for batch in batches]
+        parts = 1 if isinstance(stages_of(self._model)[0], CausalLM) else mesh.tp.size
+        shapes = [(-(-(len(requests[batch[0]].tokens) - 1) // parts) * parts, len(batch)) for batch in batches]
         with whole_sequences(self._model):
             relay(self._model, self._parallel, mesh, compute, shapes)
         sums_R2 = devices.to_device(scores_R2.to(devices.widest_dtype(mesh.device)), mesh.device)

@@ -49,7 +49,7 @@ def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[
 
     parallel, mesh = parallel_config(schedule, degree), shared_mesh(1, degree)
     count = degree * parallel.stages_per_rank
-    stages = Stages()
+    stages = Stages(4)
     for index in range(count):
         if rank_of(parallel, index) == mesh.pp.rank:
             model = nn.Module()

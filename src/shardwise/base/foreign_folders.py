@@ -15,8 +15,7 @@ _MEGATRON = (
     "run `shardwise checkpoint import {folder} DEST --from megatron`, and give DEST",
 )
 
-# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop; those of the other
-# programs follow their documentation, and were not tried.
+# The commands of DeepSpeed 0.19, litgpt 0.5, peft 0.21 and accelerate 1.15 are run by tests/interop.
 _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "an adapter of peft, such as LoRA, without the model that it changes",
@@ -46,29 +45,7 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
     ),
     ("latest_checkpointed_iteration.txt",): _MEGATRON,
     ("mp_rank_0*",): _MEGATRON,
-    ("run_config.yaml", ".metadata"): (
-        "a checkpoint of Megatron-Bridge",
-        "run `AutoBridge.from_hf_pretrained(ID).export_ckpt('{path}', 'OUT')` of megatron.bridge, and give OUT",
-    ),
     ("common.pt", ".metadata"): _MEGATRON,
-    ("context", "weights"): (
-        "a checkpoint of NeMo 2",
-        "run `llm.export_ckpt(Path('{path}'), target='hf', output_path=Path('OUT'))` of nemo.collections, and give OUT",
-    ),
-    ("checkpoint_metadata.json", "model_config.json"): (
-        "a checkpoint of nanotron",
-        "run nanotron's `torchrun --nproc-per-node 1 examples/llama/convert_nanotron_to_hf.py "
-        "--checkpoint_path={folder} --save_path=OUT`, and give OUT",
-    ),
-    ("hf_model_*.pt",): (
-        "a checkpoint of torchtune",
-        "save it by FullModelHFCheckpointer with safe_serialization: true, and give that folder",
-    ),
-    ("meta.pt", ".metadata"): (
-        "a sharded checkpoint of Lightning",
-        "run `python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}`, save the model in that file by "
-        "save_pretrained(…), and give that folder",
-    ),
 }
 """Names that a folder holds, all of them → what it is, and what to do. OUT and DEST are for the user to choose."""
 

@@ -43,6 +43,12 @@ class UserModelConfig(Section):
     max_position_embeddings: int | None = Field(
         default=None, gt=0, description="longest sequence; train.sequence_length must not exceed it; null = any"
     )
+    hidden_size: int | None = Field(
+        default=None, gt=0, description="width of x between blocks, which parallel.pipeline needs; null = not checked"
+    )
+    num_hidden_layers: int | None = Field(
+        default=None, gt=0, description="blocks, which parallel.pipeline needs and cuts into stages; null = not checked"
+    )
     num_attention_heads: int | None = Field(
         default=None, gt=0, description="query heads, which parallel.tensor must divide; null = not checked"
     )

@@ -186,13 +186,15 @@ def pipeline_problems(
             f"parallel.stages ({list(parallel.stages)}) must be left out with parallel.pipeline (1), which cuts no "
             "model: leave it out, or set parallel.pipeline"
         ]
-    if model.is_own:
+    layers = model.num_hidden_layers
+    if layers is None or model.hidden_size is None:
         return [
             f"parallel.pipeline ({parallel.pipeline}) must be 1 with a model of your own (model.family "
-            f"{model.family}): shardwise does not know how to cut it into stages"
+            f"{model.family}) without model.num_hidden_layers and model.hidden_size: set both, and make the class by "
+            "shardwise.pipelined"
         ]
     # Each rule assumes those before it: with a wrong number of stages, the numbers of blocks mean nothing.
-    problems = _virtual_stages_problems(parallel) or _stage_problems(parallel, model.num_hidden_layers)
+    problems = _virtual_stages_problems(parallel) or _stage_problems(parallel, layers)
     if not problems and micro_batches is not None:
         problems = _micro_batch_problems(parallel, train, micro_batches)
     return problems

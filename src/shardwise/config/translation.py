@@ -237,26 +237,14 @@ def translate(
     given = dict(sorted(given.items(), key=lambda item: item[0] not in WORDS))
     base = {key: field.default for key, field in known_paths().items() if field.default is not PydanticUndefined}
     translator = _Translator(base | (spec.keys if spec else {}) | dict(known), program, has, find)
-    # Formulas come last, in the order of what they read, and what is given before what a program does by default.
-    pending = translator.pending
-    for values, is_default in ((given, False), (defaults, True)):
-        for name, value in values.items():
-            if translator.formulas(name):
-                pending.append((name, value, is_default))
-            else:
-                yield translator.row(name, value, is_default)
-    while pending:
-        item = next((item for item in pending if not translator.waits(item[0], item[2])), pending[0])
-        pending.remove(item)
+    # Formulas come last, in the order of the record: of a key, what is given before what a program does by default.
+    every = [(name, value, values is defaults) for values in (given, defaults) for name, value in values.items()]
+    for item in sorted(every, key=lambda item: translator.place(item[0])):
         yield translator.row(*item)
 
 
 class _Translator:
-    """What is known of a recipe while the settings of a file are read.
-
-    Attributes:
-        pending: settings whose formulas are not computed yet, each with its value and whether it is a default.
-    """
+    """What is known of a recipe while the settings of a file are read."""
 
     def __init__(
         self,
@@ -265,7 +253,6 @@ class _Translator:
         has: Callable[[str], bool],
         find: Callable[[str], str | None],
     ) -> None:
-        self.pending: list[tuple[str, Any, bool]] = []
         self._base = base
         self._program = program
         self._has = has
@@ -273,20 +260,16 @@ class _Translator:
         self._found: dict[str, Any] = {}
         self._whole: set[str] = set()
 
-    def formulas(self, name: str) -> list[str]:
-        """Return the formulas of a setting."""
+    def place(self, name: str) -> int:
+        """Return the place in the record of the last key that a setting gives by a formula; -1 if it gives none."""
         record = self._find(name) or name
-        return [FORMULAS[record, target] for target in OTHER_NAMES.get(record, ()) if (record, target) in FORMULAS]
+        keys = [*dict.fromkeys(key for _, key in FORMULAS)]
+        return max((keys.index(key) for owner, key in FORMULAS if owner == record), default=-1)
 
     def _reads(self, name: str) -> set[str]:
-        return {key for formula in self.formulas(name) for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula)}
-
-    def waits(self, name: str, is_default: bool) -> bool:
-        """Return whether a formula reads, or a default gives, what another formula still gives."""
-        own = set(_targets(self._find(name)))
-        later = {key for other, _, _ in self.pending if other != name for key in _targets(self._find(other))}
-        given = {key for other, _, kind in self.pending if not kind for key in _targets(self._find(other))}
-        return bool((self._reads(name) - own - self._found.keys()) & later or (is_default and own & given))
+        record = self._find(name) or name
+        formulas = [formula for (owner, _), formula in FORMULAS.items() if owner == record]
+        return {key for formula in formulas for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula)}
 
     def row(self, name: str, value: Any, is_default: bool) -> Row:
         """Return what becomes of a setting, and remember our keys."""
@@ -310,9 +293,5 @@ class _Translator:
             return Row(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
         mapped = {key: mapped[key] for key in mapped if key not in taken}
         found.update(mapped)
-        self._whole.update(mapped if not self.formulas(name) else ())
+        self._whole.update(mapped if self.place(name) < 0 else ())
         return Row(name, value, mapped, "" if mapped else "nothing to set", is_default)
-
-
-def _targets(name: str | None) -> list[str]:
-    return [target.partition("=")[0] for target in OTHER_NAMES.get(name or "", ())]

@@ -407,18 +407,21 @@ class Family(nn.Module, Generic[_Config]):
 
 def gives_losses(model: nn.Module) -> bool:
     """Return whether a model returns losses; a pipeline stage that is not the last returns the next one's input."""
-    return model.part.is_last if isinstance(model, Family) else True
+    part = getattr(model, "part", None)
+    return part.is_last if isinstance(part, Part) else True
 
 
 class Stages(nn.ModuleList):
-    """The pipeline stages of one rank, in the order of the model; each is a `Family` built as a `Part`.
+    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`.
 
     Attributes:
+        hidden_size: width of x between stages.
         plan: place of each stage in the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
+        self.hidden_size = hidden_size
         self.plan: list[Stage] = []
 
     def add(self, stage: Stage, model: nn.Module) -> None:

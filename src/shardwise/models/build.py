@@ -72,7 +72,9 @@ def build_model(
         if model.is_own:
             from shardwise.models.user_model import build_user_model
 
-            return build_user_model(config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+            return build_user_model(
+                config, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype, part=part
+            )
         return _architecture(model)(
             model,
             group,

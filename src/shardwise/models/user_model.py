@@ -38,6 +38,7 @@ from shardwise.layers.dropout import Dropout
 from shardwise.layers.execution import Execution, execution, made_with
 from shardwise.layers.linear import RowParallelLinear, linear_layers
 from shardwise.models.batch_first import PLAIN_MODULE
+from shardwise.models.blocks import Part, gives_losses
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that lacks `seed`, `device` or `dtype` is made after
@@ -57,6 +58,11 @@ def check_user_model(config: Config) -> type[nn.Module]:
         "starts_SB": any(source.reset_attention_mask for source in sources),
     }
     problems = user_class.constructor_problems(_keys(config.model), config.parallel, config.recompute)
+    if config.parallel.pipeline > 1 and not isinstance(getattr(user_class.model_class, "part", None), Part):
+        problems.append(
+            f"parallel.pipeline ({config.parallel.pipeline}) must be 1 with {config.model.family}, which names no "
+            "blocks: `Trained = shardwise.pipelined(Class, …)`, with the names of its modules, makes the class to name"
+        )
     problems += user_class.forward_problems([name for name, is_given in given.items() if is_given], config.hooks.loss)
     if problems:
         raise ConfigError(problems)
@@ -85,11 +91,16 @@ def build_user_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seeds: bool = True,
+    part: Part | None = None,
 ) -> nn.Module:
-    """Build this rank's shard of the model that `model.family` names.
+    """Build this rank's shard of the model that `model.family` names, or of a pipeline stage of it.
+
+    Of a stage the whole model is built too, and what other stages have is dropped before it is moved to its device: so
+    every rank draws the weights of one process, whatever the class draws them from.
 
     Args:
         seeds: false for tensors without data, to leave torch's generators as they are.
+        part: the stage; None: the whole model.
 
     Raises:
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
@@ -115,6 +126,8 @@ def build_user_model(
         raise ConfigError(
             f"model.family ({family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
+    if part is not None:
+        _drop_other_stages(model, part, config)
     if "device" not in user_class.names:
         _move(model, device=device)
     if "dtype" not in user_class.names:
@@ -123,7 +136,49 @@ def build_user_model(
     if problems:
         raise ConfigError([f"model.family ({family}): {text}" for text in problems])
     _finish_blocks(model, family, chosen)
+    for _, parameter, record in placements(model) if part is not None else ():
+        # Its canonical name is its path in the whole model, and not that in a list of stages.
+        cast(Any, parameter).placement = record
     return model
+
+
+def _drop_other_stages(model: Any, part: Part, config: Config) -> None:
+    """Leave the modules and blocks of a pipeline stage in a model of `shardwise.pipelined`.
+
+    Raises:
+        ConfigError: it has other blocks than the keys say, or a parameter in no stage or in several.
+    """
+    family = f"model.family ({config.model.family})"
+    try:
+        modules: dict[str, Any] = {name: model.get_submodule(name) for name in model.modules_in_order}
+    except AttributeError as error:
+        raise ConfigError(f"{family}: shardwise.pipelined must name modules of the class: {error}") from None
+    lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
+    blocks = modules[lists[0]]._modules if len(lists) == 1 else {}
+    if len(blocks) != config.model.num_hidden_layers:
+        raise ConfigError(
+            f"{family}: model.num_hidden_layers ({config.model.num_hidden_layers}) must be the number of blocks "
+            f"({len(blocks)}) in the one torch.nn.ModuleList that shardwise.pipelined names"
+        )
+    users: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
+    units = {**modules, **{f"{lists[0]}.{number}": block for number, block in blocks.items()}}
+    del units[lists[0]]
+    for name, unit in units.items():
+        for parameter in unit.parameters():
+            users[parameter].append(name)
+    for path, parameter in model.named_parameters():
+        if len(users[parameter]) != 1:
+            raise ConfigError(
+                f"{family}: {path} must be in one module that shardwise.pipelined names, or in one block, with "
+                f"parallel.pipeline ({config.parallel.pipeline}), and is in {listing(users[parameter]) or 'none'}"
+            )
+    names = list(modules)
+    place = names.index(lists[0])
+    for name in names[:place] * (not part.is_first) + names[place + 1 :] * (not part.is_last):
+        model.set_submodule(name, nn.Identity())
+    for number in [number for number in blocks if int(number) not in (part.layers or ())]:
+        del blocks[number]  # del list[i] would rename those that stay
+    model.part = part
 
 
 def _finish_blocks(model: nn.Module, family: str, chosen: Execution) -> None:
@@ -170,7 +225,8 @@ def _with_loss(model_class: type[nn.Module], loss: Callable[[Tensor, Tensor], Te
 
     class WithLoss(model_class):  # type: ignore[misc, valid-type]
         def forward(self, ids_SB: Tensor, targets_SB: Tensor, **given: Tensor) -> Tensor:
-            return loss(self.logits(ids_SB, **given).float(), targets_SB)
+            out = self.logits(ids_SB, **given)
+            return loss(out.float(), targets_SB) if gives_losses(self) else out
 
     WithLoss.__name__ = model_class.__name__
     return WithLoss

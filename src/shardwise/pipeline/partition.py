@@ -17,23 +17,24 @@ from shardwise.pipeline.action_order import Action, action_order
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     """Return the stages of the model, in its order: as `parallel.stages` says, else balanced by work.
 
-    If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage. A model of
-    your own has one stage with no `layers`: its blocks are not known.
+    If ranks have several stages, all stages have equally many blocks. Without a pipeline there is one stage; of a model
+    of your own it has no `layers`, as its blocks may not be known.
     """
     model = config.model
     stages = layout.stages
-    if model.is_own:
-        return (Stage(0, 0, range(0), 1),)
+    blocks = model.num_hidden_layers or 0
     if stages == 1:
-        sizes = (model.num_hidden_layers,)
+        sizes: tuple[int, ...] = (blocks,)
     elif config.parallel.stages is not None:
         sizes = tuple(config.parallel.stages)
     elif layout.virtual > 1:
-        sizes = (model.num_hidden_layers // stages,) * stages
+        sizes = (blocks // stages,) * stages
     else:
         length = config.train.sequence_length
-        head = _head_in_blocks(model, length, config.data.predictions(length))
-        sizes = balanced(model.num_hidden_layers, stages, head)
+        # The usual block has 12 · H² parameters.
+        own_head = model.vocab_size / (12 * (model.hidden_size or 1))
+        head = own_head if model.is_own else _head_in_blocks(model, length, config.data.predictions(length))
+        sizes = balanced(blocks, stages, head)
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 

@@ -15,7 +15,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.execution import Compiler
-from shardwise.models.blocks import Family, Part, Stages
+from shardwise.models.blocks import Part, Stages
 from shardwise.models.build import balance_of, build_model
 from shardwise.pipeline.partition import stage_plan
 
@@ -63,7 +63,7 @@ def build_stages(
     ends = Group()
     embeddings: dict[str, ParallelEmbedding] = {}
     outer_ranks = (plan[0].rank, plan[-1].rank)
-    if config.known_shapes.tie_word_embeddings and outer_ranks[0] != outer_ranks[1]:
+    if not config.model.is_own and config.model.tie_word_embeddings and outer_ranks[0] != outer_ranks[1]:
         # torch names a new group by the number of groups that its members have made so far. So that names stay equal,
         # all ranks make one, also those between the ends, which do not use theirs.
         is_outer = mesh.pp.rank in outer_ranks
@@ -71,7 +71,7 @@ def build_stages(
         group = mesh.pp.pick(outer_ranks if is_outer else inner_ranks, "ends")
         if is_outer:
             ends = group
-    stages = Stages()
+    stages = Stages(config.model.hidden_size or 0)
     for stage in plan:
         if stage.rank == mesh.pp.rank:
             stages.add(stage, build(part=Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)))
@@ -126,9 +126,6 @@ def _forward_round(
     micro_batches: range,
 ) -> None:
     """Take these micro-batches through all stages of this rank."""
-    family_model = model[0]
-    assert isinstance(family_model, Family), "only a family's model is cut into stages"
-    hidden_size = int(family_model.config.hidden_size)
     dtype = next(model.parameters()).dtype
     sends: list[collectives.Pending] = []
     # The outputs of a stage whose next stage is on this rank too, by micro-batch.
@@ -141,7 +138,7 @@ def _forward_round(
             if not stage.is_first and previous_rank == mesh.pp.rank:
                 x = local_outputs.pop(number)
             elif not stage.is_first:
-                empty = torch.empty(*shapes[number], hidden_size, dtype=dtype, device=mesh.device)
+                empty = torch.empty(*shapes[number], model.hidden_size, dtype=dtype, device=mesh.device)
                 x = collectives.receive(empty, mesh.pp, previous_rank)
             output = compute(part, x, number)
             if not stage.is_last and next_rank == mesh.pp.rank:

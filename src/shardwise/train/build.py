@@ -90,7 +90,7 @@ def build_trainer(
     # Another size of micro-batch would be compiled for this check alone.
     if config.model.is_own and compilation is None:
         with optimizer.gathered(all_units=False):
-            check_axes(model, feed.batches, mesh.device, config.model.vocab_size)
+            check_axes(model, feed.batches, mesh, config)
     return Trainer(
         config=config,
         layout=layout,
@@ -144,7 +144,7 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
     if reporter.parameters is not None:
         return trainer
     memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
-    reporter.parameters = count_parameters(trainer.model)
+    reporter.parameters = sum(collectives.all_gather_objects(count_parameters(trainer.model), mesh.pp))
     reporter.memory = memory
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
@@ -247,7 +247,7 @@ def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module,
     train = config.train
     # A schedule sends between stages before the first output tells its shape. Sequence parallelism cuts the length.
     length = train.sequence_length // layout.sequence_parts
-    x = torch.empty(length, train.micro_batch, config.known_shapes.hidden_size, dtype=dtype, device="meta")
+    x = torch.empty(length, train.micro_batch, model.hidden_size, dtype=dtype, device="meta")
     return Pipeline(model, config.parallel, mesh, layout.accumulation(train), x, losses=len(config.model.objectives))
 
 

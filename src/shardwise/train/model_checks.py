@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.config import ModelConfig
+from shardwise.config import Config, ModelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import further_gradients, placements
 from shardwise.models.batch_first import PLAIN_MODULE
-from shardwise.models.blocks import Stages
+from shardwise.models.blocks import Stages, gives_losses
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
+from shardwise.pipeline.stages import relay
 from shardwise.train.loss import MicroBatch
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,7 +29,7 @@ _CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_size: int) -> None:
+def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -> None:
     """Refuse a model of the user's own that takes the first axis of its ids, the sequence, for the batch. Collective.
 
     Only the last target of the last sample counts. If its loss depends on the other samples, and not on the tokens
@@ -37,7 +38,7 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
     Raises:
         ConfigError: the axes are swapped.
     """
-    batch = MicroBatch.on(device, batches.blank(2))
+    batch, vocab_size = MicroBatch.on(mesh.device, batches.blank(2)), config.model.vocab_size
     ids_SB = batch.inputs["ids_SB"]
     targets_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
     targets_SB[-1, -1] = 0
@@ -47,21 +48,26 @@ def check_axes(model: nn.Module, batches: Batches, device: torch.device, vocab_s
     other_samples_SB[:, :-1] = (ids_SB[:, :-1] + 1) % vocab_size
     earlier_tokens_SB = ids_SB.clone()
     earlier_tokens_SB[:-1, -1] = (ids_SB[:-1, -1] + 1) % vocab_size
+    variants = (ids_SB, other_samples_SB, earlier_tokens_SB)
+    losses: list[Tensor] = []
 
-    def loss(ids_SB: Tensor) -> Tensor:
-        inputs = {**batch.inputs, "ids_SB": ids_SB, "targets_SB": targets_SB}
+    def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
+        inputs = {**batch.inputs, "ids_SB": variants[number], "targets_SB": targets_SB}
         changed = replace(batch, inputs=inputs, lengths_B=None)
-        return changed.result(model, changed.call_of(model)())
+        out = changed.result(part, changed.call_of(part, x)())
+        losses.extend([out] if gives_losses(part) else [])
+        return out
 
     in_training = [module for module in model.modules() if module.training]
     model.eval()
-    before = loss(ids_SB)
-    is_swapped = not before.equal(loss(other_samples_SB)) and before.equal(loss(earlier_tokens_SB))
+    length = len(ids_SB) // (mesh.tp.size if config.parallel.sequence else 1)
+    relay(model, config.parallel, mesh, compute, [(length, ids_SB.shape[1])] * len(variants))
     for module in in_training:
         module.training = True
-    if is_swapped:
+    is_swapped = bool(losses) and not losses[0].equal(losses[1]) and losses[0].equal(losses[2])
+    if any(collectives.all_gather_objects(is_swapped, mesh.pp)):
         raise ConfigError(
-            f"model.family ({type(model).__name__}): ids and targets must be read as [sequence, batch], but a loss "
+            f"model.family ({config.model.family}): ids and targets must be read as [sequence, batch], but a loss "
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
             f"forward, and return the sum of the losses; {PLAIN_MODULE}{see('training#swapped-axes')}"
         )

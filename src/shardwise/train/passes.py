@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives
 from shardwise.layers.units import WeightScales, units
-from shardwise.models.blocks import gives_losses
+from shardwise.models.blocks import Part, gives_losses
 from shardwise.models.build import balance_of
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.pipeline.stages import Compute, relay
@@ -30,8 +30,8 @@ from shardwise.train.training import Training
 if TYPE_CHECKING:
     from shardwise.layers.bitwise.replicated import ReplicatedParameters
 
-_WHOLE_MODEL = (-2, 0, 0)
-"""A place in the model, for `DropoutKey`: layer, site and shard."""
+_WHOLE_MODEL = (-2, 0)
+"""A place in the model, for `DropoutKey`: layer and site; the shard is the first block of a pipeline stage."""
 
 
 class Passes:
@@ -81,7 +81,9 @@ class Passes:
             # Random numbers of a user's own layers are a function of step and samples too.
             recording = nullcontext() if self._sources is None or only_counts else self._sources.record(batch)
             replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
-            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL), replicated, recording:
+            stage = getattr(part, "part", None)
+            first = stage.layers.start if isinstance(stage, Part) and stage.layers else 0
+            with dropout.seeded(self._mesh.device, *_WHOLE_MODEL, first), replicated, recording:
                 out = batch.result(part, batch.call_of(part, x, dropout)())
             if only_counts or not gives_losses(part):
                 return out

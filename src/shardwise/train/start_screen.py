@@ -19,15 +19,14 @@ _PLAIN_WIDTH = 120
 
 
 def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[str]:
-    """For each pipeline rank: its name, its global ranks, its blocks by stage, its parameters, its activations."""
-    memory = memory_by_rank(config, layout, accelerator) or []
+    """For each pipeline rank: its name, its global ranks, its blocks by stage; where known, parameters, activations."""
+    memory = memory_by_rank(config, layout, accelerator)
     rows = []
-    for rank, (estimate, (stages, parameters)) in enumerate(zip(memory, stages_of_ranks(config, layout), strict=True)):
-        blocks = "blocks " + " and ".join(map(blocks_of, stages))
-        rows.append(
-            f"pp {rank}  {layout.ranks_of(rank)}  {blocks}  {units.count(parameters or 0)} parameters  "
-            f"{units.size(estimate.activations)} activations"
-        )
+    for rank, (stages, parameters) in enumerate(stages_of_ranks(config, layout)):
+        row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(map(blocks_of, stages))}"
+        if memory is not None:
+            row += f"  {units.count(parameters or 0)} parameters  {units.size(memory[rank].activations)} activations"
+        rows.append(row)
     return picture.shortened(rows, picture.MOST_ROWS, picture.ranks_left_out)
 
 

@@ -45,12 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
     add_sampling(parser, max_tokens=512, top_p=0.95)
-    parser.add_argument(
-        "--nproc",
-        metavar="N",
-        type=int,
-        help="number of local ranks: parallel.tensor × parallel.expert × parallel.pipeline",
-    )
     parser.add_argument("--stats", action="store_true", help="print the number of tokens and the speed of each answer")
 
 

@@ -58,12 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
     )
     add_sampling(parser, max_tokens=128, top_p=1.0)
-    parser.add_argument(
-        "--nproc",
-        metavar="N",
-        type=int,
-        help="number of local ranks: parallel.tensor × parallel.expert × parallel.pipeline",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
 

@@ -9,14 +9,9 @@ from shardwise.base.errors import ConfigError
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: float) -> None:
-    """Add the options of `Sampler` and the number of tokens, whose defaults are given."""
-    parser.add_argument(
-        "--max-tokens",
-        metavar="N",
-        type=int,
-        default=max_tokens,
-        help=f"new tokens at most (default: {max_tokens})",
-    )
+    """Add the options of `Sampler`, the number of tokens, whose defaults are given, and that of ranks."""
+    most = f"new tokens at most (default: {max_tokens})"
+    parser.add_argument("--max-tokens", metavar="N", type=int, default=max_tokens, help=most)
     parser.add_argument(
         "--temperature", metavar="T", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)"
     )
@@ -28,6 +23,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: flo
         help=f"draw from the likeliest tokens that together have probability P (default: {top_p:g})",
     )
     parser.add_argument("--seed", metavar="S", type=int, default=1234, help="seed of the random draws (default: 1234)")
+    ranks = "number of local ranks: parallel.tensor × parallel.expert × parallel.pipeline"
+    parser.add_argument("--nproc", metavar="N", type=int, help=ranks)
 
 
 def require_valid(arguments: argparse.Namespace) -> None:

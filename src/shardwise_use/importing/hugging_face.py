@@ -37,6 +37,20 @@ from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import to_hugging_face
+from shardwise.optim.learning_rate import RateAtStep, rate_at
+
+
+def rate_keys(
+    points: list[dict[str, Any]], lr: float, step: int, next_rate: float, schedule: object
+) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a schedule by `points`, whose next rate must be the other program's; or a sentence on it."""
+    curve = [RateAtStep(point["at"], lr * point["factor"], point["shape"]) for point in points]
+    if curve and math.isclose(rate_at(curve, step + 1), next_rate, rel_tol=1e-6, abs_tol=1e-12):
+        return {"optimizer.schedule": "points", "optimizer.points": points}, []
+    return {}, [
+        f"the schedule ({schedule}) has no counterpart here: its next rate is {next_rate:g}; set optimizer.schedule "
+        "yourself"
+    ]
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,8 @@ from shardwise.base.errors import ConfigError, error_text, listing
 from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
-from shardwise.config.optimizer import RatePoint
-from shardwise.optim.learning_rate import RateAtStep, rate_at
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -311,16 +309,10 @@ def _progress(
     if args.get("start_weight_decay") != args.get("end_weight_decay"):
         notes.append(f"weight decay changes there: {keys['optimizer.weight_decay']:g} is that of the next step")
     points = _points(common.get("opt_param_scheduler") or {}, args, batch)
-    curve = [RateAtStep(point.at, keys["optimizer.lr"] * point.factor, point.shape) for point in points]
-    # What the scheduler has set for the next update tells whether the curve is Megatron's.
-    if points and math.isclose(rate_at(curve, step + 1), float(groups[0]["lr"]), rel_tol=1e-6, abs_tol=1e-12):
-        keys["optimizer.schedule"] = "points"
-        keys["optimizer.points"] = [point.model_dump(mode="json") for point in points]
-    else:
-        notes.append(
-            f"the schedule ({args.get('lr_decay_style')}) has no counterpart here: its next rate is "
-            f"{groups[0]['lr']:g}; set optimizer.schedule yourself"
-        )
+    rate, style = keys["optimizer.lr"], args.get("lr_decay_style")
+    schedule, unlike = rate_keys(points, rate, step, float(groups[0]["lr"]), style)
+    keys |= schedule
+    notes += unlike
     if args.get("fp16"):
         notes.append("training was in fp16: set precision.mode yourself")
     elif args.get("bf16"):
@@ -342,7 +334,7 @@ def _found(value: Any, key: str) -> Iterator[Any]:
         yield from _found(inner, key)
 
 
-def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -> list[RatePoint]:
+def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -> list[dict[str, Any]]:
     """Megatron's rates as points of `optimizer.points`: update s has that of s - 1 updates; none for another curve.
 
     Its scheduler counts in samples.
@@ -370,4 +362,4 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
         points.append((decay + 1, least, style))
     elif style != "constant":
         return []
-    return [RatePoint.model_validate({"at": at, "factor": factor, "shape": shape}) for at, factor, shape in points]
+    return [{"at": at, "factor": factor, "shape": shape} for at, factor, shape in points]

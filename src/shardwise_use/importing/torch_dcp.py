@@ -11,7 +11,6 @@ alone, and none of them is imported: their fields are read into records of this 
 from __future__ import annotations
 
 import io
-import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,8 +37,6 @@ _VERSIONS = (None, "1.0.0")
 _SHOWN = 4
 _PART_BYTES = 16 * 2**20
 """Bytes that are in memory at a time."""
-_WORTH_A_READ = 64 * 2**10
-"""Bytes of a run below which whole rows are read and cut."""
 _TYPES = "torch.distributed.checkpoint.metadata."
 _RECORDS = {
     *(_TYPES + name for name in (
@@ -96,17 +94,8 @@ class _Part(io.RawIOBase):
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
@@ -340,24 +329,9 @@ class DcpFolder:
         if isinstance(place, Tensor):
             target.copy_(place[box.slices])
             return
-        item = target.dtype.itemsize
-        runs = box.runs(chunk.box.size)
-        with chunk.path.open("rb", buffering=0) as file:
-            if target.is_contiguous() and (len(runs) == 1 or runs[0][1] * item >= _WORTH_A_READ):
-                data = _bytes(target)
-                at = 0
-                for start, length in runs:
-                    _read_into(file, place + start * item, data[at : at + length * item])
-                    at += length * item
-                return
-            row_shape = chunk.box.size[1:]
-            row_bytes = math.prod(row_shape) * item
-            step = max(1, _PART_BYTES // row_bytes)
-            for first in range(box.start[0], box.stop[0], step):
-                last = min(first + step, box.stop[0])
-                rows = torch.empty((last - first, *row_shape), dtype=target.dtype)
-                _read_into(file, place + first * row_bytes, _bytes(rows))
-                target[first - box.start[0] : last - box.start[0]] = rows[(slice(None), *box.slices[1:])]
+        # Copied on a write, as torch warns of memory that nobody may write.
+        data = np.memmap(chunk.path, np.uint8, "c", place, (chunk.box.numel * target.dtype.itemsize,))
+        target.copy_(torch.from_numpy(data).view(target.dtype).view(chunk.box.size)[box.slices])
 
     def _place(self, chunk: _Chunk, dtype: torch.dtype, name: str) -> int | Tensor:
         """The byte of its file where the elements of a chunk begin; the chunk itself where they are not row-major."""
@@ -369,7 +343,10 @@ class DcpFolder:
                     raise ConfigError(f"{chunk.path} is damaged: its {name} is not what {METADATA} says")
                 offset = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
                 if tensor.is_contiguous() and offset is not None:
-                    self._places[chunk] = chunk.start + offset + tensor.storage_offset() * dtype.itemsize
+                    offset += tensor.storage_offset() * dtype.itemsize
+                    if offset + tensor.nbytes > chunk.length:
+                        raise ConfigError(f"{chunk.path} is truncated inside of {name}")
+                    self._places[chunk] = chunk.start + offset
                 else:
                     part.seek(0)
                     whole: Tensor = _load(part, chunk.path, "cpu")
@@ -420,16 +397,6 @@ def _load(part: Any, path: Path, device: str) -> Any:
         raise ConfigError(f"{path} is refused: {pickled.sentence(error)}; no code of it was run") from None
     except Exception as error:  # noqa: BLE001  what torch's readers raise for bytes they do not expect: almost any
         raise ConfigError(f"{path} is damaged: no file of torch.save ({pickled.sentence(error)})") from None
-
-
-def _read_into(file: io.FileIO, start: int, data: memoryview) -> None:
-    file.seek(start)
-    at = 0
-    while at < len(data):
-        count = file.readinto(data[at:])
-        if not count:
-            raise ConfigError(f"{file.name} is truncated: it ends at byte {start + at:,}, inside of a tensor")
-        at += count
 
 
 def _bytes(tensor: Tensor) -> memoryview:

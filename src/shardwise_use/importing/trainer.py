@@ -29,10 +29,8 @@ from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
-from shardwise.config.optimizer import RatePoint
-from shardwise.optim.learning_rate import RateAtStep, rate_at
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -293,21 +291,10 @@ def _keys(
         )
         return keys, notes
     keys["optimizer.max_norm"] = float(arguments.get("max_grad_norm") or 0.0) or None
-    points = curve_points(arguments, rate, steps)
-    if points is not None:
-        curve = [RateAtStep(point.at, rate * point.factor, point.shape) for point in points]
-        # What the scheduler has set for the next update tells whether the curve is the Trainer's.
-        if not math.isclose(rate_at(curve, step + 1), float(group["lr"]), rel_tol=1e-6, abs_tol=1e-12):
-            points = None
-    if points is None:
-        schedule = arguments.get("lr_scheduler_type")
-        notes.append(
-            f"the schedule ({schedule}) has no counterpart here: its next rate is {group['lr']:g}; set "
-            "optimizer.schedule yourself"
-        )
-    else:
-        keys["optimizer.schedule"] = "points"
-        keys["optimizer.points"] = [point.model_dump(mode="json") for point in points]
+    points = curve_points(arguments, rate, steps) or []
+    schedule, unlike = rate_keys(points, rate, step, float(group["lr"]), arguments.get("lr_scheduler_type"))
+    keys |= schedule
+    notes += unlike
     if arguments.get("bf16"):
         keys["precision.mode"] = "mixed" if dtype == "float32" else "bfloat16"
     elif dtype != "float32" or arguments.get("fp16"):
@@ -320,7 +307,7 @@ def _keys(
     return keys, notes
 
 
-def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[RatePoint] | None:
+def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[dict[str, Any]] | None:
     """The Trainer's schedule as points of `optimizer.points`; None for one that they cannot tell."""
     schedule = arguments.get("lr_scheduler_type")
     given = arguments.get("lr_scheduler_kwargs") or {}
@@ -353,4 +340,4 @@ def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[
         points.append((stop + 1, 1.0, "linear"))
     if end > max(warmup, stop if stop < end else warmup):
         points.append((end + 1, least, shape))
-    return [RatePoint.model_validate({"at": at, "factor": factor, "shape": shape}) for at, factor, shape in points]
+    return [{"at": at, "factor": factor, "shape": shape} for at, factor, shape in points]

@@ -29,10 +29,6 @@ FOLDERS = {
         "`shardwise checkpoint import {0} DEST --from megatron`",
     ),
     "an iteration": ((".metadata", "__0_0.distcp", "common.pt", "metadata.json"), "--from megatron`"),
-    "Bridge": ((".metadata", "common.pt", "run_config.yaml"), "export_ckpt('{0}', 'OUT')"),
-    "NeMo 2": (("context", "weights"), "llm.export_ckpt(Path('{0}'), target='hf'"),
-    "nanotron": (("checkpoint_metadata.json", "model", "model_config.json"), "--checkpoint_path={0} --save_path=OUT"),
-    "Lightning": ((".metadata", "__0_0.distcp", "meta.pt"), "consolidate_checkpoint {0}`"),
 }  # fmt: skip
 
 

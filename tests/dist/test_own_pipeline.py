@@ -1,0 +1,114 @@
+"""A model of the user's own that names its blocks, cut into pipeline stages: the same training as in one process."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import Config
+from shardwise.train.build import build_trainer
+from shardwise_use.generation import Sampler, generate
+from tests.dist import checkpoints
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import Outcome, make_config, make_data, train, whole
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+SLOW = pytest.mark.slow
+CELLS = [
+    ("Plain", {}),
+    ("Sharded", {"tensor": 2, "schedule": "interleaved"}),
+    pytest.param("Plain", {"schedule": "interleaved_zero_bubble"}, marks=SLOW),
+    pytest.param("Plain", {"schedule": "dualpipev"}, marks=SLOW),
+    pytest.param("Sharded", {"tensor": 2, "sequence": True, "schedule": "zbv"}, marks=SLOW),
+]
+
+
+def configuration(name: str, **sections: Any) -> Config:
+    return make_config(model={"family": f"tests.dist.own_blocks:{name}", **SIZES}, **sections)
+
+
+@functools.cache
+def alone(name: str) -> Outcome:
+    return train(configuration(name))
+
+
+@pytest.mark.parametrize(("name", "parallel"), CELLS)
+def test_stages_train_like_one_process(name: str, parallel: dict[str, Any], ranks: Any) -> None:
+    """PP 2 × TP or DP 2: the weights of one process to the bit, then its losses, norms and gradients."""
+    wanted = alone(name)
+    world = 2 if parallel.get("schedule") == "dualpipev" else 4  # it needs twice as many micro-batches as ranks
+    outcomes = ranks(world).run(train, configuration(name, parallel={"pipeline": 2, **parallel}))
+    found = whole(outcomes)
+    for outcome in outcomes:
+        assert outcome.losses == pytest.approx(wanted.losses, rel=1e-5)
+        assert outcome.norms == pytest.approx(wanted.norms, rel=1e-5)
+        assert outcome.evaluation == pytest.approx(wanted.evaluation, rel=1e-5)
+    assert found.weights.keys() == wanted.weights.keys()
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for key, weight in wanted.weights.items():
+        assert torch.equal(found.weights[key], weight), f"{key} begins otherwise"
+        gradient = wanted.gradients[key]
+        assert (found.gradients[key] - gradient).norm() <= 1e-5 * gradient.norm(), f"the gradient of {key} differs"
+
+
+def test_a_checkpoint_of_stages_goes_on_in_one_process(ranks: Any, tmp_path: Path) -> None:
+    config = configuration("Plain", parallel={"pipeline": 2}, optimizer={"zero": 3})
+    ranks(4).run(checkpoints.run, config, 2, 0, None, str(tmp_path))
+    resumed = checkpoints.run(configuration("Plain"), 0, 2, checkpoints.step_folder(tmp_path, 2), None)
+    assert resumed.losses == pytest.approx(alone("Plain").losses[2:], rel=1e-5)
+
+
+def drawn(config: Config) -> tuple[list[int], float]:
+    """Tokens that the model draws after a prompt, and a loss of the user's own."""
+    mesh = shared_mesh(1, config.parallel.pipeline)
+    trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
+    loss = trainer.step().loss
+    trainer.model.eval()
+    sampler = Sampler(1.0, seed=3)
+    return list(generate(trainer.model, mesh, [1, 2, 3], 8, sampler, parallel=config.parallel)), loss
+
+
+def test_stages_draw_the_same_text_and_take_a_loss_of_the_users_own(ranks: Any) -> None:
+    hooks = {"loss": "tests.own_hooks:cross_entropy"}
+    tokens, loss = drawn(configuration("Plain", hooks=hooks))
+    for found in ranks(2).run(drawn, configuration("Plain", hooks=hooks, parallel={"pipeline": 2})):
+        assert found[0] == tokens
+        assert found[1] == pytest.approx(loss, rel=1e-5)
+    assert loss == pytest.approx(alone("Plain").losses[0], rel=1e-5)
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_trainer(config, shared_mesh(1, 2), make_data(config.model.vocab_size))
+    return str(caught.value)
+
+
+def test_swapped_axes_of_stages_are_refused_on_every_rank(ranks: Any) -> None:
+    for said in ranks(2).run(refused, configuration("Swapped", parallel={"pipeline": 2})):
+        assert (
+            "own_blocks:Swapped): ids and targets must be read as [sequence, batch], but a loss depends on the" in said
+        )
+
+
+def masks(config: Config) -> list[list[bool]]:
+    """Of the blocks of this rank, in each micro-batch of a step."""
+    trainer: Any = build_trainer(config, shared_mesh(1, 2), make_data(config.model.vocab_size))
+    trainer.step()
+    return [mask for stage in trainer.model for block in stage.blocks for mask in block.kept]
+
+
+def test_plain_dropout_differs_between_stages(ranks: Any) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2}
+    model = {"family": "tests.dist.own_blocks:Dropping", **sizes}
+    first, last = ranks(2).run(masks, make_config(model=model, parallel={"pipeline": 2}))
+    assert len(first) == len(last) == 4, "a block on each rank, and four micro-batches"
+    assert len({tuple(mask) for mask in first + last}) == 8

@@ -1,0 +1,96 @@
+"""A class of the user's own that is cut into pipeline stages: what a stage has, and why one is refused."""
+
+import re
+from typing import Any
+
+import pytest
+
+from examples.own_model import plain
+from shardwise import pipelined
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_layout
+from shardwise.models.blocks import Part
+from shardwise.pipeline.partition import stage_plan
+from tests.dist.own_blocks import MODULES
+from tests.unit.models.own_classes import build, config, problem
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+PIPELINE = {"parallel": {"pipeline": 2}}
+
+
+class Tied(plain.Decoder):
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.head.weight = self.embedding.weight
+
+
+class Repeating(plain.Decoder):
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        self.blocks[3] = self.blocks[0]
+
+
+class Shorter(plain.Decoder):
+    def __init__(self, **keys: Any) -> None:
+        super().__init__(**keys)
+        del self.blocks[3]
+
+
+TiedStages, RepeatingStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Repeating, Shorter))
+NormlessStages = pipelined(plain.Decoder, "embedding", "blocks", "head")
+BlocklessStages = pipelined(plain.Decoder, "embedding", "norm", "head")
+NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
+PlainDecoder = plain.Decoder
+
+
+def refused(name: str) -> str:
+    chosen = config(f"tests.unit.models.test_own_stages:{name}", PIPELINE, **SIZES)
+    with pytest.raises(ConfigError) as caught:
+        build(chosen, part=Part(range(2), True, False))
+    return str(caught.value)
+
+
+def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
+    chosen = config("tests.dist.own_blocks:Plain", PIPELINE, **SIZES)
+    whole = dict(build(chosen).named_parameters())
+    first = dict(build(chosen, part=Part(range(2), True, False)).named_parameters())
+    last = dict(build(chosen, part=Part(range(2, 4), False, True)).named_parameters())
+    assert first.keys() | last.keys() == whole.keys()
+    assert not first.keys() & last.keys()
+    assert {"embedding.weight", "blocks.1.mlp.up.bias"} <= first.keys()
+    assert {"head.weight", "norm.weight", "blocks.2.mlp.up.bias"} <= last.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("TiedStages", "embedding.weight must be in one module .* and is in embedding and head"),
+        ("NormlessStages", "norm.weight must be in one module .* and is in none"),
+        ("RepeatingStages", r"blocks.0.attention_norm.weight must .* and is in blocks.0 and blocks.3"),
+        (
+            "ShorterStages",
+            r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn",
+        ),
+        (
+            "BlocklessStages",
+            r"model.num_hidden_layers \(4\) must be the number of blocks \(0\) in the one torch.nn",
+        ),
+        ("NamelessStages", "shardwise.pipelined must name modules of the class: .*no attribute `embeddings`"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(name: str, said: str) -> None:
+    assert re.search(rf"model.family \(tests.unit.models.test_own_stages:{name}\): {said}", refused(name))
+
+
+def test_a_class_without_blocks_is_told_what_names_them() -> None:
+    family = "tests.unit.models.test_own_stages:PlainDecoder"
+    said = problem(config(family, PIPELINE, **SIZES))
+    assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
+
+
+def test_stages_follow_the_keys_and_a_wide_vocabulary_counts() -> None:
+    chosen = config("mine:Model", PIPELINE, **SIZES | {"vocab_size": 400})
+    assert [len(stage.layers) for stage in stage_plan(chosen, check_layout(chosen, 2))] == [3, 1]
+    unknown = config("mine:Model", PIPELINE)
+    with pytest.raises(ConfigError, match=r"must be 1 with a model of your own .*: set both, and make the class"):
+        check_layout(unknown, 2)
