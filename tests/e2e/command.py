@@ -160,10 +160,22 @@ def python(code: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
+_IN_RANKS = """
+import os, sys
+def _again():
+    if "RANK" in os.environ and not hasattr(sys, "was_imported_in_a_rank"):
+        sys.was_imported_in_a_rank = True
+        with open(__file__) as file:
+            exec(compile(file.read().partition("# In ranks")[0], __file__, "exec"), globals())
+os.register_at_fork(after_in_child=_again)
+"""
+"""What makes a rank, a fork of a Python that had none, run the program too."""
+
+
 def imported_first(code: str, folder: Path) -> dict[str, str]:
-    """Write a program that every Python of a command imports first; returns the variable that says so."""
+    """Write a program that every Python and every rank of a command runs first; returns the variable that says so."""
     folder.mkdir(exist_ok=True)
-    (folder / "sitecustomize.py").write_text(code)
+    (folder / "sitecustomize.py").write_text(f"{code}\n# In ranks{_IN_RANKS}")
     return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
 
 

@@ -1,7 +1,7 @@
 """Commands in processes that have imported torch already, which otherwise takes longer than most of what they do.
 
 A server imports all that the commands do, and forks a process for each. In such a process, what starts another Python
-(the launcher, torchrun's agent, a chat) forks as well. There are the same processes with the same parents, sessions,
+(the launcher, a chat) forks as well. There are the same processes with the same parents, sessions,
 signals and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux
 alone.
 
@@ -33,13 +33,12 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 # Nothing that reads the environment when it is imported, and nothing that `-m` runs.
 _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
-    "torch.distributed.elastic.multiprocessing.errors", "torch.distributed.launcher.api",
-    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "fsspec.implementations.local", "s3fs",
+    "fsspec.implementations.local", "s3fs",
     "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule", "shardwise.launch.failed_run",
@@ -48,8 +47,6 @@ _IMPORTED = (
     "shardwise_use.cli.chat", "shardwise_use.cli.converse", "shardwise_use.cli.evaluate", "shardwise_use.cli.generate",
     *(f"shardwise.cli.{name}" for name in ("train", "stop", "verify", "checkpoint", "data", "recipes")),
 )  # fmt: skip
-
-_TORCHS_HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
 # ---- for the tests
@@ -202,7 +199,7 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         os.chdir(at or ".")
         os.environ.clear()
         os.environ.update(variables)
-        # The launcher's own, such as those of torchrun's timers: a thread that was not forked may hold their locks.
+        # The launcher's own: a thread that was not forked may hold their locks.
         weakref.finalize._registry.clear()
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)) or number == signal.SIGCHLD:
@@ -214,8 +211,6 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         begin = _begin(program)
         assert begin is not None
-        if "RANK" in variables:  # /proc shows the server's variables of whoever it forks
-            Path("/proc/self/comm").write_text(f"rank {variables['RANK']}")
         sys.argv = list(program[begin + (program[begin] == "-m") :])
         own = Path.cwd() if program[begin] == "-m" else Path(program[begin]).resolve().parent
         given = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -226,7 +221,6 @@ def _become(program: Sequence[str], files: Sequence[int], variables: Mapping[str
         for name in ("shardwise.launch.local", "shardwise_use.cli.chat"):
             starter = importlib.import_module(name)
             starter.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _start})  # type: ignore[attr-defined]
-        importlib.import_module(_TORCHS_HANDLER).Popen = _start
         code = _run(sys.argv[0], program[begin] == "-m")
     finally:
         os._exit(code)
@@ -258,6 +252,7 @@ class _Fork:
 
     def __init__(self, program: Sequence[str], variables: Mapping[str, str], stdin: int) -> None:
         self.returncode: int | None = None
+        self.stdin: IO[bytes] | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -294,6 +289,12 @@ def _start(args: Sequence[str], env: Mapping[str, str] = os.environ, stdin: int 
     plain = {name: value for name, value in options.items() if value is not None} == {"start_new_session": True}
     if not (plain and can_run(program)):
         return subprocess.Popen(args, env=env, stdin=stdin, **options)
+    if stdin == subprocess.PIPE:
+        read, write = os.pipe()
+        process = _Fork(program, env, read)
+        os.close(read)
+        process.stdin = os.fdopen(write, "wb")
+        return process
     with Path(os.devnull).open() as null:
         return _Fork(program, env, 0 if stdin is None else null.fileno())
 

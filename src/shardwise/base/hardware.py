@@ -27,7 +27,7 @@ def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tup
         hints = build.startswith(("rocm", "xpu"))
     if gpus and build != "cpu" and (count := _visible_gpus(len(gpus))):
         return "nvidia", count
-    if ((hints and build != "cpu") or _has_plugin()) and (counted := _counted_by_torch())[1]:
+    if ((hints and build != "cpu") or has_plugin()) and (counted := _counted_by_torch())[1]:
         return counted
     if chips and build != "cpu":
         return "neuron", _neuron_cores(chips, sys_root)
@@ -153,7 +153,7 @@ def torch_release() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))
 
 
-def _has_plugin() -> bool:
+def has_plugin() -> bool:
     """True if an installed package adds a device to torch, which loads it by itself.
 
     The files are read here since `importlib.metadata` takes a fifth of a dry run's start-up for them.

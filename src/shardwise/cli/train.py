@@ -99,6 +99,15 @@ def run(arguments: argparse.Namespace) -> int:
     _complete_recipe(arguments)
     if launches_node():
         return _on_node(arguments)
+    if (arguments.nproc or 1) < 2 or arguments.dry_run or joined() is not None:
+        return _run(arguments)
+    from shardwise.launch.local import agent_ahead
+
+    with agent_ahead(arguments.nproc):
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     cluster = _cluster(arguments)

@@ -1,135 +1,191 @@
-"""The process between the launcher and its ranks: torchrun's elastic agent, without torchrun's wall of text.
+"""The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N DIR COMMAND …` runs COMMAND on N local ranks, beside those of the other nodes of the
-job if the environment describes one (`node.py`). Torch's text about ranks that failed goes to DIR/launcher.log; their
-exit codes go to DIR/exit-codes.json, which the launcher reads. Ranks inherit this process's own standard output and
-error, so that rank 0 still writes to the terminal. Only this module of the package imports torch, and only inside
-`main`.
+`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job from standard input, an object
+of JSON: the `command` of the N ranks of this machine, the folder of `logs`, and variables of the ranks, to which it adds
+those of torchrun. The folder gets the exit codes of failed ranks, and the errors of this process. Ranks inherit its
+output: rank 0 still writes to the terminal.
 
-This process ignores signals, which the launcher handles: SLURM sends a signal to every process of a job, and torch's
-agent would then kill the ranks after 30 s, though a checkpoint may take longer. Only SIGKILL ends this process before
-its ranks.
+A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
+differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
+torch, where something imported has started a thread, and for other programs.
+
+This process ignores signals, which the launcher handles: SLURM sends a signal to every process of a job, and a
+checkpoint may take long. Only SIGKILL ends this process before its ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import json
 import os
+import runpy
 import signal
+import socket
 import sys
+import time
+import traceback
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import RunError
 from shardwise.base.files import write_atomic
+from shardwise.base.hardware import has_plugin
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
-from shardwise.launch.node import Node, this_node
+from shardwise.launch.node import this_node
 from shardwise.runs.folder import open_log
 
-_NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-_LOOPBACK = "shardwise-loopback"
+_IMPORTS = ("shardwise.distributed.rendezvous", "shardwise.cli.train", "shardwise.train.run")
+"""Modules that each rank of a training imports, with torch. None of them starts a thread, or opens a device."""
+_ANSWER_SECONDS = 0.1
+"""The time in which the other ranks may tell what they lost once one has failed, before SIGTERM asks them to end."""
+_GRACE_SECONDS = 30
+"""The time that they have to end; the launcher gives them less where one has told why it failed."""
 
 
 def main() -> int:
     # First of all: the launcher may be killed while this process imports torch, which takes seconds.
     rank_process.die_with_parent()
-    for number in stop_requests.SIGNALS:
-        # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
-    nproc, logs, *command = sys.argv[1:]
-    log_path = Path(logs) / "launcher.log"
-    try:
-        # Never closed: torch's loggers hold it, and what Python prints as it exits belongs there too.
-        log = sys.stdout = sys.stderr = open_log(log_path)
-    except ConfigError as error:
-        report_failure(Failure(0, str(error), error.exit_code))
-        return error.exit_code
-    code = _run(command, int(nproc), Path(logs))
-    if os.fstat(log.fileno()).st_size == 0:
-        # Nothing was said. The file may be missing, as the run's folder may have been renamed.
-        log_path.unlink(missing_ok=True)
-    return code
-
-
-def _run(command: list[str], nproc: int, logs: Path) -> int:
-    is_quiet = _NATIVE_LOG_LEVEL not in os.environ
-    if is_quiet:
-        os.environ[_NATIVE_LOG_LEVEL] = "ERROR"
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    if is_quiet:
-        del os.environ[_NATIVE_LOG_LEVEL]
-    # This process is the parent of the ranks: they end with it (`rank_process.die_with_parent`).
-    os.environ[PARENT_PID] = str(os.getpid())
-    config = LaunchConfig(
-        nproc_per_node=nproc,
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
-        signals_to_handle="SIGQUIT",
-        **_meeting(this_node() if launches_node() else None),
-    )
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        write_atomic(exit_codes_file(logs), json.dumps(exit_codes))
+    # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
+    handlers = stop_requests.handle_signals(lambda *_: None)
+    can_fork = _import_once()
+    text = sys.stdin.read()
+    if not text:
+        # The launcher has refused its input.
         return 1
-    return 0
+    job = json.loads(text)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    command, logs = job.pop("command"), Path(job.pop("logs"))
+    os.environ.update(job)
+    ranks: dict[int, int] = {}
+    with open_log(logs / "launcher.log") as log:
+        try:
+            listener = _set_meeting(int(sys.argv[1]))
+            is_rank = _start(ranks, command, can_fork and command[:3] == [sys.executable, "-P", "-m"])
+        except Exception as error:  # noqa: BLE001  the launcher names the log; ranks end with this process
+            traceback.print_exception(error, file=log)
+            return 1
+        if not is_rank:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    if is_rank:
+        _become(command, handlers, listener)
+        return 0
+    if listener is not None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
+
+        # It has threads, so it is opened after the forks.
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    failed = _wait(ranks)
+    if failed:
+        write_atomic(exit_codes_file(logs), json.dumps(failed))
+    return 1 if failed else 0
 
 
-def _meeting(node: Node | None) -> dict[str, Any]:
-    """Return the options by which the agents of a job meet.
+def _import_once() -> bool:
+    """Import what ranks need; returns whether forks of this process can be ranks."""
+    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
+    can_fork = False
+    gc.disable()
+    # An error is told by whoever imports the same again.
+    with contextlib.suppress(Exception):
+        importlib.import_module("numpy")
+        # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
+        threads = _threads()
+        for name in _IMPORTS if may_fork else _IMPORTS[:1]:
+            importlib.import_module(name)
+        can_fork = may_fork and _threads() == threads
+    # A search for garbage would write to the pages that the ranks share.
+    gc.freeze()
+    gc.enable()
+    return can_fork
 
-    The ranks follow the order of SLURM's nodes, whose neighbours are near in the network. torch's rendezvous "c10d"
-    would order the nodes by their addresses as texts; "static" is the same store of c10d with given numbers.
+
+def _threads() -> int:
+    return len([*Path("/proc/self/task").glob("*")])
+
+
+def _set_meeting(nproc: int) -> socket.socket | None:
+    """Set the variables that all ranks of this node share; returns the socket of their store if it is on this node.
+
+    The ranks of one machine meet on its loopback interface. Others follow the order of SLURM's nodes, whose neighbours
+    are near in the network.
     """
-    if node is None or node.attempt.nodes == 1:
-        _register_loopback()
-        alone = {"rdzv_backend": _LOOPBACK, "rdzv_endpoint": "127.0.0.1:0", "local_addr": "127.0.0.1"}
-        return {"min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, **alone}
-    attempt = node.attempt
-    return {
-        "min_nodes": attempt.nodes,
-        "max_nodes": attempt.nodes,
-        "run_id": attempt.id,
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{attempt.address}:{attempt.port}",
-        "rdzv_configs": {"rank": node.number},
-        "local_addr": node.local_address,
-    }
-
-
-def _register_loopback() -> None:
-    """Register a rendezvous of one agent with a store on the loopback interface; the stores of torch listen on all."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
-    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
-    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
     from shardwise.distributed.rendezvous import listen
 
-    class Loopback(StaticTCPRendezvous):
-        def get_backend(self) -> str:
-            return _LOOPBACK
+    address, port, nodes, number, job = "127.0.0.1", 0, 1, 0, uuid.uuid4().hex
+    if launches_node() and (node := this_node()).attempt.nodes > 1:
+        attempt, number = node.attempt, node.number
+        address, port, nodes, job = attempt.address, attempt.port, attempt.nodes, attempt.id
+    listener = listen(address, port) if number == 0 else None
+    facts = {
+        "MASTER_ADDR": address, "MASTER_PORT": listener.getsockname()[1] if listener else port,
+        "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "LOCAL_WORLD_SIZE": nproc, "WORLD_SIZE": nodes * nproc,
+        "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": nodes * nproc, "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1), PARENT_PID: os.getpid(),
+    }  # fmt: skip
+    os.environ.update({name: str(fact) for name, fact in facts.items()})
+    return listener
 
-        def next_rendezvous(self) -> RendezvousInfo:
-            if self._store is None:
-                self._store = TCPStore(
-                    self.master_addr, self.master_port, 1, True, self.timeout,
-                    multi_tenant=True, master_listen_fd=listener.detach(),
-                )  # fmt: skip
-            return super().next_rendezvous()
 
-    def make(parameters: RendezvousParameters) -> Loopback:
-        return Loopback("127.0.0.1", listener.getsockname()[1], 0, 1, parameters.run_id, 600)
+def _start(ranks: dict[int, int], command: list[str], forks: bool) -> bool:
+    """Start the ranks of this node, and add each to `ranks` (process → rank); returns True in a fork."""
+    nproc, node = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK"))
+    for number in range(nproc):
+        rank = nproc * node + number
+        os.environ.update(RANK=str(rank), ROLE_RANK=str(rank), LOCAL_RANK=str(number))
+        try:
+            process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ)
+        except BlockingIOError:
+            text = (
+                f"rank {rank} of {os.environ['WORLD_SIZE']} cannot be started, as too many processes run (`ulimit -u`)"
+            )
+            report_failure(Failure(rank, text, RunError.exit_code))
+            raise
+        if process == 0:
+            return True
+        ranks[process] = rank
+    return False
 
-    listener = listen("127.0.0.1")
-    rendezvous_handler_registry.register(_LOOPBACK, make)
+
+def _become(command: list[str], handlers: Mapping[int, Any], listener: socket.socket | None) -> None:
+    """Run the module of a command in this fork, as a new process would."""
+    if listener is not None:
+        listener.close()
+    rank_process.die_with_parent()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    # Python's own random numbers begin anew at a fork, and those of torch have not begun.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+    sys.orig_argv[:] = command
+    sys.argv[:] = command[3:]
+    runpy.run_module(command[3], run_name="__main__", alter_sys=True)
+
+
+def _wait(ranks: dict[int, int]) -> dict[int, int]:
+    """Wait until all ranks have ended; returns the exit codes of those that failed, or minus the signal, in time."""
+    failed: dict[int, int] = {}
+    signal.signal(signal.SIGALRM, lambda *_: [os.kill(process, signal.SIGKILL) for process in ranks])
+    while ranks:
+        process, status = os.waitpid(-1, 0)
+        rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            time.sleep(_ANSWER_SECONDS)
+            # To this process too, which ignores it.
+            os.killpg(0, signal.SIGTERM)
+            signal.alarm(_GRACE_SECONDS)
+        if code:
+            failed[rank] = code
+    return failed
 
 
 if __name__ == "__main__":

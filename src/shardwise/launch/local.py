@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,8 +35,9 @@ from shardwise.launch.first_failure import (
     stop_record,
 )
 from shardwise.launch.stop_requests import signal_name
+from shardwise.runs.folder import open_log
 
-# The time that the other ranks have to end at SIGTERM once a rank has failed; torch would wait 30 s.
+# The time that the other ranks have to end at SIGTERM once a rank has failed; the agent alone would wait 30 s.
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _SHOW_CURSOR = "\x1b[?25h"
@@ -53,7 +56,7 @@ class EndedError(LaunchError):
 
 
 def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
-    """Run `command` on `nproc` local ranks through torchrun's agent, and return when all are done.
+    """Run `command` on `nproc` local ranks and return when all are done.
 
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
     them at once. Later the first signal asks them to stop with a checkpoint, however long that takes, and a second
@@ -77,10 +80,9 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     try:
         ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
-        if error.filename is None:
-            raise
         # No bad input: the folder could be used at the start.
-        raise LaunchError(f"the ranks cannot be started or watched: {error.filename}: {reason_of(error)}") from error
+        place = "" if error.filename is None else f"{error.filename}: "
+        raise LaunchError(f"the ranks cannot be started or watched: {place}{reason_of(error)}") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -151,7 +153,7 @@ def run_ranks(
     beats: Path | None = None,
     first: int = 0,
 ) -> LocalRanksEnd:
-    """Run `command` on `nproc` local ranks through torchrun's agent.
+    """Run `command` on `nproc` local ranks, which the agent starts.
 
     Args:
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
@@ -162,20 +164,22 @@ def run_ranks(
     # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    agent_command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), str(logs), *command]
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary:
+    log = logs / "launcher.log"
+    open_log(log).close()
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
         beats = beats or Path(temporary)
-        environment = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ}
-        environment |= {ERROR_FILE: str(error_file), PARENT_PID: str(os.getpid()), HEARTBEATS: str(beats)}
-        # These variables are for the ranks, whatever process this one is.
-        environment.pop(RANK_PROCESS, None)
-        # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
-        agent = subprocess.Popen(agent_command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
         watch(agent)
+        job = {"command": [*command], "logs": str(logs), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        # An agent that is gone already tells by its exit code.
+        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
+            pipe.write(json.dumps(job).encode())
         # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
+    # The folder of the run may have been renamed.
+    if log.exists() and log.stat().st_size == 0:
+        log.unlink()
     took_steps = stop_requests.training_mark(logs).exists()
     stop_requests.training_mark(logs).unlink(missing_ok=True)
     record = stop_record(logs)
@@ -187,6 +191,31 @@ def run_ranks(
     if early is not None and text is None:
         return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
     return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
+
+
+_agents: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@contextmanager
+def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process."""
+    if nproc in _agents:
+        yield _agents[nproc]
+        return
+    # The last words are for `ps`, which shows them of the ranks too.
+    command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), *sys.argv[1:]]
+    variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, PARENT_PID: str(os.getpid())}
+    # These variables are for the ranks, whatever process this one is.
+    variables.pop(RANK_PROCESS, None)
+    # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
+    agent = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
+    _agents[nproc] = agent
+    try:
+        yield agent
+    finally:
+        del _agents[nproc]
+        kill_ranks(agent)
+        agent.wait()
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -230,7 +259,7 @@ def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed
                 deadline = time.monotonic() + _GRACE_SECONDS
                 failed()
             if time.monotonic() >= deadline:
-                kill_with_children(agent)
+                kill_ranks(agent)
 
 
 class _Stop:
@@ -247,7 +276,7 @@ class _Stop:
         self._agent = agent
         # The signal came while the agent was started, and found no process to kill.
         if self.ended_by is not None:
-            kill_with_children(agent)
+            kill_ranks(agent)
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         first = self._requests.by is None
@@ -255,7 +284,7 @@ class _Stop:
         if self._requests.hear(number) or not stop_requests.training_mark(self._logs).exists():
             self.ended_by = self.ended_by or signal_name(number)
             if self._agent is not None:
-                kill_with_children(self._agent)
+                kill_ranks(self._agent)
         elif first:
             try:
                 stop_requests.request(self._run_path, signal_name(number))
@@ -264,17 +293,8 @@ class _Stop:
                 stop_requests.say(f"the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
 
 
-def kill_with_children(parent: subprocess.Popen[bytes]) -> None:
-    """Send SIGKILL to the children of a process that this one started, then to the process itself.
-
-    Children that ask the kernel for their end are told of it only after the parent's connections are closed. In between
-    they would report connections that were lost, though nothing but their end is meant.
-    """
-    import psutil
-
-    # Children first: without their parent they belong to init, and are found no more.
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(parent.pid).children():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    parent.kill()
+def kill_ranks(agent: subprocess.Popen[bytes]) -> None:
+    """Kill an agent and its ranks, one group of processes, at once: none is to report that it lost another."""
+    with contextlib.suppress(ProcessLookupError):
+        if agent.poll() is None:
+            os.killpg(agent.pid, signal.SIGKILL)

@@ -77,11 +77,6 @@ class Node:
     number: int
     name: str
 
-    @property
-    def local_address(self) -> str:
-        """Address of this node on the way to the first node."""
-        return _source_address(self.attempt.address)
-
 
 def this_node() -> Node:
     """Return the node on which this process is the launcher, or a child of the launcher."""
@@ -265,7 +260,7 @@ def _end_with(control: SupervisorConnection, agent: subprocess.Popen[bytes]) -> 
     def watch() -> None:
         while agent.poll() is None:
             if control.ended is not None:
-                local.kill_with_children(agent)
+                local.kill_ranks(agent)
                 return
             time.sleep(_POLL_SECONDS)
 
