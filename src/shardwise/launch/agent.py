@@ -1,8 +1,8 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
 `python -m shardwise.launch.agent N` imports what a training does. Then it reads its job from standard input, an object
-of JSON: the `command` of the N ranks of this machine, the folder of `logs`, and variables of the ranks, to which it adds
-those of torchrun. The folder gets the exit codes of failed ranks, and the errors of this process. Ranks inherit its
+of JSON: the `command` of the N ranks of this machine, further `imports`, the folder of `logs`, and variables of the
+ranks, to which it adds those of torchrun. The folder gets the exit codes of failed ranks, and the errors of this process. Ranks inherit its
 output: rank 0 still writes to the terminal.
 
 A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,9 @@ def main() -> int:
         return 1
     job = json.loads(text)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    command, logs = job.pop("command"), Path(job.pop("logs"))
+    command, logs, imports = job.pop("command"), Path(job.pop("logs")), job.pop("imports")
     os.environ.update(job)
+    can_fork = can_fork and _start_no_thread(imports)
     ranks: dict[int, int] = {}
     with open_log(logs / "launcher.log") as log:
         try:
@@ -91,20 +92,26 @@ def main() -> int:
 def _import_once() -> bool:
     """Import what ranks need; returns whether forks of this process can be ranks."""
     may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    can_fork = False
-    gc.disable()
-    # An error is told by whoever imports the same again.
-    with contextlib.suppress(Exception):
+    # The threads of its BLAS end at a fork by themselves, and begin anew where they are needed.
+    with contextlib.suppress(ImportError):
         importlib.import_module("numpy")
-        # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
-        threads = _threads()
-        for name in _IMPORTS if may_fork else _IMPORTS[:1]:
+    return _start_no_thread(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+
+
+def _start_no_thread(modules: Sequence[str]) -> bool:
+    """Import modules; returns whether none started a thread or failed."""
+    threads = _threads()
+    gc.disable()
+    try:
+        for name in modules:
             importlib.import_module(name)
-        can_fork = may_fork and _threads() == threads
-    # A search for garbage would write to the pages that the ranks share.
-    gc.freeze()
-    gc.enable()
-    return can_fork
+        return _threads() == threads
+    except Exception:  # noqa: BLE001  told by whoever imports the same again
+        return False
+    finally:
+        # A search for garbage would write to the pages that the ranks share.
+        gc.freeze()
+        gc.enable()
 
 
 def _threads() -> int:

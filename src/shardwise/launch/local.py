@@ -55,7 +55,7 @@ class EndedError(LaunchError):
     """The end of the ranks by a signal, at once: steps since the last checkpoint, if any were taken, are not saved."""
 
 
-def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
+def launch(command: Sequence[str], nproc: int, run_path: Path, imports: Sequence[str] = ()) -> None:
     """Run `command` on `nproc` local ranks and return when all are done.
 
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
@@ -65,6 +65,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
 
     Args:
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
+        imports: modules that each rank imports, beside those of any training.
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
@@ -78,7 +79,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     # Before the start: a signal in between would kill this process and leave the ranks to the kernel.
     handlers = stop_requests.handle_signals(stop.handle)
     try:
-        ended = run_ranks(command, nproc, logs, stop.watch)
+        ended = run_ranks(command, nproc, logs, stop.watch, imports=imports)
     except OSError as error:
         # No bad input: the folder could be used at the start.
         place = "" if error.filename is None else f"{error.filename}: "
@@ -152,6 +153,7 @@ def run_ranks(
     watch: Callable[[subprocess.Popen[bytes]], None],
     beats: Path | None = None,
     first: int = 0,
+    imports: Sequence[str] = (),
 ) -> LocalRanksEnd:
     """Run `command` on `nproc` local ranks, which the agent starts.
 
@@ -159,6 +161,7 @@ def run_ranks(
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
         watch: function that gets the agent's process.
         beats: empty folder for the heartbeats of the ranks; None for a temporary one.
+        imports: modules that each rank imports, beside those of any training.
     """
     error_file = (logs / "error.json").resolve()
     # Files of a former start would be taken for those of this one.
@@ -169,7 +172,8 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
         beats = beats or Path(temporary)
         watch(agent)
-        job = {"command": [*command], "logs": str(logs), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        facts = {"command": [*command], "logs": str(logs), "imports": [*imports]}
+        job = {**facts, ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
         # An agent that is gone already tells by its exit code.
         with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
             pipe.write(json.dumps(job).encode())
