@@ -42,10 +42,9 @@ from shardwise.runs.folder import open_log
 _IMPORTS = ("shardwise.distributed.rendezvous", "shardwise.cli.train", "shardwise.train.run")
 """Modules that each rank of a training imports, with torch. None of them starts a thread, or opens a device."""
 _NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Once a rank has failed, the others may tell what they lost; then SIGTERM asks them to end, and SIGKILL ends them.
 _ANSWER_SECONDS = 0.1
-"""The time in which the other ranks may tell what they lost once one has failed, before SIGTERM asks them to end."""
 _GRACE_SECONDS = 30
-"""The time that they have to end; the launcher gives them less where one has told why it failed."""
 
 
 def main() -> int:
@@ -56,8 +55,7 @@ def main() -> int:
     can_fork = _import_once()
     job = json.loads(sys.stdin.read() or "null")
     if job is None:
-        # The launcher has refused its input.
-        return 1
+        return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
     os.environ.update(job)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
@@ -135,8 +133,7 @@ def _start(command: list[str], forks: bool) -> dict[int, int] | None:
         try:
             process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ)
         except BlockingIOError:
-            place = f"rank {rank} of {os.environ['WORLD_SIZE']}"
-            text = f"{place} cannot be started: the limit on processes (`ulimit -u`) is reached"
+            text = f"rank {rank} cannot be started: the limit on processes (`ulimit -u`) is reached"
             report_failure(Failure(rank, text, RunError.exit_code))
             raise
         if process == 0:
@@ -160,14 +157,16 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
 
 
 def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[int, int]:
-    """Wait until all ranks have ended; returns the exit codes of those that failed, or minus the signal, in time."""
-    # Native code may print; the terminal is that of the ranks.
-    os.dup2(0, 1)
-    os.dup2(0, 2)
+    """Open the ranks' store, which has threads, and wait for their end.
+
+    Returns:
+        exit codes of those that failed, or minus the signal, the first one first.
+    """
+    for output in (1, 2):
+        os.dup2(0, output)
     if listener is not None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
 
-        # It has threads, so it is opened after the forks.
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     failed: dict[int, int] = {}

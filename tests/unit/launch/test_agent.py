@@ -93,7 +93,7 @@ def test_a_limit_on_processes_is_one_sentence(
     probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKS", "1")
-    told = r"^rank 1 of 2 cannot be started: the limit on processes \(`ulimit -u`\) is reached$"
+    told = r"^rank 1 cannot be started: the limit on processes \(`ulimit -u`\) is reached$"
     with pytest.raises(LaunchError, match=told) as error:
         launch(probe, 2, tmp_path)
     assert error.value.exit_code == 1
@@ -104,7 +104,7 @@ def test_a_limit_on_processes_is_one_sentence(
 
     monkeypatch.setattr(local.subprocess, "Popen", refused)
     with pytest.raises(
-        LaunchError, match=r"^the ranks cannot be started or watched: Resource temporarily unavailable$"
+        LaunchError, match=r"^the ranks cannot be started or watched: a new process: Resource unavailable$"
     ):
         launch(probe, 2, tmp_path)
 
