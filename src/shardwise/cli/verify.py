@@ -18,22 +18,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.registered import imported
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.launch.local import EndedError
-from shardwise.verify import layouts, miniature, verification
+from shardwise.launch.local import EndedError, agent_ahead
+from shardwise.verify import layouts, miniature
 from shardwise.verify.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from shardwise.verify import verification
 
 _CPU_RANKS = 4
 _NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
@@ -95,13 +100,18 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        result = verification.verify(config, cells, folder)
+        with agent_ahead(cells[-1].ranks):
+            # Only now, so that this process imports torch while the agent does.
+            verification = imported("shardwise.verify.verification")
+            result = verification.verify(config, cells, folder)
         # The logs of ranks that failed lie in the folder, and the user is told their paths: then it stays.
         is_named = any(str(folder) in problem for outcome in result.broken for problem in outcome.problems)
     except EndedError as error:
         raise EndedError(str(error).replace("the run", "the verification")) from None
     finally:
-        verification.clear_progress()
+        if sys.stderr.isatty():
+            # The line of progress.
+            sys.stderr.write("\r\x1b[2K")
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
     shown = Verified(recipe_name(arguments.recipe), config, result, refused)

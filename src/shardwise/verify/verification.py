@@ -187,8 +187,3 @@ def _show(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"{_CLEAR_LINE}{text[:_LINE_WIDTH]}")
         sys.stderr.flush()
-
-
-def clear_progress() -> None:
-    """Remove the line of progress from the terminal."""
-    _show("")
