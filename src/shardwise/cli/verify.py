@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        with agent_ahead(cells[-1].ranks):
+        with agent_ahead(cells[-1].ranks, layouts.imports_of(cells)):
             # Only now, so that this process imports torch while the agent does.
             verification = imported("shardwise.verify.verification")
             result = verification.verify(config, cells, folder)

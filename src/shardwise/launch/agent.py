@@ -1,8 +1,8 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job from standard input, an object
-of JSON: the `command` of the N ranks of this machine, further `imports`, the folder of `logs`, and variables of the
-ranks, to which it adds those of torchrun. Ranks inherit its output: rank 0 still writes to the terminal.
+`python -m shardwise.launch.agent N` imports what a training does. Standard input has lines of JSON: further `imports`,
+and at last the job, with the `command` of the N ranks of this machine, the folder of `logs`, and variables of the
+ranks, to which those of torchrun are added. Ranks inherit its output: rank 0 still writes to the terminal.
 
 A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
 differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
@@ -53,12 +53,14 @@ def main() -> int:
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
     can_fork = _import_once()
-    job = json.loads(sys.stdin.read() or "null")
-    if job is None:
+    job: dict[str, Any] = {}
+    for line in sys.stdin:
+        job = json.loads(line)
+        can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
+    if not job:
         return 1  # the launcher has refused its input
-    command, logs, imports = job.pop("command"), Path(job.pop("logs")), job.pop("imports")
+    command, logs = job.pop("command"), Path(job.pop("logs"))
     os.environ.update(job)
-    can_fork = can_fork and _start_no_thread(imports)
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
     try:
         listener = _set_meeting(int(sys.argv[1]))

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from shardwise.base.errors import RunError, StoppedError
 from shardwise.base.files import reason_of
@@ -169,11 +170,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
         beats = beats or Path(temporary)
         watch(agent)
-        facts = {"command": [*command], "logs": str(logs), "imports": [*imports]}
-        job = {**facts, ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
-        # An agent that is gone already tells by its exit code.
-        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
-            pipe.write(json.dumps(job).encode())
+        # Another launch in the same `with` statement has an agent of its own.
+        _agents.pop(nproc, None)
+        variables = {ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        _tell(agent, imports, command=[*command], logs=str(logs), **variables)
+        with contextlib.suppress(BrokenPipeError):
+            agent.stdin.close()  # type: ignore[union-attr]  # there is one
         # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
@@ -195,11 +197,14 @@ _agents: dict[int, subprocess.Popen[bytes]] = {}
 
 
 @contextmanager
-def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process."""
+def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process.
+
+    Args:
+        imports: as those of `launch`.
+    """
     if nproc in _agents:
-        # Another launch in the same `with` statement has an agent of its own.
-        yield _agents.pop(nproc)
+        yield _agents[nproc]
         return
     # The last words are for `ps`, which shows them of the ranks too.
     command = [sys.executable, "-P", "-m", "shardwise.launch.agent", str(nproc), *sys.argv[1:]]
@@ -210,10 +215,18 @@ def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True) as agent:
         _agents[nproc] = agent
         try:
+            _tell(agent, imports)
             yield agent
         finally:
             _agents.pop(nproc, None)
             kill_ranks(agent)
+
+
+def _tell(agent: subprocess.Popen[bytes], imports: Sequence[str], **job: Any) -> None:
+    """Give an agent further modules to import, and its job; one that is gone already tells by its exit code."""
+    with contextlib.suppress(BrokenPipeError):
+        agent.stdin.write(json.dumps({"imports": [*imports], **job}).encode() + b"\n")  # type: ignore[union-attr]
+        agent.stdin.flush()  # type: ignore[union-attr]
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:

@@ -66,7 +66,6 @@ def call_on_ranks(
     (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        imports = (function.__module__, *imports)
         launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder, imports)
     except EndedError:
         raise

@@ -120,9 +120,8 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
         while pending:
             progress = (len(outcomes), len(cells))
             call = (config, pending, folder, source, one_process, progress)
-            imports = ["shardwise.pipeline.schedule"] if any(cell.pipeline > 1 for cell in pending) else []
             answer = rank_calls.call_on_ranks(
-                measure_cells, *call, ranks=pending[0].ranks, folder=folder, imports=imports
+                measure_cells, *call, ranks=pending[0].ranks, folder=folder, imports=layouts.imports_of(pending)
             )
             results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
             for outcome, checkpoint in results:
