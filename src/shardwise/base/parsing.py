@@ -180,7 +180,7 @@ class _Conversion:
         self._origin = origin
         self._values = 0
 
-    def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+    def value(self, node: Any, path: tuple[str, ...]) -> Any:
         # An alias counts as what it repeats: a short text can describe more values than the memory takes.
         self._values += 1
         if len(path) > MOST_LEVELS:

@@ -520,13 +520,14 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, parallel: ParallelConfig) -> int:
     """Train on several local ranks."""
-    from shardwise.launch.local import EndedError, launch
+    from shardwise.launch.local import EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved
 
-    # It imports torch's compiler, which takes as long as torch itself.
-    imports = ["shardwise.pipeline.schedule"] if parallel.pipeline > 1 else []
+    # It imports torch's compiler, which takes as long as torch.
+    imports = ("shardwise.pipeline.schedule",) if parallel.pipeline > 1 else ()
     try:
-        launch(_command_of_rank(arguments, world), world, arguments.run_dir, imports)
+        with agent_ahead(world, imports):
+            launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
         raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
     return 0

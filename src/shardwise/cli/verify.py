@@ -44,6 +44,7 @@ _CPU_RANKS = 4
 _NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
 """Column → field of the differences."""
 _CHOICES = "choices"
+_IMPORTS = ("shardwise.verify.verification", "shardwise.pipeline.schedule")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        with agent_ahead(cells[-1].ranks, layouts.imports_of(cells)):
+        with agent_ahead(cells[-1].ranks, _IMPORTS):
             # Only now, so that this process imports torch while the agent does.
             verification = imported("shardwise.verify.verification")
             result = verification.verify(config, cells, folder)

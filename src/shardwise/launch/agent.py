@@ -15,8 +15,6 @@ checkpoint may take long. Only SIGKILL ends this process before its ranks.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -26,13 +24,14 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import RunError
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import has_plugin
+from shardwise.base.registered import imported
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
@@ -52,11 +51,12 @@ def main() -> int:
     rank_process.die_with_parent()
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
-    can_fork = _import_once()
+    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
+    can_fork = _import_once(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
     job: dict[str, Any] = {}
     for line in sys.stdin:
         job = json.loads(line)
-        can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
+        can_fork = can_fork and _import_once(job.pop("imports", ()))
     if not job:
         return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
@@ -77,29 +77,17 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _import_once() -> bool:
-    """Import what ranks need; returns whether forks of this process can be ranks."""
-    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    # The threads of its BLAS end at a fork by themselves, and begin anew where they are needed.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("numpy")
-    return _start_no_thread(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
-
-
-def _start_no_thread(modules: Sequence[str]) -> bool:
-    """Import modules; returns whether none started a thread or failed."""
-    threads = _threads()
-    gc.disable()
-    try:
+def _import_once(modules: Iterable[str]) -> bool:
+    """Import what ranks need; returns whether that started no thread."""
+    # An error is told by whoever imports the same again.
+    with contextlib.suppress(Exception):
+        # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
+        imported("numpy")
+        threads = _threads()
         for name in modules:
-            importlib.import_module(name)
+            imported(name)
         return _threads() == threads
-    except Exception:  # noqa: BLE001  told by whoever imports the same again
-        return False
-    finally:
-        # A search for garbage would write to the pages that the ranks share.
-        gc.freeze()
-        gc.enable()
+    return False
 
 
 def _threads() -> int:

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from shardwise.base.errors import RunError, StoppedError
 from shardwise.base.files import reason_of
@@ -55,7 +54,7 @@ class EndedError(LaunchError):
     """The end of the ranks by a signal, at once: steps since the last checkpoint, if any were taken, are not saved."""
 
 
-def launch(command: Sequence[str], nproc: int, run_path: Path, imports: Sequence[str] = ()) -> None:
+def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     """Run `command` on `nproc` local ranks and return when all are done.
 
     The ranks share this process's terminal output until they redirect it. Until a step was taken, a signal ends all of
@@ -65,7 +64,6 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, imports: Sequence
 
     Args:
         run_path: the run's folder; `logs/` in it is made, and the launcher's own files in that are replaced.
-        imports: modules that each rank imports, beside those of any training.
 
     Raises:
         StoppedError: the ranks stopped as they were asked to, with a checkpoint.
@@ -79,7 +77,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path, imports: Sequence
     # Before the start: a signal in between would kill this process and leave the ranks to the kernel.
     handlers = stop_requests.handle_signals(stop.handle)
     try:
-        ended = run_ranks(command, nproc, logs, stop.watch, imports=imports)
+        ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
         # No bad input: the folder could be used at the start.
         what = error.filename or "a new process"
@@ -153,7 +151,6 @@ def run_ranks(
     watch: Callable[[subprocess.Popen[bytes]], None],
     beats: Path | None = None,
     first: int = 0,
-    imports: Sequence[str] = (),
 ) -> LocalRanksEnd:
     """Run `command` on `nproc` local ranks, which the agent starts.
 
@@ -161,7 +158,6 @@ def run_ranks(
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
         watch: function that gets the agent's process.
         beats: empty folder for the heartbeats of the ranks; None for a temporary one.
-        imports: modules that each rank imports, beside those of any training.
     """
     error_file = (logs / "error.json").resolve()
     # Files of a former start would be taken for those of this one.
@@ -172,10 +168,10 @@ def run_ranks(
         watch(agent)
         # Another launch in the same `with` statement has an agent of its own.
         _agents.pop(nproc, None)
-        variables = {ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
-        _tell(agent, imports, command=[*command], logs=str(logs), **variables)
-        with contextlib.suppress(BrokenPipeError):
-            agent.stdin.close()  # type: ignore[union-attr]  # there is one
+        job = {"command": [*command], "logs": str(logs), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
+        # An agent that is gone already tells by its exit code.
+        with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
+            pipe.write(json.dumps(job).encode())
         # Heartbeats are read when the first rank has failed: the others end soon after, and then have none either.
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
@@ -198,12 +194,9 @@ _agents: dict[int, subprocess.Popen[bytes]] = {}
 
 @contextmanager
 def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process.
-
-    Args:
-        imports: as those of `launch`.
-    """
+    """Have the agent of a `launch` in the `with` statement import torch and more, beside the work of this process."""
     if nproc in _agents:
+        _tell(_agents[nproc], imports)
         yield _agents[nproc]
         return
     # The last words are for `ps`, which shows them of the ranks too.
@@ -222,11 +215,9 @@ def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.
             kill_ranks(agent)
 
 
-def _tell(agent: subprocess.Popen[bytes], imports: Sequence[str], **job: Any) -> None:
-    """Give an agent further modules to import, and its job; one that is gone already tells by its exit code."""
+def _tell(agent: subprocess.Popen[bytes], imports: Sequence[str]) -> None:
     with contextlib.suppress(BrokenPipeError):
-        agent.stdin.write(json.dumps({"imports": [*imports], **job}).encode() + b"\n")  # type: ignore[union-attr]
-        agent.stdin.flush()  # type: ignore[union-attr]
+        os.write(agent.stdin.fileno(), json.dumps({"imports": imports}).encode() + b"\n")  # type: ignore[union-attr]
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:

@@ -145,7 +145,7 @@ class EventFile:
         self._file.close()
 
     def _write(self, event: Any) -> None:
-        # TensorBoard's own writer of records imports what reads all kinds of object stores, a twentieth of a start.
+        # TensorBoard's own writer imports readers of all object stores, which take a twentieth of a start.
         event.wall_time = time.time()
         data: bytes = event.SerializeToString()
         length = struct.pack("<Q", len(data))
@@ -153,12 +153,9 @@ class EventFile:
 
 
 def _masked_crc32c(data: bytes) -> bytes:
-    """The checksum of a TFRecord (RFC 3720, turned by 15 bits, plus a constant)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    """The checksum of a TFRecord: that of RFC 3720, turned by 15 bits, plus a constant."""
+    crc = ~reduce(lambda crc, byte: crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF], data, 2**32 - 1) & 2**32 - 1
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 2**32 - 1)
 
 
 class MlflowRun:

@@ -160,9 +160,3 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
 def common_batch(cells: Iterable[Cell]) -> int:
     """Return a global batch for all cells: two micro-batches for each stage at work, on each data-parallel rank."""
     return math.lcm(4, *(2 * cell.pipeline * cell.data for cell in cells))
-
-
-def imports_of(cells: Iterable[Cell]) -> list[str]:
-    """Return the modules that the ranks of a verification import, beside those of a training."""
-    pipelines = ["shardwise.pipeline.schedule"] if any(cell.pipeline > 1 for cell in cells) else []
-    return ["shardwise.verify.verification", *pipelines]

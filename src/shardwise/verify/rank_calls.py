@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,9 +45,7 @@ class RankResults:
         return value
 
 
-def call_on_ranks(
-    function: Callable[..., Any], *arguments: Any, ranks: int, folder: Path, imports: Sequence[str] = ()
-) -> RankResults:
+def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, folder: Path) -> RankResults:
     """Call `function(*arguments)` on each of `ranks` new processes, and return the results of rank 0.
 
     A generator's values are kept one by one, so that what was found before a failure is not lost. The function joins
@@ -56,7 +54,6 @@ def call_on_ranks(
     Args:
         function: function of a module's top level, which each rank imports.
         folder: existing folder of this user alone, for the call, its results and the ranks' logs.
-        imports: modules that the function imports.
 
     Raises:
         EndedError: a signal of the user ended the ranks.
@@ -66,7 +63,7 @@ def call_on_ranks(
     (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder, imports)
+        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder)
     except EndedError:
         raise
     except LaunchError as error:

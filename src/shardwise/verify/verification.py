@@ -120,9 +120,7 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
         while pending:
             progress = (len(outcomes), len(cells))
             call = (config, pending, folder, source, one_process, progress)
-            answer = rank_calls.call_on_ranks(
-                measure_cells, *call, ranks=pending[0].ranks, folder=folder, imports=layouts.imports_of(pending)
-            )
+            answer = rank_calls.call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
             results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
             for outcome, checkpoint in results:
                 outcomes.append(outcome)
