@@ -147,7 +147,8 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
     rank_process.die_with_parent()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    # Python's own random numbers begin anew at a fork, and those of torch have not begun.
+    # Python's own random numbers begin anew at a fork by themselves.
+    sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
