@@ -144,7 +144,8 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
     rank_process.die_with_parent()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    # Python's own random numbers begin anew at a fork, and those of torch have not begun.
+    # Python's own random numbers begin anew at a fork by themselves.
+    sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
@@ -159,6 +160,7 @@ def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[in
     Returns:
         exit codes of those that failed, or minus the signal, the first one first.
     """
+    # The terminal is that of the ranks.
     for output in (1, 2):
         os.dup2(0, output)
     if listener is not None:
@@ -167,7 +169,12 @@ def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[in
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     failed: dict[int, int] = {}
-    signal.signal(signal.SIGALRM, lambda *_: [os.kill(process, signal.SIGKILL) for process in ranks])
+
+    def kill(*_: object) -> None:
+        for process in ranks:
+            os.kill(process, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
     while ranks:
         process, status = os.waitpid(-1, 0)
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)

@@ -244,8 +244,6 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed: Callable[[], object]) -> int:
     """Wait for the agent, and return its exit code. Ranks that outlive a failure by `_GRACE_SECONDS` are killed.
 
-    Killing the agent kills its ranks: each has asked the kernel to end it with its parent.
-
     Args:
         failed: function that is called once, when `has_failed` is true or the agent has ended.
     """
