@@ -51,12 +51,11 @@ def main() -> int:
     rank_process.die_with_parent()
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
-    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    can_fork = _import_once(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+    can_fork = _import_once()
     job: dict[str, Any] = {}
     for line in sys.stdin:
         job = json.loads(line)
-        can_fork = can_fork and _import_once(job.pop("imports", ()))
+        can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
     if not job:
         return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
@@ -77,8 +76,14 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _import_once(modules: Iterable[str]) -> bool:
-    """Import what ranks need; returns whether that started no thread."""
+def _import_once() -> bool:
+    """Import what ranks need; returns whether forks of this process can be ranks."""
+    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
+    return _start_no_thread(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+
+
+def _start_no_thread(modules: Iterable[str]) -> bool:
+    """Import modules; returns whether none starts a thread."""
     # An error is told by whoever imports the same again.
     with contextlib.suppress(Exception):
         # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -123,31 +123,25 @@ class EventFile:
     def __init__(self, folder: Path, first_step: int) -> None:
         name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
         self._file = AppendedFile(folder / name)
-        self._first_step = first_step
-
-    @cached_property
-    def _protocol(self) -> Any:
-        """TensorBoard's messages, which the first step's numbers import, after the file's first two records."""
-        events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
-        self._write(events.Event(file_version="brain.Event:2"))
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._write(file_version="brain.Event:2")
         # It tells TensorBoard to forget what earlier files have from this step on, which a resumed run does again.
-        start = events.SessionLog(status=events.SessionLog.SessionStatus.START)
-        self._write(events.Event(step=self._first_step, session_log=start))
-        return events, importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
+        self._write(step=first_step, session_log=start)
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Write values by their names."""
-        events, summary = self._protocol
+        summary = self._summaries.Summary
         entries = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(events.Event(step=step, summary=summary(value=entries)))
+        self._write(step=step, summary=summary(value=entries))
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, event: Any) -> None:
+    def _write(self, **facts: Any) -> None:
         # TensorBoard's own writer imports readers of all object stores, which take a twentieth of a start.
-        event.wall_time = time.time()
-        data: bytes = event.SerializeToString()
+        data: bytes = self._events.Event(wall_time=time.time(), **facts).SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.write(length + _masked_crc32c(length) + data + _masked_crc32c(data))
 

@@ -157,7 +157,7 @@ def test_where_a_fork_may_differ_ranks_are_new_processes(monkeypatch: pytest.Mon
     monkeypatch.setattr(agent, "_IMPORTS", ("json", "a_module_with_threads"))
     monkeypatch.setattr(agent, "_threads", lambda: threads[0])
     monkeypatch.setattr(agent, "has_plugin", lambda: False)
-    monkeypatch.setattr(agent.importlib, "import_module", lambda name: threads.insert(0, 1 + name.endswith("threads")))
+    monkeypatch.setattr(agent, "imported", lambda name: threads.insert(0, 1 + name.endswith("threads")))
     monkeypatch.setattr(agent.sys, "platform", "linux")
     assert not agent._import_once(), "the import has started a thread"
     threads[:] = [1]
