@@ -73,10 +73,12 @@ class Submission:
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 command = (folder / "cmdline").read_bytes()
+                name = (folder / "comm").read_text().strip()
             except OSError:
                 continue
-            is_rank = rank is None or f"RANK={rank}".encode() in variables
-            if cluster in variables and job in variables and program in command and is_rank:
+            # A rank is a fork of its agent, and has the command line of that.
+            is_it = program in command and not name.startswith("rank ") if rank is None else name == f"rank {rank}"
+            if cluster in variables and job in variables and is_it:
                 found.append(int(folder.name))
         return sorted(found)
 

@@ -268,6 +268,14 @@ class _Fork:
             os.setsid()
             _become(program, [stdin, 1, 2], {**variables}, None)
 
+    def __enter__(self) -> _Fork:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stdin is not None:
+            self.stdin.close()
+        self.wait()
+
     def poll(self) -> int | None:
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

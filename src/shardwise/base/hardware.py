@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 
@@ -139,6 +138,9 @@ def torch_version() -> str:
 
     What follows "+" is its platform, if it has one: "cpu", "cu130", "rocm6.4", "xpu".
     """
+    # Costly to import, for a machine without accelerators.
+    from importlib import metadata
+
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

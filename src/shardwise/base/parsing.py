@@ -20,12 +20,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import yaml
-
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
 
 if TYPE_CHECKING:
+    import yaml
     from pydantic import TypeAdapter
 
 MOST_LEVELS = 64
@@ -81,9 +80,6 @@ def json_object(text: str | bytes, file: str) -> dict[str, Any]:
 
 # ---- YAML
 
-# libyaml's loader, where PyYAML was built with it, is several times faster. The base loader gives every scalar as text:
-# `scalar` decides what a word means.
-_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 # As Python reads them: an underscore stands between two digits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9])*)")
 _FLOAT = re.compile(r"[-+]?([0-9](_?[0-9])*\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?")
@@ -113,8 +109,14 @@ def yaml_value(text: str, origin: str) -> Any:
     Raises:
         NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
     """
+    # Costly to import, for readers of JSON.
+    import yaml
+
+    # libyaml's loader, where PyYAML was built with it, is several times faster. The base loader gives every scalar as
+    # text: `scalar` decides what a word means.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
-        root = yaml.compose(text, Loader=_LOADER)
+        root = yaml.compose(text, Loader=loader)
     except RecursionError:
         raise NotReadError([_too_deep(origin)]) from None
     except yaml.YAMLError as error:
@@ -178,7 +180,7 @@ class _Conversion:
         self._origin = origin
         self._values = 0
 
-    def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
+    def value(self, node: Any, path: tuple[str, ...]) -> Any:
         # An alias counts as what it repeats: a short text can describe more values than the memory takes.
         self._values += 1
         if len(path) > MOST_LEVELS:
@@ -188,13 +190,13 @@ class _Conversion:
         if node.tag not in _STANDARD_TAGS:
             self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
             return None
-        if isinstance(node, yaml.SequenceNode):
+        if node.id == "sequence":
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode):
+        if node.id == "scalar":
             return node.value if node.style in _QUOTED else scalar(node.value)
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
+            if key_node.id != "scalar":
                 self._add(key_node, "a key must be a word")
                 continue
             key_path = (*path, key_node.value)

@@ -22,24 +22,29 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.progress import progress
+from shardwise.base.registered import imported
 from shardwise.cli import output
 from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
-from shardwise.launch.local import EndedError
-from shardwise.verify import layouts, miniature, verification
+from shardwise.launch.local import EndedError, agent_ahead
+from shardwise.verify import layouts, miniature
 from shardwise.verify.tolerance import Tolerance
+
+if TYPE_CHECKING:
+    from shardwise.verify import verification
 
 _CPU_RANKS = 4
 _NUMBERS = {"weights": "weights", "loss": "losses", "grad": "gradients", "resumed": "resumed"}
 """Column → field of the differences."""
 _CHOICES = "choices"
+_IMPORTS = ("shardwise.verify.verification", "shardwise.pipeline.schedule")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
     try:
-        with progress("verifying", len(cells), "layout", done=lambda: verification.layouts_done(folder)):
+        with (
+            agent_ahead(cells[-1].ranks, _IMPORTS),
+            progress("verifying", len(cells), "layout", done=lambda: _layouts_done(folder)),
+        ):
+            # Only now, so that this process imports torch while the agent does.
+            verification = imported("shardwise.verify.verification")
             result = verification.verify(config, cells, folder)
         # The logs of ranks that failed lie in the folder, and the user is told their paths: then it stays.
         is_named = any(str(folder) in problem for outcome in result.broken for problem in outcome.problems)
@@ -111,6 +121,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown.show()
     return int(bool(result.broken))
+
+
+def _layouts_done(folder: Path) -> int:
+    """The number of layouts that a verification in a folder has done: that of the newest one's folder."""
+    return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
 
 
 def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:

@@ -3,7 +3,7 @@
 `shardwise_jobs` starts ranks by SLURM.
 
     shardwise train …   validates, then `local.launch`, or `node.launch_on_node` in a job of SLURM
-      └─ agent          torchrun's elastic agent, in a session of its own; no terminal output
+      └─ agent          imports torch once, then forks the ranks; in a session of its own, no terminal output
            ├─ rank 0    keeps the terminal
            └─ rank N    writes to logs/rank-000N.log
 

@@ -1,9 +1,8 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N` imports what a training does. Then it reads its job from standard input, an object
-of JSON: the `command` of the N ranks of this machine, the folder of `logs`, and variables of the ranks, to which it adds
-those of torchrun. The folder gets the exit codes of failed ranks, and the errors of this process. Ranks inherit its
-output: rank 0 still writes to the terminal.
+`python -m shardwise.launch.agent N` imports what a training does. Standard input has lines of JSON: further `imports`,
+and at last the job, with the `command` of the N ranks of this machine, the folder of `logs`, and variables of the
+ranks, to which those of torchrun are added. Ranks inherit its output: rank 0 still writes to the terminal.
 
 A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
 differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
@@ -16,8 +15,6 @@ checkpoint may take long. Only SIGKILL ends this process before its ranks.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
 import runpy
@@ -27,13 +24,14 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import RunError
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import has_plugin
+from shardwise.base.registered import imported
 from shardwise.launch import rank_process, stop_requests
 from shardwise.launch.environment import PARENT_PID, launches_node
 from shardwise.launch.first_failure import Failure, exit_codes_file, report_failure
@@ -42,10 +40,10 @@ from shardwise.runs.folder import open_log
 
 _IMPORTS = ("shardwise.distributed.rendezvous", "shardwise.cli.train", "shardwise.train.run")
 """Modules that each rank of a training imports, with torch. None of them starts a thread, or opens a device."""
+_NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Once a rank has failed, the others may tell what they lost; then SIGTERM asks them to end, and SIGKILL ends them.
 _ANSWER_SECONDS = 0.1
-"""The time in which the other ranks may tell what they lost once one has failed, before SIGTERM asks them to end."""
 _GRACE_SECONDS = 30
-"""The time that they have to end; the launcher gives them less where one has told why it failed."""
 
 
 def main() -> int:
@@ -54,35 +52,25 @@ def main() -> int:
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
     can_fork = _import_once()
-    text = sys.stdin.read()
-    if not text:
-        # The launcher has refused its input.
-        return 1
-    job = json.loads(text)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    job: dict[str, Any] = {}
+    for line in sys.stdin:
+        job = json.loads(line)
+        can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
+    if not job:
+        return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
     os.environ.update(job)
-    ranks: dict[int, int] = {}
-    with open_log(logs / "launcher.log") as log:
-        try:
-            listener = _set_meeting(int(sys.argv[1]))
-            is_rank = _start(ranks, command, can_fork and command[:3] == [sys.executable, "-P", "-m"])
-        except Exception as error:  # noqa: BLE001  the launcher names the log; ranks end with this process
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    try:
+        listener = _set_meeting(int(sys.argv[1]))
+        ranks = _start(command, can_fork and command[:3] == [sys.executable, "-P", "-m"])
+        failed = _supervise(ranks, listener) if ranks is not None else {}
+    except Exception as error:  # noqa: BLE001  the launcher names the log; ranks end with this process
+        with open_log(logs / "launcher.log") as log:
             traceback.print_exception(error, file=log)
-            return 1
-        if not is_rank:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-    if is_rank:
-        _become(command, handlers, listener)
-        return 0
-    if listener is not None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
-
-        # It has threads, so it is opened after the forks.
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    failed = _wait(ranks)
+        return 1
+    if ranks is None:
+        _become(command, handlers)
     if failed:
         write_atomic(exit_codes_file(logs), json.dumps(failed))
     return 1 if failed else 0
@@ -91,20 +79,20 @@ def main() -> int:
 def _import_once() -> bool:
     """Import what ranks need; returns whether forks of this process can be ranks."""
     may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    can_fork = False
-    gc.disable()
+    return _start_no_thread(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+
+
+def _start_no_thread(modules: Iterable[str]) -> bool:
+    """Import modules; returns whether none starts a thread."""
     # An error is told by whoever imports the same again.
     with contextlib.suppress(Exception):
-        importlib.import_module("numpy")
         # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
+        imported("numpy")
         threads = _threads()
-        for name in _IMPORTS if may_fork else _IMPORTS[:1]:
-            importlib.import_module(name)
-        can_fork = may_fork and _threads() == threads
-    # A search for garbage would write to the pages that the ranks share.
-    gc.freeze()
-    gc.enable()
-    return can_fork
+        for name in modules:
+            imported(name)
+        return _threads() == threads
+    return False
 
 
 def _threads() -> int:
@@ -124,19 +112,22 @@ def _set_meeting(nproc: int) -> socket.socket | None:
         attempt, number = node.attempt, node.number
         address, port, nodes, job = attempt.address, attempt.port, attempt.nodes, attempt.id
     listener = listen(address, port) if number == 0 else None
+    if listener is not None:
+        os.register_at_fork(after_in_child=listener.close)
     facts = {
         "MASTER_ADDR": address, "MASTER_PORT": listener.getsockname()[1] if listener else port,
         "GROUP_RANK": number, "GROUP_WORLD_SIZE": nodes, "LOCAL_WORLD_SIZE": nproc, "WORLD_SIZE": nodes * nproc,
         "ROLE_NAME": "default_role", "ROLE_WORLD_SIZE": nodes * nproc, "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1), PARENT_PID: os.getpid(),
+        PARENT_PID: os.getpid(), _NCCL: os.environ.get(_NCCL, 1),
     }  # fmt: skip
     os.environ.update({name: str(fact) for name, fact in facts.items()})
     return listener
 
 
-def _start(ranks: dict[int, int], command: list[str], forks: bool) -> bool:
-    """Start the ranks of this node, and add each to `ranks` (process → rank); returns True in a fork."""
+def _start(command: list[str], forks: bool) -> dict[int, int] | None:
+    """Start the ranks of this node; returns the rank of each process, and None in a fork."""
+    ranks = {}
     nproc, node = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK"))
     for number in range(nproc):
         rank = nproc * node + number
@@ -144,25 +135,22 @@ def _start(ranks: dict[int, int], command: list[str], forks: bool) -> bool:
         try:
             process = os.fork() if forks else os.posix_spawnp(command[0], command, os.environ)
         except BlockingIOError:
-            text = (
-                f"rank {rank} of {os.environ['WORLD_SIZE']} cannot be started, as too many processes run (`ulimit -u`)"
-            )
+            text = f"rank {rank} cannot be started: the limit on processes (`ulimit -u`) is reached"
             report_failure(Failure(rank, text, RunError.exit_code))
             raise
         if process == 0:
-            return True
+            return None
         ranks[process] = rank
-    return False
+    return ranks
 
 
-def _become(command: list[str], handlers: Mapping[int, Any], listener: socket.socket | None) -> None:
+def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
     """Run the module of a command in this fork, as a new process would."""
-    if listener is not None:
-        listener.close()
     rank_process.die_with_parent()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    # Python's own random numbers begin anew at a fork, and those of torch have not begun.
+    # Python's own random numbers begin anew at a fork by themselves.
+    sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
@@ -171,10 +159,27 @@ def _become(command: list[str], handlers: Mapping[int, Any], listener: socket.so
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
 
 
-def _wait(ranks: dict[int, int]) -> dict[int, int]:
-    """Wait until all ranks have ended; returns the exit codes of those that failed, or minus the signal, in time."""
+def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[int, int]:
+    """Open the ranks' store, which has threads, and wait for their end.
+
+    Returns:
+        exit codes of those that failed, or minus the signal, the first one first.
+    """
+    # The terminal is that of the ranks.
+    for output in (1, 2):
+        os.dup2(0, output)
+    if listener is not None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs leave it out
+
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        _store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     failed: dict[int, int] = {}
-    signal.signal(signal.SIGALRM, lambda *_: [os.kill(process, signal.SIGKILL) for process in ranks])
+
+    def kill(*_: object) -> None:
+        for process in ranks:
+            os.kill(process, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, kill)
     while ranks:
         process, status = os.waitpid(-1, 0)
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)

@@ -35,7 +35,6 @@ from shardwise.launch.first_failure import (
     stop_record,
 )
 from shardwise.launch.stop_requests import signal_name
-from shardwise.runs.folder import open_log
 
 # The time that the other ranks have to end at SIGTERM once a rank has failed; the agent alone would wait 30 s.
 _GRACE_SECONDS = 5.0
@@ -81,8 +80,8 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
         ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
         # No bad input: the folder could be used at the start.
-        place = "" if error.filename is None else f"{error.filename}: "
-        raise LaunchError(f"the ranks cannot be started or watched: {place}{reason_of(error)}") from error
+        what = error.filename or "a new process"
+        raise LaunchError(f"the ranks cannot be started or watched: {what}: {reason_of(error)}") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -164,11 +163,11 @@ def run_ranks(
     # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    log = logs / "launcher.log"
-    open_log(log).close()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
         beats = beats or Path(temporary)
         watch(agent)
+        # Another launch in the same `with` statement has an agent of its own.
+        _agents.pop(nproc, None)
         job = {"command": [*command], "logs": str(logs), ERROR_FILE: str(error_file), HEARTBEATS: str(beats)}
         # An agent that is gone already tells by its exit code.
         with contextlib.suppress(BrokenPipeError), agent.stdin as pipe:  # type: ignore[union-attr]  # there is one
@@ -177,9 +176,6 @@ def run_ranks(
         last_beats: list[heartbeat.Beat] = []
         code = _wait(agent, error_file.exists, lambda: last_beats.extend(heartbeat.read(beats)))
         early = ended_early(beats, range(first, first + nproc), logs) if code == 0 else None
-    # The folder of the run may have been renamed.
-    if log.exists() and log.stat().st_size == 0:
-        log.unlink()
     took_steps = stop_requests.training_mark(logs).exists()
     stop_requests.training_mark(logs).unlink(missing_ok=True)
     record = stop_record(logs)
@@ -197,9 +193,10 @@ _agents: dict[int, subprocess.Popen[bytes]] = {}
 
 
 @contextmanager
-def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Have the agent of a `launch` in the `with` statement import torch already, beside the work of this process."""
+def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Have the agent of a `launch` in the `with` statement import torch and more, beside the work of this process."""
     if nproc in _agents:
+        _tell(_agents[nproc], imports)
         yield _agents[nproc]
         return
     # The last words are for `ps`, which shows them of the ranks too.
@@ -208,14 +205,19 @@ def agent_ahead(nproc: int) -> Iterator[subprocess.Popen[bytes]]:
     # These variables are for the ranks, whatever process this one is.
     variables.pop(RANK_PROCESS, None)
     # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
-    agent = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
-    _agents[nproc] = agent
-    try:
-        yield agent
-    finally:
-        del _agents[nproc]
-        kill_ranks(agent)
-        agent.wait()
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True) as agent:
+        _agents[nproc] = agent
+        try:
+            _tell(agent, imports)
+            yield agent
+        finally:
+            _agents.pop(nproc, None)
+            kill_ranks(agent)
+
+
+def _tell(agent: subprocess.Popen[bytes], imports: Sequence[str]) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(agent.stdin.fileno(), json.dumps({"imports": imports}).encode() + b"\n")  # type: ignore[union-attr]
 
 
 def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
@@ -241,8 +243,6 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed: Callable[[], object]) -> int:
     """Wait for the agent, and return its exit code. Ranks that outlive a failure by `_GRACE_SECONDS` are killed.
-
-    Killing the agent kills its ranks: each has asked the kernel to end it with its parent.
 
     Args:
         failed: function that is called once, when `has_failed` is true or the agent has ended.

@@ -23,7 +23,6 @@ from shardwise.base.redaction import redacted
 from shardwise.config import Config, LogConfig
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
-_PROTOCOL = ("event", "summary")
 _CRC32C = [reduce(lambda crc, _: crc >> 1 ^ 0x82F63B78 * (crc & 1), range(8), byte) for byte in range(256)]
 _PROJECT = "shardwise"
 """Project or experiment, unless a variable of the tracker names one."""
@@ -122,10 +121,10 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        modules: list[Any] = [importlib.import_module(f"tensorboard.compat.proto.{name}_pb2") for name in _PROTOCOL]
-        self._events, self._summaries = modules
         name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"
         self._file = AppendedFile(folder / name)
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._write(file_version="brain.Event:2")
         # It tells TensorBoard to forget what earlier files have from this step on, which a resumed run does again.
         start = self._events.SessionLog(status=self._events.SessionLog.SessionStatus.START)
@@ -141,19 +140,16 @@ class EventFile:
         self._file.close()
 
     def _write(self, **facts: Any) -> None:
-        # TensorBoard's own writer of records imports what reads all kinds of object stores, a twentieth of a start.
+        # TensorBoard's own writer imports readers of all object stores, which take a twentieth of a start.
         data: bytes = self._events.Event(wall_time=time.time(), **facts).SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.write(length + _masked_crc32c(length) + data + _masked_crc32c(data))
 
 
 def _masked_crc32c(data: bytes) -> bytes:
-    """The checksum of a TFRecord (RFC 3720, turned by 15 bits, plus a constant)."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF]
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    """The checksum of a TFRecord: that of RFC 3720, turned by 15 bits, plus a constant."""
+    crc = ~reduce(lambda crc, byte: crc >> 8 ^ _CRC32C[(crc ^ byte) & 0xFF], data, 2**32 - 1) & 2**32 - 1
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 2**32 - 1)
 
 
 class MlflowRun:

@@ -94,7 +94,7 @@ class SteppedCollection:
     def __init__(self) -> None:
         self._steps = 0
         self._was_enabled = gc.isenabled()
-        self._freezes = not gc.get_freeze_count()
+        self._has_frozen = False
 
     def __enter__(self) -> SteppedCollection:
         gc.disable()
@@ -103,7 +103,7 @@ class SteppedCollection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._freezes:
+        if self._has_frozen:
             gc.unfreeze()
         if self._was_enabled:
             gc.enable()
@@ -111,8 +111,9 @@ class SteppedCollection:
     def after_step(self) -> None:
         """Collect young garbage, which takes microseconds where there is none, and at times all garbage."""
         self._steps += 1
-        if self._steps == _STEPS_BEFORE_FREEZE and self._freezes:
+        if self._steps == _STEPS_BEFORE_FREEZE and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
+            self._has_frozen = True
         else:
             gc.collect(1 if self._steps % _FULL_EVERY else 2)

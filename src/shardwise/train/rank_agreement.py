@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ _FIRST_POLL_SECONDS = 0.01
 _LONGEST_POLL_SECONDS = 5.0
 
 
+@cache
 def versions() -> Mapping[str, str]:
     """The versions of the packages that decide what a run computes and writes."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")

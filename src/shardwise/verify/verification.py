@@ -169,8 +169,3 @@ def measure_cells(
             # After a breach the checkpoint of one process is read: the next layout must not inherit the error.
             source = one_process if problems else checkpoint
             collectives.barrier(world)
-
-
-def layouts_done(folder: Path) -> int:
-    """Return the number of layouts that a verification in a folder has done: that of the newest one's folder."""
-    return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
