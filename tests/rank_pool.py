@@ -121,6 +121,7 @@ def _serve(
     tasks: Any,
     results: Any,
 ) -> None:
+    gc.freeze()  # what the server process imported
     die_with_parent()
     if device_type != "strict":  # whose operators torch warns of
         warnings.simplefilter("error")  # as in pyproject.toml
@@ -141,7 +142,7 @@ def _serve(
         timeout=timedelta(seconds=60),
     )
     reused = _ReusedGroups()
-    known = 0
+    known = len(sys.modules)
     while True:
         function, args = tasks.get()
         if known != len(sys.modules):  # what tests import stays, and takes long to be searched for garbage or referrers
