@@ -8,7 +8,7 @@ import torch
 from shardwise.base.errors import ConfigError
 from shardwise.config import config_from
 from shardwise.distributed.placement import placements
-from shardwise.train.build import parameter_groups
+from shardwise.train.build import build_optimizer, parameter_groups
 from tests.dist.dense import mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_export import LLAMA, SIZES
@@ -52,3 +52,32 @@ def test_a_pattern_that_splits_a_parameter_is_refused(ranks: Any) -> None:
     problem = "no_decay .*must match all or none of .*q_proj.*it matches .*k_proj"
     with pytest.raises(ConfigError, match=problem):
         decaying(1, ["*.k_proj.weight"])
+
+
+def refused(mesh_size: int, no_decay: list[str]) -> str:
+    """What the optimizer of this rank, which holds some of the weights, says of the patterns."""
+    from shardwise.models.build import build_model
+
+    values = {
+        "model": SIZES | LLAMA,
+        "parallel": {"tensor": mesh_size},
+        "optimizer": {"lr": 1e-3, "no_decay": no_decay},
+    }
+    config = config_from({**values, "train": {"steps": 1, "global_batch": 4, "sequence_length": 8}})
+    on = mesh(mesh_size)
+    model = build_model(config, on.tp, sequence_parallel=False, dtype=torch.float32)
+    try:
+        build_optimizer(config, config.precision.resolved(False), model, on)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_pattern_that_matches_nothing_is_refused(ranks: Any, size: int) -> None:
+    for found in on_ranks(ranks, size, refused, size, ["*norm.weight", "model.embed_token.weight"]):
+        assert found == (
+            "optimizer.no_decay (*norm.weight and model.embed_token.weight) must match names of weights, and "
+            "model.embed_token.weight matches none; the nearest is model.embed_tokens.weight"
+        )
+    assert not any(on_ranks(ranks, size, refused, size, ["*norm.weight", "model.embed_tokens.weight"]))

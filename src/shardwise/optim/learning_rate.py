@@ -86,6 +86,16 @@ def _between(start: RateAtStep, end: RateAtStep, step: int) -> float:
     return end.rate + (start.rate - end.rate) * shape
 
 
+def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
+    """Return a line for the user of a run that goes on after `optimizer.points` have come to a rate of 0."""
+    return [
+        f"steps {point.at:,} to {steps:,} (train.steps) have a learning rate of 0, as optimizer.points end: "
+        "lower train.steps, or move that point"
+        for point in settings.points[-1:]
+        if point.factor == 0 and point.at < steps
+    ]
+
+
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
     """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
 

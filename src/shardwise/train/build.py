@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from fnmatch import filter as any_like
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -265,6 +266,7 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
     """The optimizer over data parallelism."""
     settings = config.optimizer
+    _require_matches(settings.no_decay or (), model, mesh)
     optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model, settings),
@@ -309,6 +311,17 @@ def _optimizer_class(
     if spec.has_fused_kernel:
         options["fused"] = devices.has_fused_adamw(torch.device("cpu") if settings.offload else mesh.device)
     return spec.load_class(), options
+
+
+def _require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a pattern that is the name of no weight on any rank."""
+    names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
+    matching = collectives.union([name for name in no_decay if any_like(names, name)], mesh.world)
+    for pattern in [name for name in no_decay if name not in matching]:
+        raise ConfigError(
+            f"optimizer.no_decay ({listing(no_decay)}) must match names of weights, and {pattern} matches none; the "
+            f"nearest is {nearest_name(pattern, names, cutoff=0)}"
+        )
 
 
 def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, object]]:

@@ -25,7 +25,7 @@ from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, stop_requests
 from shardwise.launch.stop_requests import continuing_command
-from shardwise.optim.learning_rate import moved_end_text
+from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
 from shardwise.train.build import (
     build_checkpoints,
     build_memory_copies,
@@ -319,7 +319,7 @@ def _begin(
     for note in (opened.folder.batch_note, *opened.companions.notes, opened.sets.note):
         if note is not None:
             reporter.message(note)
-    for note in opened.folder.notes:
+    for note in [*opened.folder.notes, *steps_without_rate(config.optimizer, config.train.steps)]:
         reporter.warning(note)
     if copies is not None:
         reporter.message(copies.summary)
