@@ -22,6 +22,7 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     """
     model = config.model
     stages = layout.stages
+    sizes: tuple[int, ...]
     if model.is_own:
         return (Stage(0, 0, range(0), 1),)
     if stages == 1:
