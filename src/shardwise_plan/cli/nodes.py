@@ -267,15 +267,15 @@ class _Nodes:
         on = self._machines.on(nodes)
         if result.smallest is None:
             config = self._config.with_batch_for(on.world)
-            needs = (
-                f"train.global_batch ({config.train.global_batch}) or the model's sizes have no divisor that suits; "
-                f"`shardwise train RECIPE --dry-run --nproc {on.world}` says what one needs"
-            )
+            needs = f"`shardwise train RECIPE --dry-run --nproc {on.world}` says what one needs"
             try:
                 check_layout(config, on.world)
             except ConfigError as error:
                 needs = f"in its own layout, {'; '.join(error.problems)}"
-            return f"no layout of the recipe is valid on {units.counted(on.world, 'device')}: {needs}"
+            return (
+                f"no layout of the recipe is valid on {units.counted(on.world, 'device')}: train.global_batch "
+                f"({config.train.global_batch}) or the model's sizes have no divisor that suits; {needs}"
+            )
         choice, size = result.smallest
         larger = [count for count in _NODE_COUNTS if nodes < count <= _FARTHEST_ADVICE * nodes]
         fits = next((count for count in larger if self.plan(count) is not None), None)
