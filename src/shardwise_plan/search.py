@@ -133,8 +133,8 @@ class _Asked:
 
         The fastest of what is left to the memory counts, and the choice's stage of ZeRO must be the lowest.
         """
-        key = (*layout.inside_a_stage, layout.pipeline > 1, choice.splits_backward)
-        key += (choice.micro_batch, choice.recompute, choice.zero >= 2)
+        at_choice = (choice.splits_backward, choice.micro_batch, choice.recompute, choice.zero >= 2)
+        key = (*layout.inside_a_stage, layout.pipeline > 1, *at_choice)
         if key not in self._seconds:
             self._seconds[key] = min(
                 model_seconds(candidate, layout, self._cluster) for candidate in self._candidates(choice, layout)

@@ -47,10 +47,11 @@ class Section(BaseModel):
 
     def __hash__(self) -> int:
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
-        if not hasattr(self, "_hash"):
+        found: int | None = getattr(self, "_hash", None)
+        if found is None:
             found = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
             object.__setattr__(self, "_hash", found)
-        return self._hash
+        return found
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Required keys of the plain values of this section, and those whose value differs from the default.

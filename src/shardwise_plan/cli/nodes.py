@@ -13,7 +13,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import whole_number
 from shardwise.base.progress import progress
 from shardwise.cli import output
-from shardwise.config import Config, tokens_of_run
+from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
 from shardwise_plan.device_specs import Cluster, Price, cluster
@@ -266,10 +266,15 @@ class _Nodes:
         """Return why no layout fits, and the smallest change that helps."""
         on = self._machines.on(nodes)
         if result.smallest is None:
+            config = self._config.with_batch_for(on.world)
+            needs = f"`shardwise train RECIPE --dry-run --nproc {on.world}` says what one needs"
+            try:
+                check_layout(config, on.world)
+            except ConfigError as error:
+                needs = f"in its own layout, {'; '.join(error.problems)}"
             return (
                 f"no layout of the recipe is valid on {units.counted(on.world, 'device')}: train.global_batch "
-                f"({self._config.train.global_batch}) or the model's sizes have no divisor that suits; `shardwise "
-                f"train RECIPE --dry-run --nproc {on.world}` says what one needs"
+                f"({config.train.global_batch}) or the model's sizes have no divisor that suits; {needs}"
             )
         choice, size = result.smallest
         larger = [count for count in _NODE_COUNTS if nodes < count <= _FARTHEST_ADVICE * nodes]

@@ -479,3 +479,13 @@ def test_the_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "activations" in page
     assert main([*command, "--html", str(file)]) == 2
     assert "--html" in capsys.readouterr().err
+
+
+def test_a_batch_that_no_layout_divides_is_told_with_what_it_must_be(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["train.global_batch=6", "train.micro_batch=1", "parallel.tensor=1", "parallel.pipeline=1"]
+    assert main(["plan", "llama2-tiny", "--device", "h100:8", *keys]) == 2
+    assert re.search(
+        r"no layout of the recipe is valid on 8 devices: .*; in its own layout, train\.global_batch \(6\) must be a "
+        r"multiple of train\.micro_batch × data-parallel degree \(1 × 8 = 8\): nearest 8",
+        capsys.readouterr().err,
+    )
