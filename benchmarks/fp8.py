@@ -22,9 +22,10 @@ MODES = {
     "mixed, fp8 products": ["precision.mode=mixed", "precision.matmul=fp8"],
 }
 RECIPE = (
-    *("parallel.tensor=1", "parallel.sequence=false", "model.num_hidden_layers=4", "model.num_attention_heads=8"),
-    *("model.num_key_value_heads=4", "optimizer.name=adamw", "optimizer.lr=2e-3", "optimizer.min_lr=2e-4"),
-    *("optimizer.warmup_steps=24", "optimizer.schedule=cosine", "train.steps=300"),
+    *("parallel.tensor=1", "parallel.sequence=false", "model.hidden_size=192", "model.intermediate_size=512"),
+    *("model.num_hidden_layers=4", "model.num_attention_heads=8", "model.num_key_value_heads=4"),
+    *("model.tie_word_embeddings=false", "model.initializer_range=0.02", "train.steps=300"),
+    *("optimizer={name: adamw, lr: 2e-3, min_lr: 2e-4, warmup_steps: 24, weight_decay: 0.1, betas: [0.9, 0.95]}",),
 )
 """What differs from the quickstart's recipe."""
 STEPS = 150

@@ -1,8 +1,8 @@
 """Print the overrides with which the quickstart runs on the accelerators of this machine.
 
-Without accelerators there are none: `make train` is `shardwise train quickstart`, whose layout shows tensor and sequence
-parallelism on two CPU ranks. On N accelerators data parallelism cuts the global batch of 8 sequences, rounded up to a
-multiple of N.
+Without accelerators there are none: `make train` is `shardwise train quickstart`, whose layout shows tensor and
+sequence parallelism on two CPU ranks. On N accelerators data parallelism cuts the global batch of 8 sequences, rounded
+up to a multiple of N.
 """
 
 from shardwise.base.hardware import accelerators

@@ -299,7 +299,7 @@ def test_a_run_goes_on_with_its_ranks_where_it_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
-    run = RunDirectory(stored("old", "quickstart", "train.micro_batch=1", steps=240))
+    run = RunDirectory(stored("old", "quickstart", "train.micro_batch=1", "model.num_hidden_layers=4", steps=240))
     run.metrics.write_text(json.dumps({"event": "start", "ranks": ranks}) + "\n")
     run.rank_metrics(0).parent.mkdir(exist_ok=True)
     for rank, name in enumerate([platform.node()] * ((ranks or 1) - 1) + [host]):
