@@ -134,7 +134,8 @@ def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: in
         compiled = compiled_files(Path(folder))
         backend = facts["compile.backend"]
         # Inductor may write kernels alone, without a whole graph.
-        if not compiled or (backend == "inductor" and not any("aotautograd" in path.parts for path in compiled)):
+        parts = {part for path in compiled for part in path.parts}
+        if not compiled or (backend == "inductor" and not parts & {"aotautograd", "traced"}):
             problem = f"compile.backend ({backend}) keeps nothing of it that another process can use"
             return replace(outcome, problem=problem)
         try:
