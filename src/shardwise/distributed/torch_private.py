@@ -402,18 +402,17 @@ def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
 
     `traced` is of `torch.compile`. The function is `fn` of what is returned; `guard_check` tells if arguments fit it.
     """
+    if Version(torch.__version__).release < (2, 13):
+        return None  # may check less
     from unittest.mock import patch
 
     from torch._dynamo.utils import counters
     from torch._inductor import codecache, cpu_vec_isa
 
-    with (
-        suppress(Exception),
-        path.open("rb") as file,
-        # The machine is like that which compiled: nothing tries its instructions, nor compiles headers for kernels.
-        patch.object(cpu_vec_isa.VecISA, "_probe_load", lambda *_: True, create=True),
-        patch.object(codecache.CppPythonBindingsCodeCache, "_get_uncompiled_header", lambda _: None),
-    ):
+    # The machine is like that which compiled: nothing need try its instructions, or compile headers for kernels.
+    trials = patch.object(cpu_vec_isa.VecISA, "_probe_load", lambda *_: True, create=True)
+    headers = patch.object(codecache.CppPythonBindingsCodeCache, "_get_uncompiled_header", lambda _: None)
+    with suppress(Exception), path.open("rb") as file, trials, headers:
         kept = torch.compiler.load_compiled_function(file)
         counters["stats"]["unique_graphs"] += 1
         counters["aot_autograd"]["autograd_cache_hit"] += 1

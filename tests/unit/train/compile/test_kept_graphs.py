@@ -54,8 +54,9 @@ def counted(process, args, *others, **options):
     start(process, args, *others, **options)
 subprocess.Popen.__init__ = counted
 prepare_compiler(1)
-def function(layer, x):
-    return torch.softmax(torch.sin(layer(x)) * 2, -1)
+def function(layer, x, other=None):
+    y = torch.softmax(torch.sin(layer(x)) * 2, -1)
+    return y if other is None else y + other
 x = torch.linspace(0, 1, 64).reshape(8, 8)
 layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
 kept = kept_function(Path(sys.argv[1]), torch.compile(function, fullgraph=True, dynamic=False), (layers[0], x))
@@ -63,6 +64,7 @@ for layer in layers:
     assert kept.guard_check(layer, x)
     torch.testing.assert_close(kept.fn(layer, x), function(layer, x))
 assert not kept.guard_check(layers[0], x[:4]), "another shape"
+assert not kept.guard_check(layers[0], x, x), "a tensor in place of None"
 # What asks a compiler for its version has one argument.
 counts = compiler_counts()
 print(sum(len(args) > 2 for args in started), counts.graphs, counts.hits)
