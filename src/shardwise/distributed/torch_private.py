@@ -419,7 +419,6 @@ def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
         return kept
     with suppress(Exception), warnings.catch_warnings(action="ignore"):
         kept = traced.aot_compile((args, {}))
-        path.parent.mkdir(exist_ok=True)
         kept.save_compiled_function(str(path))
         return kept
 

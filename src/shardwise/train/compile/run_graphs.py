@@ -81,8 +81,7 @@ class RunGraphs:
             announce(line)
         work_path = rank_answers[self._machine][0]
         assert work_path is not None, "the first rank of each machine has made it"
-        self._work_path: Path = work_path
-        compilation.folder = work_path
+        compilation.folder = self._work_path = work_path
         self._former = os.environ.get(FOLDER_VARIABLE)
         os.environ[FOLDER_VARIABLE] = str(self._work_path)
         self._known_files = compiled_files(self._work_path)

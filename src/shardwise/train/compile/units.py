@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -107,20 +107,12 @@ class Compilation:
         self._model = model
         self._only = only
 
-        @functools.cache
-        def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-            # One compiled function for all blocks of a class: they share its graphs.
-            return torch.compile(
-                function,
-                fullgraph=True,
-                dynamic=False,
-                backend=backend_of(settings, device),
-                options=settings.options or None,
-            )
-
-        self._traced = traced
+        backend = backend_of(settings, device)
+        options: Any = {"fullgraph": True, "dynamic": False, "backend": backend, "options": settings.options or None}
+        # One compiled function for all blocks of a class: they share its graphs.
+        self._traced = functools.cache(functools.partial(torch.compile, **options))
         # Kept functions check less of a block than traced ones. Blocks of one's own may differ in what is left out.
-        self._keeps = device.type == "cpu" and not model.is_own and backend_of(settings, device) == "inductor"
+        self._keeps = device.type == "cpu" and not model.is_own and backend == "inductor"
         self._kept: dict[tuple[object, ...], Any] = {}
 
     def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
@@ -173,7 +165,7 @@ class Compilation:
             return traced
         kind = (unit, torch.is_grad_enabled(), *(arg for arg in args if isinstance(arg, bool)))
         if kind not in self._kept:
-            self._kept[kind] = kept_function(self.folder / "traced" / "-".join(map(str, kind)), traced, args)
+            self._kept[kind] = kept_function(self.folder / f"{'-'.join(map(str, kind))}.traced", traced, args)
         kept = self._kept[kind]
         return kept.fn if kept is not None and kept.guard_check(*args) else traced
 

@@ -75,7 +75,7 @@ print(sum(len(args) > 2 for args in started), counts.graphs, counts.hits)
 def test_a_kept_function_is_loaded_without_a_process_and_its_missing_kernels_compiled(tmp_path: Path) -> None:
     def counts() -> tuple[int, ...]:
         variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        program = [sys.executable, "-c", PROGRAM, str(tmp_path / "traced" / "function")]
+        program = [sys.executable, "-c", PROGRAM, str(tmp_path / "function.traced")]
         done = subprocess.run(program, env=variables, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
         return tuple(map(int, done.stdout.split()))
@@ -89,7 +89,7 @@ def test_a_kept_function_is_loaded_without_a_process_and_its_missing_kernels_com
     started, *warm = counts()
     assert started > 0, "kernels are compiled"
     assert warm == [1, 1]
-    (tmp_path / "traced" / "function").write_bytes(b"damaged")
+    (tmp_path / "function.traced").write_bytes(b"damaged")
     assert counts()[1:] == (1, 0), "a file that cannot be read is written again"
 
 
