@@ -2,6 +2,8 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -80,13 +82,21 @@ SELDOM = {
 }
 
 
-def losses(cell: Cell, backend: str | None, steps: int) -> tuple[list[float], Counter[tuple[str, bool]]]:
-    """Of each step and of two evaluations; and how often each graph was captured."""
+def losses(
+    cell: Cell, backend: str | None, steps: int, folder: str | None = None
+) -> tuple[list[float], Counter[tuple[str, bool]]]:
+    """Of each step and of two evaluations; and how often each graph was captured.
+
+    `folder`: one that keeps compiled functions; None: all are traced.
+    """
     torch._dynamo.reset()
     config = cell.config(backend, steps)
     mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline, context=config.parallel.context)
     pairs = "nsp" in config.model.objectives
     trainer = build_trainer(config, mesh, make_data(length=16, pairs=pairs))
+    if folder is not None:
+        assert trainer.compilation is not None
+        trainer.compilation.folder = Path(folder)
     found = [trainer.step().loss, trainer.evaluator.held_out()[0]]
     found += [*(trainer.step().loss for _ in range(steps - 1)), trainer.evaluator.held_out()[0]]
     trainer.feed.close()
@@ -98,6 +108,14 @@ def both(cell: Cell, backend: str, steps: int) -> tuple[float, Counter[tuple[str
     """The largest relative difference of compiled and eager losses, and the graphs."""
     (eager, none), (compiled, graphs) = (losses(cell, one, steps) for one in (None, backend))
     assert not none
+    if backend == "inductor":
+        with TemporaryDirectory() as folder:
+            kept, loaded = (losses(cell, backend, steps, folder) for _ in range(2))
+            assert [*Path(folder).glob("*.traced")], "compiled functions are kept"
+        assert kept == loaded, "the same code"
+        assert kept[1] == graphs, "nothing is captured because a kept function does not fit"
+        compiled += kept[0]
+        eager += eager
     return max(abs(b / a - 1) for a, b in zip(eager, compiled, strict=True)), graphs
 
 

@@ -7,10 +7,12 @@ import inspect
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from threading import RLock
 from typing import Any, cast
 
@@ -346,8 +348,8 @@ class CompilerCounts:
     """Counts of the compiler's work so far in this process.
 
     Attributes:
-        graphs: graphs that were captured.
-        hits: captured graphs whose code was cached.
+        graphs: graphs that were captured, or loaded in place of that.
+        hits: those of them whose code was cached.
     """
 
     graphs: int
@@ -395,27 +397,30 @@ def prepare_compiler(threads: int) -> None:
         torch._inductor.config.compile_threads = threads
 
 
-@contextmanager
-def trusted_kernels() -> Iterator[None]:
-    """Inside, kernels for a CPU that were compiled on such a machine are loaded without preparing to compile any.
+def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
+    """Return the compiled function in a file, or compile one for these arguments into the file; None if that fails.
 
-    The compiler would try each kind of vector instruction in a process of its own, and have its headers compiled. A
-    kernel that is missing in spite of all is compiled without them, which takes longer.
+    `traced` is of `torch.compile`. The function is `fn` of what is returned; `guard_check` tells if arguments fit it.
     """
+    if Version(torch.__version__).release < (2, 13):
+        return None  # may check less
+    from unittest.mock import patch
+
+    from torch._dynamo.utils import counters
     from torch._inductor import codecache, cpu_vec_isa
 
-    replaced: list[tuple[Any, str, Any]] = [
-        (cpu_vec_isa.VecISA, "_probe_load", lambda isa, path: True),
-        (codecache.CppPythonBindingsCodeCache, "_get_uncompiled_header", staticmethod(lambda device: None)),
-    ]
-    former = [vars(owner).get(name) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), value in zip(replaced, former, strict=True):
-            setattr(owner, name, value)
+    # The machine is like that which compiled: nothing need try its instructions, or compile headers for kernels.
+    trials = patch.object(cpu_vec_isa.VecISA, "_probe_load", lambda *_: True, create=True)
+    headers = patch.object(codecache.CppPythonBindingsCodeCache, "_get_uncompiled_header", lambda _: None)
+    with suppress(Exception), path.open("rb") as file, trials, headers:
+        kept = torch.compiler.load_compiled_function(file)
+        counters["stats"]["unique_graphs"] += 1
+        counters["aot_autograd"]["autograd_cache_hit"] += 1
+        return kept
+    with suppress(Exception), warnings.catch_warnings(action="ignore"):
+        kept = traced.aot_compile((args, {}))
+        kept.save_compiled_function(str(path))
+        return kept
 
 
 def inductor_options_problem(options: Mapping[str, Any]) -> str | None:

@@ -21,10 +21,9 @@ from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree, union
 from shardwise.distributed.mesh import Mesh
-from shardwise.distributed.torch_private import trusted_kernels
 from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
-from shardwise.train.compile.units import CapturedGraph, Compilation, backend_of
+from shardwise.train.compile.units import CapturedGraph, Compilation
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that names the compiler's folder."""
@@ -80,11 +79,9 @@ class RunGraphs:
             self._stack = stack.pop_all()
         for line in dict.fromkeys(line for _, lines in rank_answers for line in lines):
             announce(line)
-        work_path, missing_here = rank_answers[self._machine]
+        work_path = rank_answers[self._machine][0]
         assert work_path is not None, "the first rank of each machine has made it"
-        if not missing_here and backend_of(config.compile, mesh.device) == "inductor":
-            self._stack.enter_context(trusted_kernels())
-        self._work_path: Path = work_path
+        compilation.folder = self._work_path = work_path
         self._former = os.environ.get(FOLDER_VARIABLE)
         os.environ[FOLDER_VARIABLE] = str(self._work_path)
         self._known_files = compiled_files(self._work_path)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardwise.distributed.placement import placements
 from shardwise.distributed.torch_private import (
     compiler_counts,
     inductor_options_problem,
+    kept_function,
     prepare_compiler,
     trace_problem,
 )
@@ -77,6 +79,7 @@ class Compilation:
     Attributes:
         graphs: graphs that were captured so far, in order.
         compiles_blocks: true if any block is compiled.
+        folder: the compiler's folder, of the graphs of this run alone; None: functions are not kept.
 
     Raises:
         ConfigError: torch has no such backend or option.
@@ -99,22 +102,18 @@ class Compilation:
         for group in groups:
             group.share_graphs()
         self.graphs: list[CapturedGraph] = []
+        self.folder: Path | None = None
         self.compiles_blocks = only != HEAD
         self._model = model
         self._only = only
 
-        @functools.cache
-        def traced(function: Callable[..., Any]) -> Callable[..., Any]:
-            # One compiled function for all blocks of a class: they share its graphs.
-            return torch.compile(
-                function,
-                fullgraph=True,
-                dynamic=False,
-                backend=backend_of(settings, device),
-                options=settings.options or None,
-            )
-
-        self._traced = traced
+        backend = backend_of(settings, device)
+        options: Any = {"fullgraph": True, "dynamic": False, "backend": backend, "options": settings.options or None}
+        # One compiled function for all blocks of a class: they share its graphs.
+        self._traced = functools.cache(functools.partial(torch.compile, **options))
+        # Kept functions check less of a block than traced ones. Blocks of one's own may differ in what is left out.
+        self._keeps = device.type == "cpu" and not model.is_own and backend == "inductor"
+        self._kept: dict[tuple[object, ...], Any] = {}
 
     def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
         """Let a block call its compiled function. Its key of dropout, which has numbers, becomes tensors."""
@@ -135,8 +134,8 @@ class Compilation:
                     return eager(*args)
                 if isinstance(context.dropout, DropoutKey):
                     args = (args[0], replace(context, dropout=context.dropout.of_block(places)))
-            with self._watched(unit, name, torch.is_grad_enabled()), _without_wider_gradients(parameters):
-                return traced(block, *args, **options)
+            with self._watched(unit, name, torch.is_grad_enabled()), _without_gradients(parameters):
+                return self._function(unit, traced, block, *args)(block, *args, **options)
 
         block.forward = MethodType(forward, block)
 
@@ -155,9 +154,20 @@ class Compilation:
             *args: bool,
         ) -> Any:
             with self._watched(HEAD, HEAD, with_gradient):
-                return traced(logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
+                inputs = (logits, bias, target, shard.in_tensors(logits.device), with_gradient, *args)
+                return self._function(HEAD, traced, *inputs)(*inputs)
 
         return losses
+
+    def _function(self, unit: str, traced: Any, *args: Any) -> Any:
+        """Return the compiled function for these arguments: the one that the folder keeps, if it fits them."""
+        if self.folder is None or not self._keeps:
+            return traced
+        kind = (unit, torch.is_grad_enabled(), *(arg for arg in args if isinstance(arg, bool)))
+        if kind not in self._kept:
+            self._kept[kind] = kept_function(self.folder / f"{'-'.join(map(str, kind))}.traced", traced, args)
+        kept = self._kept[kind]
+        return kept.fn if kept is not None and kept.guard_check(*args) else traced
 
     @contextmanager
     def _watched(self, unit: str, description: str, training: bool) -> Iterator[None]:
@@ -216,12 +226,9 @@ def _canonical(block: nn.Module) -> str:
 
 
 @contextmanager
-def _without_wider_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hide gradients in another dtype than their parameters', such as float32 ones of bfloat16.
-
-    torch.compile describes a parameter with its gradient, and takes them to have one dtype.
-    """
-    hidden = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Hide gradients, with which torch.compile describes parameters, and which it takes to have their dtype."""
+    hidden = [(p, p.grad) for p in parameters if p.grad is not None]
     for p, _ in hidden:
         p.grad = None
     try:

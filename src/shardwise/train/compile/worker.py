@@ -11,8 +11,10 @@ of the model alone, with weights and one micro-batch of the training's shapes, f
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model, products_add_in_graphs
+from shardwise.train.compile.run_graphs import FOLDER_VARIABLE
 from shardwise.train.compile.units import HEAD, Compilation, unit_of_layer
 from shardwise.train.loss import MicroBatch
 
@@ -70,6 +73,7 @@ def play(
             settings = settings.model_copy(update={"backend": CAPTURING, "options": {}})
             batch = batch.empty_on(device)
         compilation = Compilation(settings, device, config.model, [mesh.tp, mesh.cp], only=unit)
+        compilation.folder = Path(os.environ[FOLDER_VARIABLE]) if FOLDER_VARIABLE in os.environ else None
         model = build_model(
             config,
             mesh.tp,

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.compile import run_graphs
 from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
 from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph
@@ -44,21 +42,11 @@ def test_a_missing_graph_is_told(tmp_path: Path) -> None:
     assert said[0].startswith(f"compile: block (training) is not in {tmp_path} with the same keys, threads, "), said[0]
 
 
-def test_kernels_are_trusted_only_where_all_graphs_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(run_graphs, "trusted_kernels", lambda: nullcontext(calls.append("trusted")))
-    for backend, expected in (("inductor", []), ("inductor", ["trusted"]), ("aot_eager", ["trusted"])):
-        run(tmp_path, f"compile.backend={backend}")
-        assert calls == expected, backend
-    run(tmp_path, "compile.backend=aot_eager")
-    assert calls == ["trusted"], "another backend has no kernels of Inductor"
-
-
 PROGRAM = """
 import subprocess, sys
-from contextlib import nullcontext
+from pathlib import Path
 import torch
-from shardwise.distributed.torch_private import compiler_counts, prepare_compiler, trusted_kernels
+from shardwise.distributed.torch_private import compiler_counts, kept_function, prepare_compiler
 
 started, start = [], subprocess.Popen.__init__
 def counted(process, args, *others, **options):
@@ -66,31 +54,43 @@ def counted(process, args, *others, **options):
     start(process, args, *others, **options)
 subprocess.Popen.__init__ = counted
 prepare_compiler(1)
-x = torch.linspace(0, 1, 64)
-def function(x):
-    return torch.softmax(torch.sin(x) * 2, -1)
-with trusted_kernels() if sys.argv[1] == "trusted" else nullcontext():
-    torch.testing.assert_close(torch.compile(function, fullgraph=True)(x), function(x))
+def function(layer, x, other=None):
+    y = torch.softmax(torch.sin(layer(x)) * 2, -1)
+    return y if other is None else y + other
+x = torch.linspace(0, 1, 64).reshape(8, 8)
+layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]
+kept = kept_function(Path(sys.argv[1]), torch.compile(function, fullgraph=True, dynamic=False), (layers[0], x))
+for layer in layers:
+    assert kept.guard_check(layer, x)
+    torch.testing.assert_close(kept.fn(layer, x), function(layer, x))
+assert not kept.guard_check(layers[0], x[:4]), "another shape"
+assert not kept.guard_check(layers[0], x, x), "a tensor in place of None"
 # What asks a compiler for its version has one argument.
-print(sum(len(args) > 2 for args in started), compiler_counts().hits)
+counts = compiler_counts()
+print(sum(len(args) > 2 for args in started), counts.graphs, counts.hits)
 """
 
 
 @pytest.mark.slow
-def test_a_trusted_kernel_is_loaded_without_a_process_and_a_missing_one_compiled(tmp_path: Path) -> None:
-    def processes(mode: str) -> tuple[int, int]:
+def test_a_kept_function_is_loaded_without_a_process_and_its_missing_kernels_compiled(tmp_path: Path) -> None:
+    def counts() -> tuple[int, ...]:
         variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", PROGRAM, mode], env=variables, capture_output=True, check=False)
+        program = [sys.executable, "-c", PROGRAM, str(tmp_path / "function.traced")]
+        done = subprocess.run(program, env=variables, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
-        started, hits = map(int, done.stdout.split())
-        return started, hits
+        return tuple(map(int, done.stdout.split()))
 
-    assert processes("cold")[1] == 0
-    assert processes("cold")[0] > 0, "the compiler tries the processor's instructions again"
-    assert processes("trusted") == (0, 1)
+    started, *cold = counts()
+    assert started > 1
+    assert cold == [1, 0]
+    assert counts() == (0, 1, 1), "it is not captured again, and no process tries or compiles anything"
     for library in tmp_path.rglob("*.main.so"):
         library.unlink()
-    assert processes("trusted") == (1, 1), "one kernel is compiled"
+    started, *warm = counts()
+    assert started > 0, "kernels are compiled"
+    assert warm == [1, 1]
+    (tmp_path / "function.traced").write_bytes(b"damaged")
+    assert counts()[1:] == (1, 0), "a file that cannot be read is written again"
 
 
 def test_a_damaged_graph_is_told(tmp_path: Path) -> None:
