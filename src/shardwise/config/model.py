@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Iterable, MutableMapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -72,40 +73,23 @@ _SPARSE = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")
 _RECORDS: tuple[type[FamilyConfig], ...] = (*DECODERS, GPTConfig, GPTNeoXConfig, BertConfig)
 
 
-class _Families(MutableMapping[str, type[FamilyConfig]]):
-    """The records of all families; those of sparse ones are made when one of them is asked for."""
-
-    def __init__(self) -> None:
-        names = dict.fromkeys((*_by_name(DECODERS), *_SPARSE))
-        self._records: dict[str, type[FamilyConfig] | None] = {**names, **_by_name(_RECORDS)}
+class _Families(UserDict[str, type[FamilyConfig]]):
+    """The records of all families; those of sparse ones, None until then, are made when one of them is asked for."""
 
     def __getitem__(self, name: str) -> type[FamilyConfig]:
-        if self._records[name] is None:
+        if self.data[name] is None:
             from shardwise.config.sparse import SPARSE_DECODERS
 
-            self._records |= _by_name(SPARSE_DECODERS)
-        record = self._records[name]
-        assert record is not None
-        return record
-
-    def __setitem__(self, name: str, record: type[FamilyConfig]) -> None:
-        self._records[name] = record
-
-    def __delitem__(self, name: str) -> None:
-        del self._records[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
+            self.data |= _by_name(SPARSE_DECODERS)
+        return self.data[name]
 
 
 def _by_name(records: Iterable[type[FamilyConfig]]) -> dict[str, type[FamilyConfig]]:
     return {get_args(record.model_fields["family"].annotation)[0]: record for record in records}
 
 
-FAMILIES: MutableMapping[str, type[FamilyConfig]] = _Families()
+_NAMES: dict[str, Any] = dict.fromkeys((*_by_name(DECODERS), *_SPARSE))
+FAMILIES: MutableMapping[str, type[FamilyConfig]] = _Families(_NAMES | _by_name(_RECORDS))
 """The value of `model.family` → the family's record. Everything that goes through all families reads this table."""
 
 

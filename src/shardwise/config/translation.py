@@ -243,22 +243,16 @@ def translate(
         yield translator.row(*item)
 
 
+@dataclass
 class _Translator:
     """What is known of a recipe while the settings of a file are read."""
 
-    def __init__(
-        self,
-        base: Mapping[str, Any],
-        program: str | None,
-        has: Callable[[str], bool],
-        find: Callable[[str], str | None],
-    ) -> None:
-        self._base = base
-        self._program = program
-        self._has = has
-        self._find = find
-        self._found: dict[str, Any] = {}
-        self._whole: set[str] = set()
+    _base: Mapping[str, Any]
+    _program: str | None
+    _has: Callable[[str], bool]
+    _find: Callable[[str], str | None]
+    _found: dict[str, Any] = field(default_factory=dict)
+    _whole: set[str] = field(default_factory=set)
 
     def place(self, name: str) -> int:
         """Return the place in the record of the last key that a setting gives by a formula; -1 if it gives none."""

@@ -30,19 +30,15 @@ if TYPE_CHECKING:
     from shardwise.data.tokens.tokenizer import Tokenizer
 
 # Loaded when they are first used, as most commands import this package and need none of them.
-_HOMES = {
-    "EvaluationSets": "shardwise.data.evaluation_sets",
-    "PreparedData": "shardwise.data.formats.common",
-    "Tokenizer": "shardwise.data.tokens.tokenizer",
-    "continued_stages": "shardwise.data.request",
-    "fetch_dataset": "shardwise.data.reading.dataset_tables",
-    "make_batches": "shardwise.data.formats.common",
-    "prepare_sets": "shardwise.data.evaluation_sets",
-    "random_text": "shardwise.data.formats.common",
-    "IndexedFile": "shardwise.data.reading.megatron_files",
-    "IndexedWriter": "shardwise.data.reading.megatron_files",
-    "train_tokenizer": "shardwise.data.tokens.tokenizer",
+_NAMES = {
+    "shardwise.data.evaluation_sets": "EvaluationSets prepare_sets",
+    "shardwise.data.formats.common": "PreparedData make_batches random_text",
+    "shardwise.data.reading.dataset_tables": "fetch_dataset",
+    "shardwise.data.reading.megatron_files": "IndexedFile IndexedWriter",
+    "shardwise.data.request": "continued_stages",
+    "shardwise.data.tokens.tokenizer": "Tokenizer train_tokenizer",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "EvaluationSets", "PreparedData", "Tokenizer", "continued_stages", "fetch_dataset",

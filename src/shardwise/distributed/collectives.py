@@ -12,6 +12,7 @@ At the end, the agreement of ranks on an error: all know the problems of any of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, ParamSpec, TypeVar, cast
@@ -68,39 +69,33 @@ def check_divides(tensor: Tensor, dim: int, group: Group) -> None:
 # their group by `Group.graph_name`, so that no rank's graph differs from another's.
 
 
+@dataclass(eq=False)
 class Pending:
     """A collective under way.
 
-    Args:
+    Attributes:
         result: tensor that `wait()` returns, complete by then.
         work: torch's handle; None: there is nothing to wait for.
         finish: function that is called once, after the last byte arrived.
         group: group whose meter counts the wait.
     """
 
-    def __init__(
-        self,
-        result: Tensor,
-        work: dist.Work | None = None,
-        finish: Callable[[], object] | None = None,
-        group: Group | None = None,
-    ) -> None:
-        self._result = result
-        self._work = work
-        self._finish = finish
-        self._group = group
+    result: Tensor
+    work: dist.Work | None = None
+    finish: Callable[[], object] | None = None
+    group: Group | None = None
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            if self._group is None:
-                self._work.wait()
+        if self.work is not None:
+            if self.group is None:
+                self.work.wait()
             else:
-                _call(self._group, self._work.wait)
-            self._work = None
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        return self._result
+                _call(self.group, self.work.wait)
+            self.work = None
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
+        return self.result
 
 
 def tree_sum(parts: Tensor) -> Tensor:

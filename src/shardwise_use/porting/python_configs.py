@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config.translation import computed
@@ -75,8 +74,8 @@ def _is_config(node: ast.expr) -> bool:
     return called.endswith("Config") or "Config(" in called or is_plain
 
 
-class _Reader(Mapping[str, Any]):
-    """Reads calls with named arguments; as a mapping, it has the values that names stand for.
+class _Reader:
+    """Reads calls with named arguments; by an index, it has the values that names stand for.
 
     Attributes:
         nodes: what names are assigned to.
@@ -98,15 +97,9 @@ class _Reader(Mapping[str, Any]):
         try:
             if self._depth > _MOST_CALLS:
                 raise ValueError(f"{name} stands for itself")
-            return computed(self.nodes[name], self)
+            return computed(self.nodes[name], cast(Any, self))
         finally:
             self._depth -= 1
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.nodes)
-
-    def __len__(self) -> int:
-        return len(self.nodes)
 
     def read(self, node: ast.expr, path: str, depth: int = 0) -> None:
         """Note the settings of a value, under the path of its name."""
@@ -127,7 +120,7 @@ class _Reader(Mapping[str, Any]):
                 self.read(self.nodes[changed], f"{path}.{changed.removeprefix(f'{name}.')}", depth + 1)
         else:
             try:
-                value = computed(node, self)
+                value = computed(node, cast(Any, self))
             except (KeyError, ValueError, TypeError):
                 # A member of an enumeration, such as DType.bfloat16, has its value's name.
                 is_member = isinstance(node, ast.Attribute) and name[:1].isupper() and name.count(".") == 1
