@@ -45,9 +45,9 @@ test: env test-packages
 
 # Of the tests, those that the change since BASE concerns (scripts/changed_tests.py).
 BASE ?= main
-changed = { git diff --name-only $$(git merge-base $(BASE) HEAD) && git ls-files --others --exclude-standard; }
 test-changed: env test-packages
-	$(changed) | $(PYTHON_M) scripts.changed_tests | xargs $(PYTEST) $(ARGS)
+	@base=$$(git merge-base $(BASE) HEAD) && changed=$$(git diff --name-only $$base && git ls-files -o --exclude-standard) && \
+	tests=$$(echo "$$changed" | $(PYTHON_M) scripts.changed_tests) && $(PYTEST) $$tests $(ARGS)
 
 test-packages:
 	@scripts/test_packages.sh
