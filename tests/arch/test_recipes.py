@@ -259,6 +259,6 @@ def test_the_quickstart_runs_on_any_number_of_accelerators(accelerators: int) ->
 
 
 def test_without_accelerators_the_quickstart_is_the_recipe() -> None:
-    """`make train` and `shardwise train quickstart` are one run, with the same losses on every processor."""
+    """`make train` and `shardwise train quickstart` are one run, in float32 on every processor."""
     assert overrides(0) == []
     assert load_config("quickstart").precision.mode is None
