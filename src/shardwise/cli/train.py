@@ -99,42 +99,37 @@ def run(arguments: argparse.Namespace) -> int:
     _complete_recipe(arguments)
     if launches_node():
         return _on_node(arguments)
-    if (arguments.nproc or 1) < 2 or arguments.dry_run or joined() is not None:
-        return _run(arguments)
-    from shardwise.launch.local import agent_ahead
-
-    with agent_ahead(arguments.nproc):
-        return _run(arguments)
-
-
-def _run(arguments: argparse.Namespace) -> int:
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
-    cluster = _cluster(arguments)
-    config = _config(arguments)
-    if arguments.dry_run:
-        return _dry_run(arguments, config, cluster)
-    from shardwise.launch.rank_process import as_rank, enter_job
-
-    place = enter_job(arguments.nproc)
-    world = place.world if place is not None else _local_ranks(arguments, config.parallel)
-    # Only now, as a batch that is given by a rule follows from the number of ranks.
-    config = with_batch(config, world, run_path)
-    check_layout(config, world, is_new=run_path is None)
-    require_data(config, recipe)
-    check_user_code(config)
-    if place is None:
-        from shardwise.launch.rank_process import check_accelerators
-
-        check_accelerators(world, accelerators()[1])
-        if sys.stdout.isatty():
-            # It takes seconds until the ranks have imported torch and print.
-            output.line(f"starting {counted(world, 'rank')} …")
-    # These two keep the user's terminal; other ranks write to their logs.
-    if place is None or place.rank == 0:
-        stdio.survive_lost_reader()
-    folder: PreparedFolder | None = None
     with ExitStack() as claims:
+        if (arguments.nproc or 1) > 1 and not arguments.dry_run and joined() is None:
+            from shardwise.launch.local import agent_ahead
+
+            claims.enter_context(agent_ahead(arguments.nproc))
+        cluster = _cluster(arguments)
+        config = _config(arguments)
+        if arguments.dry_run:
+            return _dry_run(arguments, config, cluster)
+        from shardwise.launch.rank_process import as_rank, enter_job
+
+        place = enter_job(arguments.nproc)
+        world = place.world if place is not None else _local_ranks(arguments, config.parallel)
+        # Only now, as a batch that is given by a rule follows from the number of ranks.
+        config = with_batch(config, world, run_path)
+        check_layout(config, world, is_new=run_path is None)
+        require_data(config, recipe)
+        check_user_code(config)
+        if place is None:
+            from shardwise.launch.rank_process import check_accelerators
+
+            check_accelerators(world, accelerators()[1])
+            if sys.stdout.isatty():
+                # It takes seconds until the ranks have imported torch and print.
+                output.line(f"starting {counted(world, 'rank')} …")
+        # These two keep the user's terminal; other ranks write to their logs.
+        if place is None or place.rank == 0:
+            stdio.survive_lost_reader()
+        folder: PreparedFolder | None = None
         # A launched rank finds the folder claimed and the data prepared by the process that launched it.
         if not is_launched():
             from shardwise.cli.run_preparation import is_finished, prepare_run
