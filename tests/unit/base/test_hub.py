@@ -370,7 +370,6 @@ def test_a_long_fetch_has_lines_in_a_log(shown: Log, tmp_path: Path, monkeypatch
         return tmp_path
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.utils.tqdm.disable_progress_bars", lambda: None)
     monkeypatch.setattr(hub, "drop_damaged", lambda *_: [])
     monkeypatch.setattr(hub, "sys", SimpleNamespace(stderr=shown.stream))
     monkeypatch.setattr(hub.HubFiles, "download", download)
