@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             assert folder is not None, "a rank that was launched has a place"
             arguments.run_dir = run_path
             with folder.removed_if_refused():
-                return _launch(arguments, world, config.parallel)
+                return _launch(arguments, world, config)
         with as_rank(place, run_path, None if folder is None else folder.remove_refused) as ending:
             # Imported inside, with torch: what fails there is told as a failure of this rank.
             imported("shardwise.train.run").run(config, run_path, recipe_name(recipe))
@@ -513,13 +513,14 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
     return [*command, arguments.recipe, *arguments.overrides, "--nproc", str(world), f"--run-dir={arguments.run_dir}"]
 
 
-def _launch(arguments: argparse.Namespace, world: int, parallel: ParallelConfig) -> int:
+def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     """Train on several local ranks."""
     from shardwise.launch.local import EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved
 
-    # It imports torch's compiler, which takes as long as torch.
-    imports = ("shardwise.pipeline.schedule",) if parallel.pipeline > 1 else ()
+    # Both import torch's compiler, which takes as long as torch.
+    imports = ["shardwise.pipeline.schedule"] * (config.parallel.pipeline > 1)
+    imports += [*_COMPILERS] * config.compile.enabled
     try:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)

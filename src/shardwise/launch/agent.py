@@ -55,7 +55,7 @@ def main() -> int:
     job: dict[str, Any] = {}
     for line in sys.stdin:
         job = json.loads(line)
-        can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
+        can_fork = can_fork and _start_nothing(job.pop("imports", ()))
     if not job:
         return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
@@ -78,25 +78,28 @@ def main() -> int:
 
 def _import_once() -> bool:
     """Import what ranks need; returns whether forks of this process can be ranks."""
-    may_fork = sys.platform == "linux" and not has_plugin() and _threads() == 1
-    return _start_no_thread(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+    may_fork = sys.platform == "linux" and not has_plugin() and _held()[0] == 1
+    return _start_nothing(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
 
 
-def _start_no_thread(modules: Iterable[str]) -> bool:
-    """Import modules; returns whether none starts a thread."""
+def _start_nothing(modules: Iterable[str]) -> bool:
+    """Import modules; returns whether none starts a thread or opens a device, which a fork cannot use."""
     # An error is told by whoever imports the same again.
     with contextlib.suppress(Exception):
         # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
         imported("numpy")
-        threads = _threads()
+        held = _held()
         for name in modules:
             imported(name)
-        return _threads() == threads
+        return _held() == held
     return False
 
 
-def _threads() -> int:
-    return len([*Path("/proc/self/task").glob("*")])
+def _held() -> tuple[int, int]:
+    """The number of threads, and of open files below /dev: a driver such as CUDA's opens its devices."""
+    opened = Path("/proc/self/fd").glob("*")
+    devices = sum(os.path.realpath(file).startswith("/dev/") for file in opened)
+    return len([*Path("/proc/self/task").glob("*")]), devices
 
 
 def _set_meeting(nproc: int) -> socket.socket | None:
