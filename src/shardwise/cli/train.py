@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
 """Vocabularies of a byte-level tokenizer that can be trained on any built-in data."""
+_COMPILER = ("torch._dynamo.aot_compile", "torch._inductor.compile_fx", "torch.utils.cpp_extension")
+"""Modules that import torch's compiler."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -520,7 +522,7 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
 
     # Both import torch's compiler, which takes as long as torch.
     imports = ["shardwise.pipeline.schedule"] * (config.parallel.pipeline > 1)
-    imports += [*_COMPILERS] * config.compile.enabled
+    imports += [*_COMPILER, "shardwise.train.compile.run_graphs"] * config.compile.enabled
     try:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)
