@@ -1,7 +1,7 @@
 """Make docs/images/layouts.svg, the README's picture: one run at two layouts, and the same training in one process.
 
-The quickstart trains here and now: half of its steps at TP 2 + SP, the rest at DP 2 from the checkpoint; then all of
-them in one process. The losses are kept beside the picture, so that `--draw` draws it again without a training.
+The quickstart trains here and now, with `train.bitwise`: half of its steps at TP 2 + SP, the rest at DP 2 from the
+checkpoint; then all of them in one process. The losses are kept beside the picture, so that `--draw` draws it again without a training.
 """
 
 import argparse
@@ -21,11 +21,11 @@ TARGET = common.Target("layouts")
 STEPS = load_recipe("quickstart").train.steps
 CHANGE = STEPS // 2
 ONE_PROCESS = ["parallel.tensor=1"]
-TWO_REPLICAS = ["parallel.tensor=1", "train.micro_batch=4", "--nproc", "2"]
+TWO_REPLICAS = ["parallel.tensor=1", "--nproc", "2"]
 
 
 def train(folder: Path, name: str, *arguments: str) -> None:
-    command = [sys.executable, "-m", "shardwise", "train", "quickstart", "precision.mode=float32"]
+    command = [sys.executable, "-m", "shardwise", "train", "quickstart", "train.bitwise=true", "train.micro_batch=4"]
     subprocess.run([*command, f"--run-dir={name}", *arguments], cwd=folder, check=True)
 
 
@@ -59,7 +59,8 @@ def draw(curves: dict[str, Any]) -> None:
         axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"], minor=False)
         axes.yaxis.set_minor_formatter("")
         axes.text(CHANGE + 3, max(reference), "checkpoint", va="top", fontsize="small")
-        axes.set_title(f"losses differ by at most {largest:.2%}, float32", loc="right", fontsize="small")
+        difference = f"differ by at most {largest:.2%}" if largest else "are equal to the last bit"
+        axes.set_title(f"losses {difference} (train.bitwise=true)", loc="right", fontsize="small")
         axes.legend(frameon=False)
         TARGET.draw(figure)
 

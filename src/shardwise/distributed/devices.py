@@ -353,7 +353,7 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     Apple's GPUs refuse it; TorchNeuron computes in float32 and gives the result the wider type.
     """
     try:
-        total = torch.ones((), dtype=torch.float64, device=device) + 2.0**-40
+        total = torch.zeros((), dtype=torch.float64, device=device) + 1.0 + 2.0**-40
     except (RuntimeError, TypeError):
         return torch.float32
     return torch.float64 if not has_data(total) or total.item() > 1.0 else torch.float32
