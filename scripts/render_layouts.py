@@ -1,7 +1,8 @@
 """Make docs/images/layouts.svg, the README's picture: one run at two layouts, and the same training in one process.
 
 The quickstart trains here and now, with `train.bitwise`: half of its steps at TP 2 + SP, the rest at DP 2 from the
-checkpoint; then all of them in one process. The losses are kept beside the picture, so that `--draw` draws it again without a training.
+checkpoint; then all of them in one process. The losses are kept beside the picture, so that `--draw` draws it again
+without a training.
 """
 
 import argparse

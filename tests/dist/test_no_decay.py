@@ -8,7 +8,7 @@ import torch
 from shardwise.base.errors import ConfigError
 from shardwise.config import config_from
 from shardwise.distributed.placement import placements
-from shardwise.train.build import build_optimizer, parameter_groups
+from shardwise.train.build import parameter_groups, require_matches
 from tests.dist.dense import mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_export import LLAMA, SIZES
@@ -55,7 +55,7 @@ def test_a_pattern_that_splits_a_parameter_is_refused(ranks: Any) -> None:
 
 
 def refused(mesh_size: int, no_decay: list[str]) -> str:
-    """What the optimizer of this rank, which holds some of the weights, says of the patterns."""
+    """What is said of the patterns on this rank, which holds some of the weights."""
     from shardwise.models.build import build_model
 
     values = {
@@ -67,7 +67,7 @@ def refused(mesh_size: int, no_decay: list[str]) -> str:
     on = mesh(mesh_size)
     model = build_model(config, on.tp, sequence_parallel=False, dtype=torch.float32)
     try:
-        build_optimizer(config, config.precision.resolved(False), model, on)
+        require_matches(no_decay, model, on)
     except ConfigError as error:
         return str(error)
     return ""

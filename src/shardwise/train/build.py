@@ -142,6 +142,8 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         layout=opened.layout,
         sets=opened.sets,
     )
+    if opened.config.optimizer.no_decay:
+        require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer
     memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
@@ -266,7 +268,6 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
     """The optimizer over data parallelism."""
     settings = config.optimizer
-    _require_matches(settings.no_decay or (), model, mesh)
     optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(
         parameter_groups(model, settings),
@@ -313,11 +314,11 @@ def _optimizer_class(
     return spec.load_class(), options
 
 
-def _require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
+def require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
     """Refuse a pattern that is the name of no weight on any rank."""
     names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
-    matching = collectives.union([name for name in no_decay if any_like(names, name)], mesh.world)
-    for pattern in [name for name in no_decay if name not in matching]:
+    matches = collectives.reduce_numbers([bool(any_like(names, name)) for name in no_decay], mesh.world)
+    for pattern in [name for name, found in zip(no_decay, matches, strict=True) if not found]:
         raise ConfigError(
             f"optimizer.no_decay ({listing(no_decay)}) must match names of weights, and {pattern} matches none; the "
             f"nearest is {nearest_name(pattern, names, cutoff=0)}"
