@@ -50,7 +50,7 @@ WAITS = {
     "plan gpt3-175b on 8, 16 and 32 nodes": Wait((*GPT3, "8,16,32"), 0.4),
     "verify llama2-tiny": Wait(("verify", "llama2-tiny"), 0.5),
     "doctor": Wait(("doctor",), 0.5),
-    "plan llama2-tiny": Wait(("plan", "llama2-tiny"), 1.0, times=5),
+    "plan llama2-tiny": Wait(("plan", "llama2-tiny", "--device", "cpu:4"), 1.0, times=5),
     "--help": Wait(("--help",), 1.0, times=5),
 }
 PEERS = {2: 0.6, 4: 0.35}  # ranks → the ratio to reach
