@@ -56,7 +56,7 @@ def main() -> int:
     for line in sys.stdin:
         job = json.loads(line)
         can_fork = can_fork and _start_no_thread(job.pop("imports", ()))
-    if not job:
+    if "command" not in job:
         return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
     os.environ.update(job)
@@ -182,6 +182,8 @@ def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[in
     signal.signal(signal.SIGALRM, kill)
     while ranks:
         process, status = os.waitpid(-1, 0)
+        if process not in ranks:
+            continue  # something imported, such as a sitecustomize, has started it
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
         if code and not failed:
             time.sleep(_ANSWER_SECONDS)

@@ -108,7 +108,8 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: flo
         code = ended.code
         ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         text = f"the process that starts the ranks {ending}"
-        failure = Failure(0, text, RunError.exit_code, log=str(logs / "launcher.log"))
+        log = logs / "launcher.log"
+        failure = Failure(0, text, RunError.exit_code, log=str(log) if log.exists() else None)
     steps = max((beat.step for beat in ended.beats), default=0)
     text = failure_text(failure, run_path, began, resume_command(run_path), steps)
     raise LaunchError(text, failure.exit_code)
