@@ -56,7 +56,7 @@ def main() -> int:
     for line in sys.stdin:
         job = json.loads(line)
         can_fork = can_fork and _start_nothing(job.pop("imports", ()))
-    if not job:
+    if "command" not in job:
         return 1  # the launcher has refused its input
     command, logs = job.pop("command"), Path(job.pop("logs"))
     os.environ.update(job)
@@ -156,7 +156,8 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
     sys.modules["torch"].default_generator.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
-    Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     sys.orig_argv[:] = command
     sys.argv[:] = command[3:]
     runpy.run_module(command[3], run_name="__main__", alter_sys=True)
@@ -180,11 +181,14 @@ def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[in
 
     def kill(*_: object) -> None:
         for process in ranks:
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, kill)
     while ranks:
         process, status = os.waitpid(-1, 0)
+        if process not in ranks:
+            continue  # something imported, such as a sitecustomize, has started it
         rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
         if code and not failed:
             time.sleep(_ANSWER_SECONDS)

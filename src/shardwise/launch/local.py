@@ -108,7 +108,8 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: flo
         code = ended.code
         ending = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         text = f"the process that starts the ranks {ending}"
-        failure = Failure(0, text, RunError.exit_code, log=str(logs / "launcher.log"))
+        log = logs / "launcher.log"
+        failure = Failure(0, text, RunError.exit_code, log=str(log) if log.exists() else None)
     steps = max((beat.step for beat in ended.beats), default=0)
     text = failure_text(failure, run_path, began, resume_command(run_path), steps)
     raise LaunchError(text, failure.exit_code)
@@ -204,8 +205,12 @@ def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.
     variables = {"OMP_NUM_THREADS": str(max(1, cpu_count() // nproc)), **os.environ, PARENT_PID: str(os.getpid())}
     # These variables are for the ranks, whatever process this one is.
     variables.pop(RANK_PROCESS, None)
-    # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
-    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True) as agent:
+    try:
+        # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
+        process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
+    except BlockingIOError:
+        raise LaunchError("the ranks cannot be started: the limit on processes (`ulimit -u`) is reached") from None
+    with process as agent:
         _agents[nproc] = agent
         try:
             _tell(agent, imports)

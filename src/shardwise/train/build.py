@@ -142,7 +142,7 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         layout=opened.layout,
         sets=opened.sets,
     )
-    if opened.config.optimizer.no_decay:
+    if opened.config.optimizer.no_decay and not trainer.progress.step:
         require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer

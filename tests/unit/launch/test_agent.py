@@ -92,6 +92,12 @@ def test_ranks_are_forks_that_are_as_good_as_new_processes(
     assert own[1]["parent"] == own[2]["parent"] != os.getpid()
 
 
+def test_a_process_that_the_environment_has_started_is_no_rank(probe: list[str], tmp_path: Path) -> None:
+    """As a `sitecustomize` of the machine's: the agent hears of its end too."""
+    (tmp_path / "hook/sitecustomize.py").write_text("import os\nif os.fork() == 0: os._exit(3)\n")
+    launch(probe, 2, tmp_path)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux alone")
 def test_a_limit_on_processes_is_one_sentence(
     probe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +125,7 @@ def _children(pid: int) -> Iterator[str]:
 def test_an_agent_that_is_killed_while_it_imports_is_named(probe: list[str], tmp_path: Path) -> None:
     with local.agent_ahead(2) as process:
         os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(LaunchError, match=r"^the process that starts the ranks was killed by SIGKILL\n"):
+        with pytest.raises(LaunchError, match=r"^the process that starts the ranks was killed by SIGKILL$"):
             launch(probe, 2, tmp_path)
 
 

@@ -29,14 +29,14 @@ from shardwise.train.compile.graph_cache import Facts
 from shardwise.train.compile.units import BLOCK, HEAD, backend_of, unit_of_layer
 
 _SOURCES = (
-    "models/*.py",
+    "base/tensor_box.py",
+    "config/*.py",
+    "distributed/*.py",
     "layers/**/*.py",
+    "models/*.py",
     "train/compile/units.py",
-    "distributed/collectives.py",
-    "distributed/random_bits.py",
-    "distributed/torch_private.py",
 )
-"""Files of this package that a graph is captured from."""
+"""Files that a graph is captured from, or that give the numbers in it: what is kept of it is not captured again."""
 _OUTSIDE_OF_GRAPHS = {"num_hidden_layers", "initializer_range", "ignore"}
 """Fields of a model that no graph depends on."""
 _KEYS = (

@@ -103,5 +103,8 @@ def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sources_of_a_graph_exist() -> None:
     """A folder that was renamed would leave the cached graphs of its former code in use."""
+    root = Path(shardwise.__file__).parent
     for pattern in _SOURCES:
-        assert list(Path(shardwise.__file__).parent.glob(pattern)), pattern
+        assert list(root.glob(pattern)), pattern
+    files = {path for pattern in _SOURCES for path in root.glob(pattern)}
+    assert root / "config/decoders.py" in files, "a factor on the scores of attention is a number in a graph"
