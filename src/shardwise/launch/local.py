@@ -208,8 +208,8 @@ def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.
     try:
         # A session of its own: Ctrl-C in the terminal reaches this process alone, which passes it on once.
         process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, start_new_session=True)
-    except BlockingIOError:
-        raise LaunchError("the ranks cannot be started: the limit on processes (`ulimit -u`) is reached") from None
+    except BlockingIOError as error:
+        raise LaunchError(f"the ranks cannot be started or watched: a new process: {reason_of(error)}") from None
     with process as agent:
         _agents[nproc] = agent
         try:
