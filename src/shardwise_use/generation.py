@@ -188,7 +188,9 @@ class _Uncached:
             return out
 
         length = len(ids_S) // (self._mesh.tp.size if self._parallel and self._parallel.sequence else 1)
-        relay(self._model, self._parallel, self._mesh, compute, [(length, 1)])
+        # Each length would be compiled for one token.
+        with torch.compiler.set_stance("force_eager"):
+            relay(self._model, self._parallel, self._mesh, compute, [(length, 1)])
         return None if logits_SBV is None else logits_SBV[len(tokens) - 1, 0].float()
 
 

@@ -31,6 +31,23 @@ def test_the_text_goes_on_after_its_last_token(length: int) -> None:
     assert _Uncached(Places(), mesh).next_logits(list(range(length))).tolist() == [float(length - 1)] * 5
 
 
+def test_no_length_is_compiled_for_one_token() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    class Compiled(Places):
+        logits = torch.compile(Places.logits, backend=backend, dynamic=False)
+
+    mesh: Any = SimpleNamespace(tp=SimpleNamespace(size=1), device=torch.device("cpu"))
+    assert _Uncached(Compiled(), mesh).next_logits([1, 2]).tolist() == [1.0] * 5
+    assert not compiled
+    assert Compiled().logits(torch.ones(2, 1)).shape == (2, 1, 5)
+    assert compiled
+
+
 class Silent(nn.Module):
     """A model of the user's own without logits."""
 
