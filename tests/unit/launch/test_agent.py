@@ -158,15 +158,31 @@ def test_a_launcher_that_is_killed_during_the_import_leaves_no_process() -> None
         assert processes.wait_for(lambda: not processes.alive(pid), 120)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_an_opened_device_is_seen() -> None:
+    threads, files = agent._held()
+    with Path("/dev/full").open("w"):
+        assert agent._held() == (threads, files + 1)
+    assert agent._held() == (threads, files)
+
+
 def test_where_a_fork_may_differ_ranks_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = [1]
+    threads, files = [1], [2]
     monkeypatch.setattr(agent, "_IMPORTS", ("json", "a_module_with_threads"))
-    monkeypatch.setattr(agent, "_threads", lambda: threads[0])
+    monkeypatch.setattr(agent, "_held", lambda: (threads[0], files[0]))
     monkeypatch.setattr(agent, "has_plugin", lambda: False)
-    monkeypatch.setattr(agent, "imported", lambda name: threads.insert(0, 1 + name.endswith("threads")))
+
+    def imported(name: str) -> None:
+        threads.insert(0, 1 + name.endswith("threads"))
+        files.insert(0, 2 + name.endswith("devices"))
+
+    monkeypatch.setattr(agent, "imported", imported)
     monkeypatch.setattr(agent.sys, "platform", "linux")
     assert not agent._import_once(), "the import has started a thread"
     threads[:] = [1]
+    monkeypatch.setattr(agent, "_IMPORTS", ("a_module_with_devices",))
+    assert not agent._import_once(), "the import has opened a device"
+    files[:] = [2]
     monkeypatch.setattr(agent, "_IMPORTS", ("json",))
     assert agent._import_once()
     for name, module, value in (("has_plugin", agent, lambda: True), ("platform", agent.sys, "darwin")):
