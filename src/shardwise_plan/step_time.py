@@ -367,8 +367,8 @@ class _StepInputs:
             return wait, busy, makespan(self.config.parallel, m, tuple(times), message, self.config.recompute)
         returns = not self.config.splits_backward or self.config.recompute == "full"
         # Stages are dealt out in rounds, so that rank r begins with stage r.
-        others = (time.forward + message + returns * (time.backward + message) for time in times)
-        ends = map(lambda own, before: m * own + before, busy, accumulate(others, initial=0.0))
+        stages_before = (time.forward + message + returns * (time.backward + message) for time in times)
+        ends = map(lambda work, before: m * work + before, busy, accumulate(stages_before, initial=0.0))
         return wait, busy, max(ends)
 
     @property

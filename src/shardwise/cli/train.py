@@ -276,7 +276,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
 
 
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, _Rows]:
-    """What a build without data tells of a model of the user's own, and the rows, with one if it tells nothing."""
+    """The counts of a user's own model, built without data, and the rows, with one if it tells nothing."""
     if not config.model.is_own:
         return None, rows
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is

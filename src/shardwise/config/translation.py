@@ -95,7 +95,7 @@ def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
 
 
 def equation(name: str, target: str, value: object) -> str:
-    """What a name with a value means, for a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
+    """The meaning of a name with a value, for a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
     shown = _VALUE if value in (None, "", True) else str(value)
     key, _, fixed = target.partition("=")
     formula = FORMULAS.get((name, target))
@@ -245,7 +245,7 @@ def translate(
 
 @dataclass
 class _Translator:
-    """What is known of a recipe while the settings of a file are read."""
+    """The keys of a recipe that are known while the settings of a file are read."""
 
     _base: Mapping[str, Any]
     _program: str | None

@@ -407,11 +407,11 @@ def draws_on_host(device: torch.device) -> bool:
     """True if an accelerator's dropout draws its masks from the host's generator, as TorchNeuron's does."""
     before = torch.default_generator.get_state()
     module = torch.get_device_module(device)
-    own = module.get_rng_state(device)
+    state = module.get_rng_state(device)
     torch.native_dropout(torch.ones(64, device=device), 0.5, True)
     after = torch.default_generator.get_state()
     torch.default_generator.set_state(before)
-    module.set_rng_state(own, device)
+    module.set_rng_state(state, device)
     return not torch.equal(before, after)
 
 

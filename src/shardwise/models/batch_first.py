@@ -15,7 +15,7 @@ PLAIN_MODULE = (
     "of a plain module that takes ids [batch, sequence] and returns logits, `Trained = shardwise.batch_first(Module)` "
     "makes the class to name"
 )
-"""What mends the usual first error with a class of the user's, for the end of a message."""
+"""The fix of the usual first error with a class of the user's, for the end of a message."""
 
 
 def batch_first(model_class: type[nn.Module]) -> type[nn.Module]:

@@ -528,7 +528,7 @@ def model_flops_utilization(
 
 @dataclass(frozen=True)
 class OwnShapes:
-    """What was counted of a model of the user's own.
+    """The counts of a model of the user's own.
 
     Attributes:
         parameters: elements of its parameters.
