@@ -95,7 +95,7 @@ def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
 
 
 def equation(name: str, target: str, value: object) -> str:
-    """The meaning of a name with a value, for a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
+    """The meaning of a name and value, in a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
     shown = _VALUE if value in (None, "", True) else str(value)
     key, _, fixed = target.partition("=")
     formula = FORMULAS.get((name, target))
