@@ -4,6 +4,10 @@ Above a block that no test can run as it is, a page has a comment that readers d
 
     <!-- cluster-only: tests/FILE.py::TEST -->    it needs other machines; the test starts the same in small
     <!-- network-only: tests/FILE.py::TEST -->    it needs the internet; the test has a server of its own
+
+A `text` block below shows all that the commands print. Above one that shows some of their lines, or numbers that differ
+from run to run, stands `<!-- excerpt -->`: its lines are printed in this order, numbers and spaces aside; `...` stands
+for others.
 """
 
 import ast
@@ -86,7 +90,7 @@ SHARDS = (
 HUB_IDS = ("EleutherAI/gpt-neox-20b", "gpt2", "meta-llama/Llama-2-7b-hf")
 _BLOCK = re.compile(
     r"^## (?P<heading>.*)\n|"
-    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
+    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n|^<!-- (?P<excerpt>excerpt) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
     re.MULTILINE,
 )
 
@@ -100,6 +104,7 @@ class Block:
     code: str
     test: str | None
     shown: str | None
+    excerpt: bool
 
     @property
     def runs_in(self) -> str | None:
@@ -116,7 +121,8 @@ def blocks(page: str) -> list[Block]:
         heading = part["heading"] or heading
         if part["language"] in ("sh", "console", "bash", "shell"):
             shown = following["code"] if following and following["language"] == "text" else None
-            found.append(Block(page, heading, part["code"], part["test"], shown))
+            excerpt = shown is not None and following["excerpt"] is not None
+            found.append(Block(page, heading, part["code"], part["test"], shown, excerpt))
     return found
 
 
@@ -172,12 +178,28 @@ def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, st
                 yield block, done.returncode, done.stdout, done.stderr
 
 
+def shape(line: str) -> str:
+    """A line without its numbers and its spaces."""
+    return re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", line.replace(" ", ""))
+
+
+def assert_shown(block: Block, out: str) -> None:
+    """The page shows what the commands print, whole or as an excerpt."""
+    if block.excerpt:
+        printed = iter([shape(line) for line in out.splitlines()])
+        lines = [line for line in (block.shown or "").splitlines() if line != "..."]
+        missing = next((line for line in lines if shape(line) not in printed), None)
+        assert missing is None, f"{block.page}: not printed in this order by\n{block.code}\n{missing}\n\n{out}"
+    elif block.shown is not None:
+        assert block.shown == out, f"{block.page} is not current: run `python -m scripts.tutorial_outputs`\n{out}"
+
+
 def assert_healthy(block: Block, code: int, out: str, err: str) -> None:
     what = f"{block.page}:\n{block.code}\nexit code {code}\n{out}\n{err}"
     assert code == 0, what
     assert "Traceback" not in out + err, what
     assert "metrics.jsonl" not in block.code or '"loss": ' in out, f"{what}\nthese lines show no loss"
-    assert block.shown in (None, out), f"{what}\n{block.page} is not current: run `python -m scripts.tutorial_outputs`"
+    assert_shown(block, out)
 
 
 OFTEN = ("README.md",)
