@@ -238,7 +238,7 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
     rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = list(checked.warnings)
     if machines is not None:
-        from shardwise_plan.cli.rows import RANGE, range_text
+        from shardwise_plan.cli.rows import error_text, range_text
         from shardwise_plan.plan import predicted
         from shardwise_plan.plan_text import memory_text, predicted_rows
 
@@ -246,7 +246,7 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
         plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
         if plan is not None and (ranges := range_text(plan)):
-            rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
+            rows.append(("  range", f"{ranges} on the calendar, {error_text(plan)}: so far are published steps off"))
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))

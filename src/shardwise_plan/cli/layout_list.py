@@ -48,7 +48,7 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
         rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()
     ranges = rows.range_text(best)
-    consequence = f": layout 1 takes {ranges}, {rows.RANGE}" if ranges else ""
+    consequence = f": layout 1 takes {ranges}, {rows.error_text(best)}" if ranges else ""
     for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
         rows.prose(sentence)
 
