@@ -1,8 +1,8 @@
 """Training with `train.bitwise`: each layout of four ranks gives the very numbers of one process."""
 
 import functools
-import os
 import itertools
+import os
 from dataclasses import replace
 from typing import Any, get_args
 
