@@ -1,8 +1,8 @@
 """Arguments of training commands in shell scripts, without running anything.
 
-Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file, as where the script runs
-without arguments and without variables of its own. So are conditions that compare them. Of any other condition, what all
-branches assign counts, the last one most, where its value is known.
+Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file, as where the script
+runs without arguments and without variables of its own. So are conditions that compare them. Of any other condition,
+what all branches assign counts, the last one most, where its value is known.
 """
 
 from __future__ import annotations

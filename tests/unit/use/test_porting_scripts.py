@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from shardwise.config.load import known_paths
+from shardwise.config.error_texts import known_paths
 from shardwise.config.suggestions import reason_without_key, suggestions
 from shardwise_use.porting.recipes import recipe_of
+from tests.arch.source import ROOT
 
 OPTIONS: dict[str, list[str]] = yaml.safe_load((Path(__file__).parent / "others/tutorial_options.yaml").read_text())
 MODES: dict[str, dict[str, dict[str, Any]]] = {
@@ -62,7 +63,9 @@ torchrun --nproc_per_node 32 pretraining.py \\
 @pytest.mark.parametrize("program", OPTIONS)
 def test_every_option_has_a_counterpart_or_a_reason(program: str) -> None:
     keys = known_paths()
-    silent = [name for name in OPTIONS[program] if not reason_without_key(name) and not suggestions(name, keys)]
+    silent = [
+        name for name in OPTIONS[program] if not reason_without_key(name) and not suggestions(name, keys, value=True)
+    ]
     assert silent == []
 
 
@@ -138,3 +141,8 @@ def test_a_branch_after_the_one_that_runs_does_not(tmp_path: Path) -> None:
     )
     told = {row.name: row.value for row in recipe_of(str(script)).rows}
     assert told["max_steps"] == 5
+
+
+def test_the_page_says_how_many_options_are_answered() -> None:
+    page = " ".join((ROOT / "docs/porting.md").read_text(encoding="utf-8").split())
+    assert f"All {len({name for names in OPTIONS.values() for name in names})} options of the programs" in page
