@@ -264,8 +264,10 @@ def porting_page() -> str:
         others = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in by_value.items())
         lines.append(f"| `{key}` | {', '.join(dict.fromkeys(same.get(key, ['–'])))} | {others or '–'} |")
     lines += ["", "No key sets what these names do:", "", "| names | why, or what instead |", "|---|---|"]
-    for reason in dict.fromkeys(WITHOUT_KEY.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
+    same_without = "leave it out: a run without it is the same"
+    told = {name: same_without if why.startswith("leave it out") else why for name, why in WITHOUT_KEY.items()}
+    for reason in dict.fromkeys(told.values()):
+        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in told.items() if why == reason)
         lines.append(f"| {', '.join(names)} | {reason} |")
     lines += ["", "What trains otherwise:", ""]
     lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values() if program.note]
