@@ -24,9 +24,9 @@ SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "n
 def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], list[torch.Tensor], list[str]]:
     """Losses, the gathers that are under way after each step, the parameters at the end, and events of the last step.
 
-    A gather is told by the number of the unit that first reads its last parameter, -1 if it has vectors alone; the model
-    is the first unit, whose parameters BERT's pooler and head transform are. An event is a block's end or the wait for
-    the counted targets.
+    A gather is told by the number of the unit that first reads its last parameter, -1 if it has vectors alone. The
+    first unit is the model, which has BERT's pooler and head transform. An event is a block's end or the wait for the
+    counted targets.
     """
     trainer = make_trainer(config)
     gathers, losses, late = trainer.optimizer.gathers, [], []
