@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
 from shardwise.base.registered import provided
 from shardwise.cli import output
-from shardwise.cli.help import add_overrides
-from shardwise.config import dump_yaml, recipe_names, recipe_text
+from shardwise.cli.help import add_json, add_overrides
+from shardwise.config import dump_yaml, recipe_name, recipe_names, recipe_text
+from shardwise.config.recipe_files import parse_yaml
 
 _NEEDED = {
     "model": "model.config=FOLDER",
@@ -31,6 +32,8 @@ _NEEDED = {
     "train": "train.steps=VALUE train.global_batch=VALUE train.sequence_length=VALUE",
 }
 """What to give where a whole section is missing."""
+_DATA = {"path", "blend", "dataset", "mixture"}
+"""Keys that name data."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe to FILE, which must not exist yet")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.source is not None:
         if arguments.schema or (name is not None and "=" not in name):
             raise ConfigError(f"--from {arguments.source} goes with --write and key=value alone")
-        return _from_other(arguments.source, [*([name] if name else []), *arguments.overrides], target)
+        overrides = [*([name] if name else []), *arguments.overrides]
+        return _from_other(arguments.source, overrides, target, as_json=arguments.json)
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]} must go with --from FILE: a copy of a recipe is edited by hand")
     if arguments.schema:
@@ -68,23 +73,43 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
             )
-        output.table([(known, _summary(known)) for known in recipe_names()])
+        recipes = {known: _summary(known, recipe_text(known)) for known in recipe_names()}
+        if arguments.json:
+            output.json({"recipes": [{"name": known, "summary": text} for known, text in recipes.items()]})
+        else:
+            output.table([*recipes.items()])
         return 0
     text = recipe_text(name)
-    if target is None:
-        output.raw(output.text(text.removesuffix("\n")))
-        return 0
-    write_new(target, text, "--write")
-    output.line(f"wrote {target}; train it with: shardwise train {target}")
+    facts = None
+    if arguments.json:
+        facts = {"name": recipe_name(name), "summary": _summary(name, text), "recipe": parse_yaml(text, name)}
+    _show_recipe(text, target, facts)
     return 0
 
 
-def _summary(name: str) -> str:
+def _show_recipe(text: str, target: Path | None, facts: Mapping[str, Any] | None, options: str = "") -> None:
+    """Write a recipe to a file, and print it, what was written, or the facts as JSON.
+
+    Args:
+        options: options of the command that trains it.
+    """
+    command = None if target is None else f"shardwise train {target}{options}"
+    if target is not None:
+        write_new(target, text, "--write")
+    if facts is not None:
+        output.json({**facts, "path": target and str(target), "command": command})
+    elif target is None:
+        output.raw(output.text(text.removesuffix("\n")))
+    else:
+        output.line(f"wrote {target}; train it with: {command}")
+
+
+def _summary(name: str, text: str) -> str:
     """The first line of the recipe's opening comment."""
-    return recipe_text(name).partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
+    return text.partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
 
 
-def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
+def _from_other(source: str, overrides: list[str], target: Path | None, *, as_json: bool) -> int:
     """Print what a file of another program becomes, and print or write the recipe.
 
     Raises:
@@ -97,8 +122,13 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     made = provided("recipe_of")(source, overrides)
     program = PROGRAMS[made.program]
 
+    facts: dict[str, Any] = {"name": Path(source).stem, "program": program.title, "note": program.note or None}
+
     def block(title: str, rows: list[Any], cells: Callable[[Any], list[str]]) -> None:
-        if rows:
+        facts[title.rpartition(": ")[2].replace(" ", "_")] = [
+            {"name": row.name, "value": row.value, "keys": row.keys, "reason": row.reason} for row in rows
+        ]
+        if rows and not as_json:
             output.line(title)
             output.table([[f"{row.name} = {setting_text(row.value)}", *cells(row)] for row in rows], indent=2)
 
@@ -117,7 +147,7 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     )
     block("no counterpart", without, lambda row: [row.reason])
     block("not understood", unknown, lambda row: [])
-    if program.note:
+    if program.note and not as_json:
         output.prose(program.note)
     if made.problems:
         named = "\n".join(problem for problem in made.problems if ": unknown key" not in problem)
@@ -127,14 +157,13 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
         raise ConfigError([*made.problems, *([fix] if words else [])])
     data = made.sections.get("data", {})
     text = f"# Made of {Path(source).name} ({program.title}) by `shardwise recipes --from`.\n"
-    if not data.keys() & {"path", "blend", "dataset", "mixture"} and not made.sections.get("hooks", {}).get("data"):
-        output.line("missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`, or data.dataset")
+    facts["names_data"] = bool(data.keys() & _DATA or made.sections.get("hooks", {}).get("data"))
+    if not facts["names_data"]:
+        if not as_json:
+            output.line("missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`, or data.dataset")
         text += "# Your own data: data.path=YOUR_TEXT.jsonl\n"
     text += dump_yaml(made.sections)
-    if target is None:
-        output.raw(output.text(text.removesuffix("\n")))
-        return 0
-    write_new(target, text, "--write")
     options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
-    output.line(f"wrote {target}; train it with: shardwise train {target}{options}")
+    facts["recipe"] = made.sections
+    _show_recipe(text, target, facts if as_json else None, options)
     return 0

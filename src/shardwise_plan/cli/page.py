@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from markupsafe import Markup
 
 from shardwise import __version__
 from shardwise.base import units
+from shardwise.base.terminal import wrapped
 from shardwise.pipeline.timeline import Timeline
 from shardwise_plan.cli import rows
-from shardwise_plan.cli.layout_list import drop_reasons, notes, what_is_trained
+from shardwise_plan.cli.layout_list import drop_reasons, notes, parameters_text, tokens_text
 from shardwise_plan.cli.nodes import Answer
-from shardwise_plan.plan import Plan
+from shardwise_plan.plan import TIGHT, Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch import report
+from shardwise_watch.report import chart
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
 """Numbers of the page's colours (`page.css` of the report)."""
@@ -25,18 +28,28 @@ _MOST_ACTIONS = 12_000
 """Largest number of passes that a timeline shows, from the beginning of the step."""
 _LEAST_PART = 0.001
 """Share from which on a part is shown."""
+_LARGEST_DOT = 8.5
+"""Radius of the dot of the dearest layout, in pixels."""
+_CHART_COLUMNS = 60
+"""Characters of a line below a chart."""
+_MOST_TIMES = 5
+"""Numbers of nodes are drawn that take less than so many times the time of the answer."""
+_GIB = 2**30
+_UNITS = ((86_400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
 _WIDTH = 1000
 _ROW = 16
 _LEFT = 52
 
 
-def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
+def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, commands: Mapping[str, Sequence[str]]) -> str:
     """Return the page as HTML.
 
     Args:
         name: name of the recipe.
         answer: the layouts that were searched for.
         listed: layouts of the list, in its order.
+        chosen: the layout of the answer, one of them.
+        commands: title and commands that write its recipe and train it.
     """
     folders = [Path(__file__).parent, Path(report.__file__).parent]
     environment = jinja2.Environment(
@@ -46,45 +59,136 @@ def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    best = listed[0]
     proposed = proposals(listed)
-    ranges = rows.range_text(best)
     return environment.get_template("plan_page.html").render(
-        title=f"{name} on {best.cluster}",
-        subject=what_is_trained(name, best),
+        title=f"{name} on {chosen.cluster}",
+        subject=f"{parameters_text(chosen)}, {tokens_text(chosen)}",
         sentences=answer.sentences,
         version=__version__,
-        accuracy=" ".join(rows.accuracy([best], f": layout 1 takes {ranges}" if ranges else "")),
+        accuracy=" ".join(rows.accuracy([chosen])),
+        layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
+        doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
+        tiles=_tiles(chosen),
+        commands=commands,
+        chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
+        charts=[Markup(drawn) for drawn in _charts(answer, listed, proposed, chosen) if drawn],
         proposals=[_proposal(proposal, listed) for proposal in proposed],
         sensitivity=_sensitivity(proposed),
-        timeline=_timeline(best),
+        timeline=_timeline(chosen, listed.index(chosen) + 1),
         memories=[_memory(proposal) for proposal in proposed],
-        names=["devices", "tokens/s", *rows.figure_names(best), "bubble", "communication", "device-hours"],
+        names=["devices", "tokens/s", *rows.figure_names(chosen), "bubble", "communication", "device-hours"],
         rows=[_row(plan) for plan in listed],
         dropped=drop_reasons(answer.result),
         notes=notes(listed),
     )
 
 
+def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what a user asks first of a plan: names, values, and what to know of them."""
+    cluster = plan.cluster
+    time, price = rows.ranges(plan)
+    tiles = [("time on the calendar", rows.duration(plan.calendar.seconds), time)]
+    if plan.cost is not None:
+        tiles.append(("price", rows.cost_text(plan), price))
+    of_node = f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"
+    tiles += [
+        ("devices", f"{cluster.world:,}", of_node),
+        ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
+    ]
+    free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
+    return [
+        *tiles,
+        ("free memory", units.size(plan.headroom), f"{free}{', may not fit' if plan.is_tight else ''}"),
+        ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
+    ]
+
+
 def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
     plan = proposal.plan
-    tiles = [
-        ("devices", f"{plan.cluster.world:,}"),
-        ("time on the calendar", rows.duration(plan.calendar.seconds)),
-        ("step", units.step_duration(plan.time.total)),
-        ("free memory", units.size(plan.headroom)),
-        ("goodput", f"{plan.calendar.goodput:.1%}"),
-    ]
-    if plan.cost is not None:
-        tiles.append(("price", rows.cost_text(plan)))
-    if plan.kilowatt_hours is not None:
-        tiles.append(("energy", f"{plan.kilowatt_hours:,.0f} kWh"))
     return {
-        "title": proposal.title.capitalize(),
+        "title": f"{proposal.title.capitalize()}{' (may not fit)' if plan.is_tight else ''}",
         "layout": f"{listed.index(plan) + 1}: {plan.text()}",
-        "tiles": tiles,
+        "tiles": [(name, value) for name, value, _ in _tiles(plan)],
         "reason": f"{proposal.reason[0].upper()}{proposal.reason[1:]}",
     }
+
+
+def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[str]:
+    longest = max(plan.calendar.seconds for plan in answer.result.plans)
+    unit = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
+    return [_layouts(answer, listed, proposed, *unit), _sizes(answer, chosen, *unit)]
+
+
+def _layouts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], unit: float, suffix: str) -> str:
+    """Draw time, memory and price of each layout that was found."""
+    looks = {id(proposal.plan): f"c{number}" for number, proposal in enumerate(proposed)}
+    numbers = {id(plan): number for number, plan in enumerate(listed, 1)}
+    most = max(map(_price, answer.result.plans))
+    # Proposals lie in front, and before them what is listed.
+    plans = sorted(answer.result.plans, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
+    dots = [
+        chart.Dot(
+            plan.calendar.seconds / unit,
+            plan.memory.total / _GIB,
+            looks.get(id(plan), "rest" if id(plan) in numbers else "rest pale"),
+            _told(plan, f"Layout {numbers[id(plan)]}: " if id(plan) in numbers else "Not listed: "),
+            str(numbers.get(id(plan), "")),
+            _LARGEST_DOT * math.sqrt(_price(plan) / most),
+        )
+        for plan in plans
+    ]
+    legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
+    legend.append(("rest", "others"))
+    memory = listed[0].cluster.device.memory
+    full = (memory - listed[0].reserve) / _GIB
+    doubtful = full - TIGHT * memory / _GIB
+    band = None
+    if any(plan.is_tight for plan in plans):
+        band = (doubtful, full)
+        legend.append(("full", "may not fit: less than a tenth of the memory is free"))
+    note = f"To the right: time on the calendar. Upward: memory of a device. Area of a dot: {_price_name(listed[0])}."
+    return chart.dot_chart("Layouts", dots, legend, note, (suffix, " GiB"), band=band)
+
+
+def _sizes(answer: Answer, chosen: Plan, unit: float, suffix: str) -> str:
+    """Draw time and price by the number of nodes; an empty text of a single number."""
+    seconds = chosen.calendar.seconds
+    # A search for a budget begins with one node, whose years would leave no room for the answer.
+    plans = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * seconds]
+    if len(plans) < 2:
+        return ""
+    dots = [
+        chart.Dot(
+            plan.calendar.seconds / unit,
+            _price(plan),
+            "c0" if plan.cluster == chosen.cluster else "rest",
+            _told(plan, f"{units.counted(plan.cluster.nodes, 'node')}: "),
+            units.counted(plan.cluster.nodes, "node"),
+        )
+        for plan in plans
+    ]
+    note = f"To the right: time on the calendar. Upward: {_price_name(chosen)}."
+    legend = [("c0", f"the answer: {units.counted(chosen.cluster.nodes, 'node')}")]
+    return chart.dot_chart("Numbers of nodes", dots, legend, note, (suffix, ""), is_joined=True)
+
+
+def _price(plan: Plan) -> float:
+    return plan.device_hours if plan.cost is None else plan.cost
+
+
+def _price_name(plan: Plan) -> str:
+    price = plan.cluster.device.price
+    return "device-hours" if price is None else f"price in {price.currency}"
+
+
+def _told(plan: Plan, title: str) -> list[str]:
+    """Return a plan in lines below a chart."""
+    degrees, _, details = plan.text().partition(", ")
+    on = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}"
+    price = f"{plan.device_hours:,.0f} device-hours" if plan.cost is None else rows.cost_text(plan)
+    memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free"
+    doubt = " (may not fit)" if plan.is_tight else ""
+    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), f"{on}, {price}", f"{memory}{doubt}"]
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
@@ -100,7 +204,7 @@ def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
     return table
 
 
-def _timeline(plan: Plan) -> dict[str, Any]:
+def _timeline(plan: Plan, number: int) -> dict[str, Any]:
     steps = plan.timeline()
     shown = max(1, _MOST_ACTIONS // len(steps.ranks))
     kinds = dict.fromkeys(timed.action.kind for actions in steps.ranks for timed in actions)
@@ -109,7 +213,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         text += f", the first {shown:,} of each"
     total = plan.time.total
     return {
-        "number": 1,
+        "number": number,
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
         "drawing": Markup(_drawing(steps, shown)),
