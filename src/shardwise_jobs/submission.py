@@ -147,7 +147,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     is_cpu_assumed = accelerator is None and not commands.devices_of(job.gres or "")
     if accelerator is None:
         accelerator = not is_cpu_assumed
-    memory = memory_of_rank(job.config, layout, accelerator)
+    memory = _memory_of_rank(job.config, layout, accelerator)
     device = _device_memory(job.gres)
     shown = "unknown: the model is your own" if memory is None else f"{units.size(memory)} per rank"
     if memory is not None and device is not None:
@@ -182,7 +182,7 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     device = _device_memory(gres)
     if device is not None:
         config = fitted(config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})")
-    memory = memory_of_rank(config, layout, accelerator=True)
+    memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(
             f"the memory expected on each rank ({units.size(memory)}) must be at most that of the device of "
@@ -192,7 +192,7 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
         )
 
 
-def memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
+def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
     """Return the bytes of the rank that needs most; None for a model of the user's own."""
     rank = neediest_rank(config, layout, accelerator)
     memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)

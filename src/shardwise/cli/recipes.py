@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,6 @@ _NEEDED = {
     "train": "train.steps=VALUE train.global_batch=VALUE train.sequence_length=VALUE",
 }
 """What to give where a whole section is missing."""
-_DATA = {"path", "blend", "dataset", "mixture"}
-"""Keys that name data."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +45,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe to FILE, which must not exist yet")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
-    add_json(parser)
+    add_json(parser, ", of the list or of NAME")
 
 
 def run(arguments: argparse.Namespace) -> int:
     name: str | None = arguments.name
     target: Path | None = arguments.write
     if arguments.source is not None:
+        if arguments.json:
+            raise ConfigError(f"--json must go without --from ({arguments.source}), which tells what carries over")
         if arguments.schema or (name is not None and "=" not in name):
             raise ConfigError(f"--from {arguments.source} goes with --write and key=value alone")
-        overrides = [*([name] if name else []), *arguments.overrides]
-        return _from_other(arguments.source, overrides, target, as_json=arguments.json)
+        return _from_other(arguments.source, [*([name] if name else []), *arguments.overrides], target)
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]} must go with --from FILE: a copy of a recipe is edited by hand")
     if arguments.schema:
@@ -73,35 +72,23 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
             )
-        recipes = {known: _summary(known, recipe_text(known)) for known in recipe_names()}
+        recipes = [{"name": known, "summary": _summary(known, recipe_text(known))} for known in recipe_names()]
         if arguments.json:
-            output.json({"recipes": [{"name": known, "summary": text} for known, text in recipes.items()]})
+            output.json({"recipes": recipes})
         else:
-            output.table([*recipes.items()])
+            output.table([[*recipe.values()] for recipe in recipes])
         return 0
     text = recipe_text(name)
-    facts = None
-    if arguments.json:
-        facts = {"name": recipe_name(name), "summary": _summary(name, text), "recipe": parse_yaml(text, name)}
-    _show_recipe(text, target, facts)
-    return 0
-
-
-def _show_recipe(text: str, target: Path | None, facts: Mapping[str, Any] | None, options: str = "") -> None:
-    """Write a recipe to a file, and print it, what was written, or the facts as JSON.
-
-    Args:
-        options: options of the command that trains it.
-    """
-    command = None if target is None else f"shardwise train {target}{options}"
     if target is not None:
         write_new(target, text, "--write")
-    if facts is not None:
-        output.json({**facts, "path": target and str(target), "command": command})
+    if arguments.json:
+        facts = {"name": recipe_name(name), "summary": _summary(name, text), "recipe": parse_yaml(text, name)}
+        output.json({**facts, "path": target and str(target)})
     elif target is None:
         output.raw(output.text(text.removesuffix("\n")))
     else:
-        output.line(f"wrote {target}; train it with: {command}")
+        output.line(f"wrote {target}; train it with: shardwise train {target}")
+    return 0
 
 
 def _summary(name: str, text: str) -> str:
@@ -109,7 +96,7 @@ def _summary(name: str, text: str) -> str:
     return text.partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
 
 
-def _from_other(source: str, overrides: list[str], target: Path | None, *, as_json: bool) -> int:
+def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
     """Print what a file of another program becomes, and print or write the recipe.
 
     Raises:
@@ -122,13 +109,8 @@ def _from_other(source: str, overrides: list[str], target: Path | None, *, as_js
     made = provided("recipe_of")(source, overrides)
     program = PROGRAMS[made.program]
 
-    facts: dict[str, Any] = {"name": Path(source).stem, "program": program.title, "note": program.note or None}
-
     def block(title: str, rows: list[Any], cells: Callable[[Any], list[str]]) -> None:
-        facts[title.rpartition(": ")[2].replace(" ", "_")] = [
-            {"name": row.name, "value": row.value, "keys": row.keys, "reason": row.reason} for row in rows
-        ]
-        if rows and not as_json:
+        if rows:
             output.line(title)
             output.table([[f"{row.name} = {setting_text(row.value)}", *cells(row)] for row in rows], indent=2)
 
@@ -147,7 +129,7 @@ def _from_other(source: str, overrides: list[str], target: Path | None, *, as_js
     )
     block("no counterpart", without, lambda row: [row.reason])
     block("not understood", unknown, lambda row: [])
-    if program.note and not as_json:
+    if program.note:
         output.prose(program.note)
     if made.problems:
         named = "\n".join(problem for problem in made.problems if ": unknown key" not in problem)
@@ -157,13 +139,14 @@ def _from_other(source: str, overrides: list[str], target: Path | None, *, as_js
         raise ConfigError([*made.problems, *([fix] if words else [])])
     data = made.sections.get("data", {})
     text = f"# Made of {Path(source).name} ({program.title}) by `shardwise recipes --from`.\n"
-    facts["names_data"] = bool(data.keys() & _DATA or made.sections.get("hooks", {}).get("data"))
-    if not facts["names_data"]:
-        if not as_json:
-            output.line("missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`, or data.dataset")
+    if not data.keys() & {"path", "blend", "dataset", "mixture"} and not made.sections.get("hooks", {}).get("data"):
+        output.line("missing: data; give data.path=YOUR_TEXT.jsonl to `shardwise train`, or data.dataset")
         text += "# Your own data: data.path=YOUR_TEXT.jsonl\n"
     text += dump_yaml(made.sections)
+    if target is None:
+        output.raw(output.text(text.removesuffix("\n")))
+        return 0
+    write_new(target, text, "--write")
     options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
-    facts["recipe"] = made.sections
-    _show_recipe(text, target, facts if as_json else None, options)
+    output.line(f"wrote {target}; train it with: shardwise train {target}{options}")
     return 0

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Costly to import, and only for a run that was submitted.
     cancelled: dict[str, str] = {} if is_here else provided("cancel_waiting_jobs")(path)
     shown = path.resolve() if path.is_symlink() else path
-    facts = {"run": str(shown), "cancelled_jobs": [*cancelled], "asked": not cancelled, "host": None}
+    facts = {"run": str(shown), "cancelled_jobs": [*cancelled], "asked": not cancelled}
     facts |= {"ended": False, "checkpoint_step": None}
     if cancelled:
         output.answer(facts, cancelled.values(), as_json=arguments.json)
@@ -49,12 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not is_here and not is_elsewhere:
         raise ConfigError(f"no run is under way in {path}{how_it_ended(path)}")
     stop_requests.request(path, "`shardwise stop`")
-    asked = f"asked {shown} to stop after its current step, with a checkpoint"
-    if not arguments.json:
-        output.line(asked)
+    say = output.progress if arguments.json else output.line
+    say(f"asked {shown} to stop after its current step, with a checkpoint")
     further = []
     if not is_here and holder is not None:
-        facts |= {"host": holder["host"]}
         further = [f"whether it still runs is unknown: the run belongs to {holder['host']}; check there"]
     elif arguments.wait:
         # The run itself asks each step; it may save for as long as it takes.

@@ -248,10 +248,8 @@ class _Summary:
         """The figures of the rows; None where they are not known for a model of the user's own."""
         from shardwise.estimates.communication import step_transfers, wire_bytes
 
-        config, layout, train = self.config, self.layout, self.config.train
+        config, layout, train, memory = self.config, self.layout, self.config.train, self.memory
         wire = wire_bytes(step_transfers(config, layout, self.accelerator, pipeline_rank=self.rank))
-        token_flops, flops = self._flops()
-        precision = asdict(config.precision.resolved(self.accelerator)) | {"matmul": config.precision.matmul}
         return {
             "layout": asdict(layout) | {"data": layout.data, "zero": config.optimizer.zero},
             "global_batch": train.global_batch,
@@ -261,12 +259,10 @@ class _Summary:
             "tokens_per_step": train.global_batch * train.sequence_length,
             "tokens": tokens_of_run(config),
             "parameters": parameter_counts.parameter_count(config.model) if own is None else own.parameters,
-            "parameters_per_rank": [count for _, count in stages_of_ranks(config, layout)],
-            "precision": precision,
-            "flops_per_token": token_flops,
-            "flops": flops,
-            "memory_bytes": None if self.memory is None else self.memory.total,
-            "parts_memory_bytes": None if self.memory is None else dict(self.memory.rows()),
+            "precision": asdict(config.precision.resolved(self.accelerator)) | {"matmul": config.precision.matmul},
+            "flops_per_token": _token_flops(config) if own is None else own.token_flops,
+            "memory_bytes": None if memory is None else memory.total,
+            "parts_memory_bytes": None if memory is None else dict(memory.rows()),
             "host_memory_bytes": offloaded_bytes(config, layout, self.accelerator),
             "checkpoint_bytes": checkpoint_bytes(config, self.accelerator),
             "communication_bytes": wire and {f"{axis} {kind}": size for (axis, kind), size in wire.items()},
@@ -362,26 +358,19 @@ class _Summary:
 
     def compute(self) -> _Rows:
         """The FLOPs of the training, and those of what is computed again."""
-        token_flops, total = self._flops()
-        workload = RankWorkload.of(self.config, self.layout, self.accelerator)
-        if token_flops is None or total is None or workload is None:
-            return [("compute", _UNKNOWN)]
-        rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(total)} FLOPs in all")]
-        if self.config.recompute != "none":
-            rows.append(("recompute", _recompute(workload, token_flops)))
-        return rows
-
-    def _flops(self) -> tuple[float | None, float | None]:
-        """The FLOPs of a token, forward and backward, and those of the training; None where they are not known."""
         token_flops = _token_flops(self.config) if self.own is None else self.own.token_flops
-        if token_flops is None:
-            return None, None
+        workload = RankWorkload.of(self.config, self.layout, self.accelerator)
+        if token_flops is None or workload is None:
+            return [("compute", _UNKNOWN)]
         total = 0.0
         for stage in stages_of(self.config):
             tokens = stage.train.global_batch * stage.train.sequence_length
             flops = _token_flops(stage) if self.own is None else token_flops
             total += (flops or 0.0) * (stage.last_step - stage.steps_before) * tokens
-        return token_flops, total
+        rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(total)} FLOPs in all")]
+        if self.config.recompute != "none":
+            rows.append(("recompute", _recompute(workload, token_flops)))
+        return rows
 
     def memory_text(self, total: int) -> str:
         """The bytes of the rank that needs most."""

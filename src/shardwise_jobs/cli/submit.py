@@ -90,10 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
     # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
-        rows = [*_rows(job, checked), ("files", _files_text(job, arguments))]
+        rows, plan = _rows(job, checked)
+        rows.append(("files", _files_text(job, arguments)))
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
-        facts = _facts(job, checked, rows, [*map(redacted, scripts)]) if arguments.json else {}
-        if not arguments.json:
+        facts: dict[str, Any] = {}
+        if arguments.json:
+            facts = _facts(job, checked.layout, rows, plan) | {"scripts": [*map(redacted, scripts)]}
+        else:
             output.table(rows)
             for script in scripts:
                 output.line()
@@ -243,18 +246,21 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
     return [("warning", text)]
 
 
-def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
-    """Collect the rows that the user reads before the script."""
+def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan | None]:
+    """Collect the rows that the user reads before the script; and the prediction, if `--device` asks for one."""
     layout = checked.layout
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = list(checked.warnings)
+    plan = None
     if machines is not None:
         from shardwise_plan.cli.rows import RANGE, range_text
+        from shardwise_plan.plan import predicted
         from shardwise_plan.plan_text import memory_text, predicted_rows
 
-        plan = _plan(job, checked)
+        config = with_batch(job.config, layout.world, None)
+        plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
         if plan is not None and (ranges := range_text(plan)):
             rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
@@ -263,44 +269,25 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
             warnings.append(("warning", f"memory {memory_text(plan)}"))
-    return [*rows, *checked.inputs, *warnings]
+    return [*rows, *checked.inputs, *warnings], plan
 
 
-def _facts(job: JobPlan, checked: _Checked, rows: list[tuple[str, str]], scripts: list[str]) -> dict[str, Any]:
-    """Return what the rows and the scripts tell, for `--json`."""
+def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
+    """Return what the rows tell, for `--json`."""
     from shardwise_plan.plan_text import plan_facts
 
-    layout = checked.layout
-    plan = _plan(job, checked)
-    launch = job.config.launch
-    on_devices = bool(commands.devices_of(job.gres or ""))
-    accelerator = checked.machines.device.is_accelerator if checked.machines is not None else on_devices
+    limit = job.config.launch.time
     return {
         "run": str(job.run_path),
         "nodes": job.nodes,
         "ranks_per_node": job.ranks_per_node,
         "layout": asdict(layout) | {"data": layout.data, "zero": job.config.optimizer.zero},
-        "memory_bytes": submission.memory_of_rank(job.config, layout, accelerator),
-        "partition": launch.partition,
-        "time_limit_seconds": None if launch.time is None else commands.seconds(launch.time),
-        "max_restarts": launch.max_restarts,
+        "time_limit_seconds": None if limit is None else commands.seconds(limit),
         "prediction": None if plan is None else plan_facts(plan),
+        "rows": [{"name": name.strip(), "text": text} for name, text in rows],
         "warnings": [text for name, text in rows if name == "warning"],
-        "notes": [text for name, text in rows if name == "note"],
-        "inputs": [{"name": name, "text": text} for name, text in checked.inputs],
-        "scripts": scripts,
         **dict.fromkeys(("written", "job", "compile_job", "log", "resumed_step")),
     }
-
-
-def _plan(job: JobPlan, checked: _Checked) -> Plan | None:
-    """Return the prediction for the devices of `--device`; None without it, or where it is not known."""
-    if checked.machines is None:
-        return None
-    from shardwise_plan.plan import predicted
-
-    config = with_batch(job.config, checked.layout.world, None)
-    return predicted(config, checked.layout, replace(checked.machines, per_node=job.ranks_per_node))
 
 
 def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:

@@ -57,17 +57,11 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
 
 def what_is_trained(name: str, plan: Plan) -> str:
     """Return a sentence on the model, the devices and the tokens."""
-    return f"{name}, {parameters_text(plan)}, on {plan.cluster}: {tokens_text(plan)}"
-
-
-def tokens_text(plan: Plan) -> str:
-    return f"{units.count(tokens_of_run(plan.config))} tokens in {plan.config.train.steps:,} steps"
-
-
-def parameters_text(plan: Plan) -> str:
+    tokens = units.count(tokens_of_run(plan.config))
     model = plan.config.model
     count, active = parameter_count(model) or 0, active_parameter_count(model) or 0
-    return f"{units.count(count)} parameters{f' ({units.count(active)} active)' if active < count else ''}"
+    shown = f"{units.count(count)} parameters{f' ({units.count(active)} active)' if active < count else ''}"
+    return f"{name}, {shown}, on {plan.cluster}: {tokens} tokens in {plan.config.train.steps:,} steps"
 
 
 def _rows(listed: Sequence[Plan]) -> list[tuple[str, Sequence[str], str]]:

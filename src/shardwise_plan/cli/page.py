@@ -15,7 +15,7 @@ from shardwise.base import units
 from shardwise.base.terminal import wrapped
 from shardwise.pipeline.timeline import Timeline
 from shardwise_plan.cli import rows
-from shardwise_plan.cli.layout_list import drop_reasons, notes, parameters_text, tokens_text
+from shardwise_plan.cli.layout_list import drop_reasons, notes, what_is_trained
 from shardwise_plan.cli.nodes import Answer
 from shardwise_plan.plan import TIGHT, Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
@@ -62,7 +62,7 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
     proposed = proposals(listed)
     return environment.get_template("plan_page.html").render(
         title=f"{name} on {chosen.cluster}",
-        subject=f"{parameters_text(chosen)}, {tokens_text(chosen)}",
+        subject=what_is_trained(name, chosen).partition(", ")[2],
         sentences=answer.sentences,
         version=__version__,
         accuracy=" ".join(rows.accuracy([chosen])),
@@ -70,8 +70,10 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
         doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
         tiles=_tiles(chosen),
         commands=commands,
+        size=chart.SMALL,
+        left=chart.LEFT,
         chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
-        charts=[Markup(drawn) for drawn in _charts(answer, listed, proposed, chosen) if drawn],
+        charts=_charts(answer, listed, proposed, chosen),
         proposals=[_proposal(proposal, listed) for proposal in proposed],
         sensitivity=_sensitivity(proposed),
         timeline=_timeline(chosen, listed.index(chosen) + 1),
@@ -86,21 +88,17 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
 def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     """Return what a user asks first of a plan: names, values, and what to know of them."""
     cluster = plan.cluster
-    time, price = rows.ranges(plan)
-    tiles = [("time on the calendar", rows.duration(plan.calendar.seconds), time)]
-    if plan.cost is not None:
-        tiles.append(("price", rows.cost_text(plan), price))
-    of_node = f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"
-    tiles += [
-        ("devices", f"{cluster.world:,}", of_node),
-        ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
-    ]
+    time, _, price = rows.range_text(plan).partition(" and ")
     free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
-    return [
-        *tiles,
-        ("free memory", units.size(plan.headroom), f"{free}{', may not fit' if plan.is_tight else ''}"),
+    tiles = [
+        ("time on the calendar", rows.duration(plan.calendar.seconds), time),
+        ("price", rows.cost_text(plan), price),
+        ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
+        ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
+        ("free memory", units.size(plan.headroom), free),
         ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
     ]
+    return [tile for tile in tiles if tile[1]]
 
 
 def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
@@ -113,82 +111,73 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
     }
 
 
-def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[str]:
-    longest = max(plan.calendar.seconds for plan in answer.result.plans)
-    unit = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
-    return [_layouts(answer, listed, proposed, *unit), _sizes(answer, chosen, *unit)]
-
-
-def _layouts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], unit: float, suffix: str) -> str:
-    """Draw time, memory and price of each layout that was found."""
+def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[dict[str, Any]]:
+    """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
+    found = answer.result.plans
+    longest = max(plan.calendar.seconds for plan in found)
+    unit, suffix = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
+    device, price = chosen.cluster.device, chosen.cluster.device.price
+    name_of_price = "device-hours" if price is None else f"price in {price.currency}"
     looks = {id(proposal.plan): f"c{number}" for number, proposal in enumerate(proposed)}
     numbers = {id(plan): number for number, plan in enumerate(listed, 1)}
-    most = max(map(_price, answer.result.plans))
+
+    def dot(plan: Plan, look: str, y: float, label: str, title: str, radius: float = 4) -> dict[str, Any]:
+        x = plan.calendar.seconds / unit
+        return {"x": x, "y": y, "look": look, "label": label, "lines": _told(plan, title), "radius": radius}
+
     # Proposals lie in front, and before them what is listed.
-    plans = sorted(answer.result.plans, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
-    dots = [
-        chart.Dot(
-            plan.calendar.seconds / unit,
+    layouts = [
+        dot(
+            plan,
+            looks.get(id(plan), "rest" if number else "rest pale"),
             plan.memory.total / _GIB,
-            looks.get(id(plan), "rest" if id(plan) in numbers else "rest pale"),
-            _told(plan, f"Layout {numbers[id(plan)]}: " if id(plan) in numbers else "Not listed: "),
-            str(numbers.get(id(plan), "")),
-            _LARGEST_DOT * math.sqrt(_price(plan) / most),
+            str(number),
+            f"Layout {number}: " if number else "Not listed: ",
+            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))),
         )
-        for plan in plans
+        for plan in sorted(found, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
+        for number in [numbers.get(id(plan), "")]
     ]
     legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
     legend.append(("rest", "others"))
-    memory = listed[0].cluster.device.memory
-    full = (memory - listed[0].reserve) / _GIB
-    doubtful = full - TIGHT * memory / _GIB
-    band = None
-    if any(plan.is_tight for plan in plans):
-        band = (doubtful, full)
+    band: list[float] = []
+    if any(plan.is_tight for plan in found):
+        band = [(device.memory * (1 - share) - chosen.reserve) / _GIB for share in (TIGHT, 0)]
         legend.append(("full", "may not fit: less than a tenth of the memory is free"))
-    note = f"To the right: time on the calendar. Upward: memory of a device. Area of a dot: {_price_name(listed[0])}."
-    return chart.dot_chart("Layouts", dots, legend, note, (suffix, " GiB"), band=band)
-
-
-def _sizes(answer: Answer, chosen: Plan, unit: float, suffix: str) -> str:
-    """Draw time and price by the number of nodes; an empty text of a single number."""
-    seconds = chosen.calendar.seconds
+    note = f"To the right: time on the calendar. Upward: memory of a device. Area of a dot: {name_of_price}."
+    charts = [_chart("Layouts", layouts, (suffix, " GiB"), band) | {"legend": legend, "note": note}]
     # A search for a budget begins with one node, whose years would leave no room for the answer.
-    plans = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * seconds]
-    if len(plans) < 2:
-        return ""
-    dots = [
-        chart.Dot(
-            plan.calendar.seconds / unit,
-            _price(plan),
-            "c0" if plan.cluster == chosen.cluster else "rest",
-            _told(plan, f"{units.counted(plan.cluster.nodes, 'node')}: "),
-            units.counted(plan.cluster.nodes, "node"),
-        )
-        for plan in plans
-    ]
-    note = f"To the right: time on the calendar. Upward: {_price_name(chosen)}."
-    legend = [("c0", f"the answer: {units.counted(chosen.cluster.nodes, 'node')}")]
-    return chart.dot_chart("Numbers of nodes", dots, legend, note, (suffix, ""), is_joined=True)
+    sizes = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * chosen.calendar.seconds]
+    if len(sizes) > 1:
+        nodes = [(plan, plan.cluster.nodes, plan.cluster == chosen.cluster) for plan in sizes]
+        dots = [
+            dot(plan, "c0" if is_chosen else "rest", _price(plan), f"{count:,}", f"{units.counted(count, 'node')}: ")
+            for plan, count, is_chosen in nodes
+        ]
+        legend = [("c0", f"the answer: {units.counted(chosen.cluster.nodes, 'node')}")]
+        note = f"To the right: time on the calendar. Upward: {name_of_price}."
+        charts.append(_chart("Numbers of nodes", dots, (suffix, ""), []) | {"legend": legend, "note": note})
+    return charts
+
+
+def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
+    """Return a chart of dots, of which those between the two values of `band` are doubtful."""
+    area, axes = chart.axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
+    return {"title": title, "dots": dots, "band": band, "area": area, "axes": Markup(axes)}
 
 
 def _price(plan: Plan) -> float:
     return plan.device_hours if plan.cost is None else plan.cost
 
 
-def _price_name(plan: Plan) -> str:
-    price = plan.cluster.device.price
-    return "device-hours" if price is None else f"price in {price.currency}"
-
-
 def _told(plan: Plan, title: str) -> list[str]:
     """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
-    on = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}"
-    price = f"{plan.device_hours:,.0f} device-hours" if plan.cost is None else rows.cost_text(plan)
-    memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free"
+    price = rows.cost_text(plan) or rows.hours_text(plan)
+    time = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}, {price}"
     doubt = " (may not fit)" if plan.is_tight else ""
-    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), f"{on}, {price}", f"{memory}{doubt}"]
+    memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free{doubt}"
+    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), time, memory]
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:

@@ -165,19 +165,15 @@ def has_range(plan: Plan) -> bool:
     return device.compared_runs > 0 and not is_sparse and not (device.accuracy and plan.cluster.world == 1)
 
 
-def ranges(plan: Plan) -> tuple[str, str]:
+def range_text(plan: Plan) -> str:
     """Return times and prices of a training with the error of published runs; empty if these do not count."""
     if not has_range(plan):
-        return "", ""
+        return ""
     least, most = (plan.calendar.seconds * ratio for ratio in (LEAST_RATIO, MOST_RATIO))
-    price = "" if plan.cost is None else f"{plan.cost * LEAST_RATIO:,.0f} to {plan.cost * MOST_RATIO:,.0f}"
-    return f"{duration(least)} to {duration(most)}", price
-
-
-def range_text(plan: Plan) -> str:
-    """Return the ranges of time and price in one text; empty if they do not count."""
-    time, price = ranges(plan)
-    return f"{time} and {price} {_currency(plan)}" if price else time
+    text = f"{duration(least)} to {duration(most)}"
+    if plan.cost is None:
+        return text
+    return f"{text} and {plan.cost * LEAST_RATIO:,.0f} to {plan.cost * MOST_RATIO:,.0f} {_currency(plan)}"
 
 
 def accuracy_text(plan: Plan) -> str:

@@ -153,8 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         "notes": list(opened.notes),
     }
     if opened.progress is not None:
-        facts |= _progress_facts(opened, opened.progress, done.folder, run_folder)
-        lines += _progress_lines(facts)
+        facts |= _told_progress(opened, opened.progress, done.folder, run_folder, lines)
     else:
         facts["command"] = f"shardwise train RECIPE checkpoint.load={done.folder}"
         if arguments.kind != _HUB:
@@ -201,10 +200,16 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
     return replace(progress, samples=samples, tokens=progress.tokens if tokens is None else tokens)
 
 
-def _progress_facts(
-    opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None
+def _told_progress(
+    opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None, lines: list[str]
 ) -> dict[str, Any]:
-    """How far the training came and the command that goes on, whose keys are written into the run's folder."""
+    """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
+    tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
+    states = sorted({weight.state for weight in progress.states})
+    lines.append(
+        f"after step {progress.step:,}, {counted(progress.samples or 0, 'sample')} and {tokens}, with the optimizer's "
+        f"{listing(states, 'and')}"
+    )
     model = opened.config.model_dump(mode="json", exclude_defaults=True)
     values: dict[str, dict[str, Any]] = {"model": {"family": opened.config.family, **model}}
     keys = {"optimizer.name": progress.optimizer, **progress.keys}
@@ -213,28 +218,14 @@ def _progress_facts(
         values.setdefault(section, {})[name] = value
     recipe = (run_folder or Path()) / _RECIPE
     write_atomic(recipe, dump_yaml(values))
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
+    lines.append(f"keys that carry the training over, in {recipe}: {shlex.join(words)}")
     place = ["RUN", f"checkpoint.path={str(folder).rpartition('/')[0]}"] if run_folder is None else [str(run_folder)]
     missing = [f"{key}=N" for key in ("train.global_batch", "train.sequence_length") if key not in keys]
-    return {
-        "step": progress.step,
-        "samples": progress.samples or 0,
-        "tokens": progress.tokens,
-        "states": sorted({weight.state for weight in progress.states}),
-        "recipe": str(recipe),
-        "keys": keys,
-        "command": shlex.join(["shardwise", "train", str(recipe), "--run-dir", *place, "data.path=DATA", *missing]),
-    }
-
-
-def _progress_lines(facts: dict[str, Any]) -> list[str]:
-    tokens = "tokens not known, counted from 0" if facts["tokens"] is None else counted(facts["tokens"], "token")
-    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in facts["keys"].items()]
-    return [
-        f"after step {facts['step']:,}, {counted(facts['samples'], 'sample')} and {tokens}, with the optimizer's "
-        f"{listing(facts['states'], 'and')}",
-        f"keys that carry the training over, in {facts['recipe']}: {shlex.join(words)}",
-        f"go on: {facts['command']}",
-    ]
+    command = shlex.join(["shardwise", "train", str(recipe), "--run-dir", *place, "data.path=DATA", *missing])
+    lines.append(f"go on: {command}")
+    counts = {"step": progress.step, "samples": progress.samples or 0, "tokens": progress.tokens}
+    return {**counts, "states": states, "recipe": str(recipe), "keys": keys, "command": command}
 
 
 def _require_fitting(arguments: argparse.Namespace) -> None:

@@ -32,13 +32,6 @@ _COLOURS = 8
 _LINES = 3
 _FEW_CURVES = 4
 """The bands of more curves are paler, since they lie upon each other."""
-_LINE = 16
-"""Pixels of a line of text below a chart, of which `_TOLD` tell of a dot."""
-_TOLD = 5
-_CHARACTER = 8
-"""Pixels of a character of a label, at most."""
-_LEAST_AROUND = 5
-"""Radius of a dot from which on its label is within it."""
 _LABEL_HEIGHTS = 3
 """Heights at which the labels of marks are written in turn."""
 _UNITS = ((1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e5, 1e3, " k"))
@@ -80,24 +73,6 @@ class Mark:
     def place(self) -> float:
         """Place of the line on the axis of the steps."""
         return self.steps_before + 0.5
-
-
-class Dot(NamedTuple):
-    """A dot of a chart.
-
-    Attributes:
-        look: classes of its colour.
-        lines: texts below the chart while the pointer is on the dot, or while it has the focus.
-        label: text beside it, or within a large one; a dot with a label can have the focus.
-        radius: pixels.
-    """
-
-    x: float
-    y: float
-    look: str
-    lines: Sequence[str]
-    label: str = ""
-    radius: float = 4.5
 
 
 @dataclass(frozen=True)
@@ -280,65 +255,11 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     return _figure(title, [], drawn, area, data, notes=[note] if note else [])
 
 
-def dot_chart(
-    title: str,
-    dots: Sequence[Dot],
-    legend: Sequence[tuple[str, str]],
-    note: str,
-    suffixes: tuple[str, str],
-    *,
-    band: tuple[float, float] | None = None,
-    is_joined: bool = False,
-) -> str:
-    """Draw a dot for each thing that has two amounts; no script is needed to learn what a dot is.
-
-    Args:
-        dots: dots, the last ones in front.
-        legend: style and name of each kind of dot.
-        suffixes: units of the two axes.
-        band: the amounts between which values are doubtful.
-        is_joined: True to draw a line from each dot to the next one.
-    """
-    across = _ticks([dot.x for dot in dots])
-    upward = _ticks([*(dot.y for dot in dots), *(band or ())])
+def axes(x: Sequence[float], y: Sequence[float], suffixes: tuple[str, str]) -> tuple[_PlotArea, str]:
+    """Return the area of a small chart that holds these values, and its two axes with their units as suffixes."""
+    across, upward = _ticks(x), _ticks(y)
     area = _PlotArea(across[0], across[-1], upward[0], upward[-1])
-    drawn = [_y_axis(area, upward, suffixes[1]), _x_axis(area, "", across, suffixes[0])]
-    if band is not None:
-        low, high = area.y(band[0]), area.y(band[1])
-        drawn.append(f'<rect class="break" x="{LEFT}" y="{high:.1f}" width="{area.width}" height="{low - high:.1f}"/>')
-    if is_joined:
-        drawn.append(f'<polyline class="curve rest" points="{area.path([(dot.x, dot.y) for dot in dots])}"/>')
-    labels: list[tuple[float, float]] = []
-    drawn += [_point(area, dot, labels) for dot in reversed(dots)][::-1]
-    keys = "".join(f'<span class="key {style}">{escape(name)}</span>' for style, name in legend)
-    width, height = area.size
-    return (
-        f'<figure class="dotted"><figcaption>{escape(title)}{keys}<small>{escape(note)}</small></figcaption>'
-        f'<svg viewBox="0 0 {width} {height + _LINE * _TOLD}" role="group" aria-label="{escape(title)}">'
-        f'<text class="hint" x="4" y="{height + _LINE}">A dot at the pointer or chosen by Tab is told here.</text>'
-        f"{''.join(drawn)}</svg></figure>"
-    )
-
-
-def _point(area: _PlotArea, dot: Dot, labels: list[tuple[float, float]]) -> str:
-    """Draw a dot with its texts; its label only where no other one in `labels` is."""
-    x, y = area.x(dot.x), area.y(dot.y)
-    width = _CHARACTER * len(dot.label)
-    label = ""
-    if dot.radius > _LEAST_AROUND:
-        label = f'<text class="inside" x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{escape(dot.label)}</text>'
-    elif dot.label and not any(abs(x - left) < width and abs(y - top) < _LINE for left, top in labels):
-        labels.append((x, y))
-        side, anchor = (-1, "end") if x + width > area.size.width - 2 * RIGHT else (1, "start")
-        place = f'x="{x + side * (dot.radius + 3):.1f}" y="{y + 4:.1f}" text-anchor="{anchor}"'
-        label = f"<text {place}>{escape(dot.label)}</text>"
-    told = "".join(f'<tspan x="4" dy="{_LINE}">{escape(line)}</tspan>' for line in dot.lines)
-    focus = ' tabindex="0"' if dot.label else ""
-    return (
-        f'<g class="point"{focus} role="img" aria-label="{escape("; ".join(dot.lines))}">'
-        f'<circle class="dots {dot.look}" cx="{x:.1f}" cy="{y:.1f}" r="{dot.radius:.1f}"/>{label}'
-        f'<text class="told" y="{area.size.height}">{told}</text></g>'
-    )
+    return area, _y_axis(area, upward, suffixes[1]) + _x_axis(area, "", across, suffixes[0])
 
 
 _LOADS = {"no token": 0.0, "to 0.5": 1e-9, "to 0.8": 0.5, "to 1.25": 0.8, "to 2": 1.25, "to 4": 2.0, "4 and more": 4.0}
