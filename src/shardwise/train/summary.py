@@ -117,14 +117,10 @@ def dry_run(
             # That of the recipe, in whose place other data are read.
             keys.get("data", {}).pop("dataset", None)
     if as_json:
-        facts = {
-            "recipe": recipe,
-            "device": device if predicted is None else predicted.cluster,
-            **sized.facts(own),
-            "prediction": None if predicted is None else predicted.facts,
-            **{name: [*map(_fact, rows)] for name, rows in (("continues", continued), ("inputs", inputs))},
-            "keys": keys,
-        }
+        prediction = None if predicted is None else predicted.facts
+        facts = {"recipe": recipe, "device": device if predicted is None else predicted.cluster}
+        facts |= {**sized.facts(own), "prediction": prediction}
+        facts |= {"continues": [*map(_fact, continued)], "inputs": [*map(_fact, inputs)], "keys": keys}
         return json_text(facts, indent=2, ascii=True)
     return f"{comments}\n\n# {title}\n{dump_yaml(keys)}".rstrip()
 

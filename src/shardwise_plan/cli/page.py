@@ -62,7 +62,7 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
     proposed = proposals(listed)
     return environment.get_template("plan_page.html").render(
         title=f"{name} on {chosen.cluster}",
-        subject=what_is_trained(name, chosen).partition(", ")[2],
+        subject=what_is_trained(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
         sentences=answer.sentences,
         version=__version__,
         accuracy=" ".join(rows.accuracy([chosen])),
@@ -149,13 +149,14 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
     # A search for a budget begins with one node, whose years would leave no room for the answer.
     sizes = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * chosen.calendar.seconds]
     if len(sizes) > 1:
-        nodes = [(plan, plan.cluster.nodes, plan.cluster == chosen.cluster) for plan in sizes]
-        dots = [
-            dot(plan, "c0" if is_chosen else "rest", _price(plan), f"{count:,}", f"{units.counted(count, 'node')}: ")
-            for plan, count, is_chosen in nodes
-        ]
+        dots = []
+        for plan in sizes:
+            is_beaten = any(o.calendar.seconds < plan.calendar.seconds and _price(o) < _price(plan) for o in sizes)
+            look = "c0" if plan.cluster == chosen.cluster else "rest pale" if is_beaten else "rest"
+            nodes = units.counted(plan.cluster.nodes, "node")
+            dots.append(dot(plan, look, _price(plan), f"{plan.cluster.nodes:,}", f"{nodes}: "))
         legend = [("c0", f"the answer: {units.counted(chosen.cluster.nodes, 'node')}")]
-        note = f"To the right: time on the calendar. Upward: {name_of_price}."
+        note = f"To the right: time on the calendar. Upward: {name_of_price}. Rings: another number is faster for less."
         charts.append(_chart("Numbers of nodes", dots, (suffix, ""), []) | {"legend": legend, "note": note})
     return charts
 
