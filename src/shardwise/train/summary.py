@@ -117,10 +117,9 @@ def dry_run(
             # That of the recipe, in whose place other data are read.
             keys.get("data", {}).pop("dataset", None)
     if as_json:
-        prediction = None if predicted is None else predicted.facts
-        facts = {"recipe": recipe, "device": device if predicted is None else predicted.cluster}
-        facts |= {**sized.facts(own), "prediction": prediction}
-        facts |= {"continues": [*map(_fact, continued)], "inputs": [*map(_fact, inputs)], "keys": keys}
+        facts = {"recipe": recipe, "device": device, **sized.facts(own), "prediction": None, "keys": keys}
+        facts |= {"continues": [*map(_fact, continued)], "inputs": [*map(_fact, inputs)]}
+        facts |= {} if predicted is None else {"device": predicted.cluster, "prediction": predicted.facts}
         return json_text(facts, indent=2, ascii=True)
     return f"{comments}\n\n# {title}\n{dump_yaml(keys)}".rstrip()
 
