@@ -170,7 +170,12 @@ class RunView:
             return "finished" if self.results else "killed"
         if self._is_silent():
             return "silent"
-        return "running" if self._trains else "starting"
+        return "running" if self._trains and not self._is_again() else "starting"
+
+    @property
+    def start_number(self) -> int:
+        """Number of the run's last start, from 1 on, also of one that has not recorded its "start" event yet."""
+        return max(1, self.lost.starts + (bool(self.reason) or self._is_again()))
 
     @property
     def reason(self) -> str:
@@ -328,12 +333,19 @@ class RunView:
         A process takes the lock long before its ranks record their "start" event. The supervisor of a job keeps it: it
         has recorded how its last start ended, and records a failure of the run where it does not start it again.
         """
+        return self._is_again() and RunLock.is_held(self.path)
+
+    def _is_again(self) -> bool:
+        """True if a process took the lock, or a job recorded the end of a start, after all that the run recorded."""
         holder = RunLock.holder(self.path) or {}
-        ended = seconds_of(self.events[-1] if self.failure is None else asdict(self.failure))
-        is_new = seconds_of({"time": holder.get("started")}) > ended
-        if not is_new and self.failure is None and self.reason.startswith("failed"):
-            is_new = seconds_of((self.ends() or [{}])[-1]) >= ended
-        return is_new and RunLock.is_held(self.path)
+        signs = [seconds_of(event) for event in (*self.events[-1:], self.last)]
+        if self.failure is not None:
+            signs = [seconds_of(asdict(self.failure))]
+        last = max((seconds for seconds in signs if not math.isnan(seconds)), default=math.nan)
+        is_new = seconds_of({"time": holder.get("started")}) > last
+        if not is_new and self.failure is None and (not self.reason or self.reason.startswith("failed")):
+            is_new = seconds_of((self.ends() or [{}])[-1]) >= last
+        return is_new
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""
@@ -395,6 +407,11 @@ class RunView:
             known = _WholeFile(changed, problem=f"{path} is damaged: {error}")
         self._files[path] = known
         return known.content
+
+
+def state_text(state: State, start_number: int) -> str:
+    """Return a state with the number of a later start that is under way."""
+    return f"restarting (start {start_number})" if state == "starting" and start_number > 1 else state
 
 
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
@@ -466,10 +483,10 @@ def runs_at(folder: str) -> list[RunView | Unreadable]:
     if root != RUNS and not root.is_dir():
         raise ConfigError(f"DIR ({folder}) must be a folder of runs, or a run's folder: there is no such folder")
     paths = [root] if _may_hold_run(root) else folders(root)
-    return sorted(map(_run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
+    return sorted(map(run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
 
 
-def _run_at(path: Path) -> RunView | Unreadable:
+def run_at(path: Path) -> RunView | Unreadable:
     """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 
 from shardwise.base import redaction, units
 from shardwise.base.errors import listing
+from shardwise.base.prices import Price
+from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
 from shardwise_watch.lost_time import CAUSES
@@ -44,8 +47,16 @@ _RECORDED = ("tokens", "tokens_per_second", "peak_tokens_per_second", "tokens_pe
 """Numbers of the last step that stand at the top of the page."""
 
 
-def report_of(run: RunView) -> dict[str, Any]:
-    """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict."""
+_MARKS = re.compile(r"\s*(?:</?s>|<[be]os>|<pad>|<\|\w+\|>|<end_of_turn>|\[(?:SEP|CLS|PAD)\])\s*")
+"""Marks of tokenizers for the beginning and the end of a text."""
+
+
+def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
+    """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict.
+
+    Args:
+        price: price of its devices; None: that of its configuration.
+    """
     series = run.series
     layouts = run.layouts
     events = _events(run)
@@ -57,7 +68,9 @@ def report_of(run: RunView) -> dict[str, Any]:
         **row(run),
         "created": _stamp(time.time()),
         "failure": None if run.failure is None else run.failure.lines(run.path),
-        "sample": str(run.results.get("sample") or ""),
+        "sample": _MARKS.sub("\n", str(run.results.get("sample") or "")).strip(),
+        "commit": _commit(run),
+        **_cost(run, price),
         "numbers": _headline(run),
         "places": _places(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
@@ -68,6 +81,7 @@ def report_of(run: RunView) -> dict[str, Any]:
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
         "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
+        "tasks": _tasks(run),
         "layouts": [[span.steps_before, span.layout] for span in layouts],
         **_split(run, layouts),
         "split_by_step": _split_by_step(run),
@@ -220,17 +234,65 @@ def _set_losses(run: RunView) -> _Points:
     return losses
 
 
+def _scores(run: RunView) -> Iterable[tuple[str, str, int, float, float | None]]:
+    """Yield the task, the metric, the step, the score and its standard error of each score of tasks."""
+    for event in run.task_evaluations:
+        amounts = _amounts(event.get("metrics"))
+        for key, value in amounts.items():
+            # The part after the comma names a filter of answers.
+            metric, comma, answers = key.partition(",")
+            if not metric.endswith("_stderr"):
+                name = metric if answers in ("", "none") else f"{metric} ({answers})"
+                yield (
+                    str(event.get("task")),
+                    name,
+                    event["step"],
+                    value,
+                    amounts.get(f"{metric}_stderr{comma}{answers}"),
+                )
+
+
 def _task_scores(run: RunView) -> dict[str, _Points]:
     """Return the scores of each task by metric, without their standard errors."""
     scores: dict[str, _Points] = {}
-    for event in run.task_evaluations:
-        for key, value in _amounts(event.get("metrics")).items():
-            # The part after the comma names a filter of answers.
-            metric, _, answers = key.partition(",")
-            if not metric.endswith("_stderr"):
-                name = metric if answers in ("", "none") else f"{metric} ({answers})"
-                scores.setdefault(name, {}).setdefault(str(event.get("task")), {})[event["step"]] = value
+    for task, metric, step, score, _ in _scores(run):
+        scores.setdefault(metric, {}).setdefault(task, {})[step] = score
     return scores
+
+
+def _tasks(run: RunView) -> list[dict[str, Any]]:
+    """Return the last score of each task by each metric, with the first one if there are several."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for task, metric, step, score, error in _scores(run):
+        row = rows.setdefault((task, metric), {"task": task, "metric": metric, "first_step": step, "first": score})
+        row |= {"step": step, "score": score, "stderr": error}
+    return [*rows.values()]
+
+
+def _commit(run: RunView) -> str | None:
+    """Return the commit of the folder in which the run was started last, with `+` if files differed from it."""
+    git = run.environment.get("git")
+    commit = git.get("commit") if isinstance(git, Mapping) else None
+    return None if commit is None else f"{str(commit)[:12]}{'+' if git.get('modified') else ''}"
+
+
+def _cost(run: RunView, price: Price | None) -> dict[str, Any]:
+    """Return the device-hours of a run, and what they cost: None without a price, or if they are unknown.
+
+    A chip in use is paid as a whole.
+    """
+    hours = _finite(run.lost.device_seconds / 3600)
+    text = run.section("log").get("price")
+    price = price or (None if text is None else Price.of(str(text), f"log.price of {run.name}"))
+    nodes = run.nodes(run.ranks())
+    ranks = sum(len(node.ranks) for node in nodes)
+    if price is None or not hours or not ranks:
+        return {"device_hours": hours, "cost": None}
+    per_chip = devices_per_chip(str(run.start.get("device")))
+    chips = sum(-(-len(node.ranks) // per_chip) for node in nodes)
+    paid = {"device": ranks, "chip": chips, "node": len(nodes)}[price.unit]
+    cost = {"amount": hours * paid / ranks * price.amount, "currency": price.currency, "price": str(price)}
+    return {"device_hours": hours, "cost": cost}
 
 
 def _as_curves(points: _Points) -> dict[str, list[Column]]:

@@ -61,6 +61,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "count": lambda value: _or_dash(value, units.count),
         "duration": lambda value: _or_dash(value, units.duration),
         "size": lambda value: _or_dash(value, units.size),
+        "cost": lambda cost: f"{cost['amount']:,.{2 if cost['amount'] >= 0.1 else 4}f} {cost['currency']}",
         "times": lambda value: _or_dash(value, "{:.2f} ×".format),
         "whole": "{:,}".format,
     }
@@ -77,6 +78,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
         places=Markup(chart.attribute(_places(reports, names))),
         compared=compared,
+        tasks=_task_rows(reports),
         left=chart.LEFT,
         right=chart.RIGHT,
         top=chart.TOP,
@@ -210,6 +212,13 @@ def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
         notes = [f"{len(shown)} of {len(curves)} curves"] if len(shown) < len(curves) else []
         charts.append(chart.line_chart(f"Tasks: {metric}", shown, is_cut=False, notes=notes))
     return charts
+
+
+def _task_rows(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any] | None]]]:
+    """Return the task, the metric, and the last score of each run, of each score that a run has."""
+    of_runs = [{(row["task"], row["metric"]): row for row in report["tasks"]} for report in reports]
+    keys = dict.fromkeys(key for rows in of_runs for key in rows)
+    return [(*key, [rows.get(key) for rows in of_runs]) for key in keys]
 
 
 def _counted(value: Any) -> Any:

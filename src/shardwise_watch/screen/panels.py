@@ -14,7 +14,7 @@ from shardwise.runs.events import NEXT_STAGE, seconds_of
 from shardwise.runs.layout_spans import short_layout
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.screen import drawing
-from shardwise_watch.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
+from shardwise_watch.screen.drawing import ACCENT, BAD, BEHIND, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
 from shardwise_watch.screen.frame import Frame, Span
 
 _SPAN_NAMES: Mapping[Span, str] = {"whole": "all steps", "tenth": "last tenth", "hundredth": "last hundredth"}
@@ -25,7 +25,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     """Write the name, the state and the progress of the run."""
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
-    state = Text.assemble(("● ", colour), (frame.state, f"bold {colour}"))
+    state = Text.assemble(("● ", colour), (frame.state_text, f"bold {colour}"))
     if frame.state in ("failed", "stopped") and frame.reason and not frame.failure_lines:
         state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
     if paused:
@@ -76,12 +76,15 @@ def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole"
     """Draw the curve of a metric, with its last value in the heading."""
     title, colour, last, scale = _CURVE_STYLES[name]
     # The loss is the largest panel: one notice that the history is still being read is enough.
-    right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
+    right = Text("reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span], FAINT)
+    if name == "loss" and frame.behind_path is not None:
+        right = Text.assemble((f"behind: {frame.behind_path.name}  ", BEHIND), right)
     summary = Text(last(frame.last.get(name)), f"bold {colour}")
     if name == "loss" and frame.evaluation:
         summary.append("  evaluation ", FAINT).append(last(frame.evaluation.get("loss")), f"bold {WARN}")
     head = drawing.heading(width, title, summary, right)
-    lines = plot(frame.curves[name], width, height - 1, colour, scale) if name in frame.curves else []
+    curves = (frame.curves[name], frame.behind.get(name)) if name in frame.curves else None
+    lines = plot(*curves, width, height - 1, colour, scale) if curves else []
     return [head, *(lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)])]
 
 
@@ -214,6 +217,42 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
 
 
 _BEGIN = len(" 01-31 23:59 ▌")
+
+
+def log(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """Show the end of rank 0's log without the newest `skip` lines; long lines are wrapped."""
+    lines: list[Text] = []
+    for text in reversed(frame.log[: len(frame.log) - skip]):
+        style = WARN if text.startswith("warning: ") else BAD if text.startswith("failed: ") else TEXT
+        lines = [*drawing.sentences(width, clean(text) or " ", style), *lines]
+        if len(lines) >= height - 1:
+            break
+    return [drawing.heading(width, "log of rank 0", right="↑↓"), *lines[1 - height :]]
+
+
+def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
+    """List the runs to choose from, with the one at `cursor` marked."""
+    head = drawing.heading(width, "runs", right="↑↓ choose, enter shows it, b puts it behind")
+    if not frame.runs:
+        return [head, Text(" reading the runs…", FAINT)]
+    places = {frame.path.resolve(): ("shown", ACCENT), frame.behind_path: ("behind", BEHIND)}
+    titles = ("", "run", "state", "step", "loss", "tokens/s", "MFU", "heard")
+    rows = [tuple((title, FAINT) for title in titles)]
+    window = drawing.window(len(frame.runs), height - 2, cursor)
+    for row in frame.runs[window.start : window.stop]:
+        place, style = places.get(row["path"], ("", TEXT))
+        total = "" if row["steps"] is None else f" of {row['steps']:,}"
+        cells = (
+            "" if row["step"] is None else f"{row['step']:,}{total}",
+            drawing.plain(row["loss"], ".4f"),
+            drawing.rate(row["tokens_per_second"]),
+            drawing.percent(row["mfu"]),
+            units.duration(round(max(0.0, frame.now - row["heard"]))) if row["heard"] else "–",
+        )
+        colour = drawing.STATE_COLOURS.get(row["state"], ACCENT)
+        rows.append(((place, style), (row["run"], style), (row["state"], colour), *((cell, TEXT) for cell in cells)))
+    lines = drawing.columns(rows, right=(3, 4, 5, 6, 7), gap=1 if width < 100 else 2)
+    return [head, *drawing.marked(lines, width, cursor - window.start + 1)]
 
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:

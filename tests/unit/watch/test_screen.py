@@ -22,7 +22,7 @@ from shardwise_watch.cli import top
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.app import Panel, Top
-from shardwise_watch.screen.frame import Frame, Reader, Span, frame_of
+from shardwise_watch.screen.frame import Choice, Frame, Reader, Span, frame_of
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
@@ -65,8 +65,8 @@ def fixed(path: Path) -> Top:
     """The screen of a run, read once, as if it ran at the moment NOW."""
     reader = Reader(path)
 
-    def read(columns: int, span: Span, still: bool) -> Frame:
-        return replace(reader.read(columns, span, still), now=NOW, state="running", eta_seconds=600.0)
+    def read(columns: int, span: Span, still: bool, choice: Choice) -> Frame:
+        return replace(reader.read(columns, span, still, choice), now=NOW, state="running", eta_seconds=600.0)
 
     return Top(read, 0)
 
@@ -380,9 +380,9 @@ def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for once, interval, told in ((False, 2.0, "must be a terminal"), (True, float("nan"), r"--interval \(nan\)")):
         with pytest.raises(ConfigError, match=told):
-            top.run(Namespace(run=run, once=once, interval=interval))
+            top.run(Namespace(run=run, others=[], once=once, interval=interval))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
-        top.run(Namespace(run=run, once=False, interval=2.0))
+        top.run(Namespace(run=run, others=[], once=False, interval=2.0))
