@@ -337,15 +337,20 @@ class RunView:
 
     def _is_again(self) -> bool:
         """True if a process took the lock, or a job recorded the end of a start, after all that the run recorded."""
-        holder = RunLock.holder(self.path) or {}
-        signs = [seconds_of(event) for event in (*self.events[-1:], self.last)]
+        records = [*self.events[-1:], *([self.last] if self._trains else [])]
         if self.failure is not None:
-            signs = [seconds_of(asdict(self.failure))]
-        last = max((seconds for seconds in signs if not math.isnan(seconds)), default=math.nan)
-        is_new = seconds_of({"time": holder.get("started")}) > last
+            records = [asdict(self.failure)]
+        times = [seconds_of(record) for record in records]
+        last = math.nan if any(map(math.isnan, times)) else max(times, default=math.nan)
+        is_new = self._locked > last
         if not is_new and self.failure is None and (not self.reason or self.reason.startswith("failed")):
             is_new = seconds_of((self.ends() or [{}])[-1]) >= last
         return is_new
+
+    @property
+    def _locked(self) -> float:
+        """Time at which the last process took the run's lock, in seconds since the epoch; NaN if it is unknown."""
+        return seconds_of({"time": (RunLock.holder(self.path) or {}).get("started")})
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""
@@ -359,9 +364,11 @@ class RunView:
         """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
-        least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
+        is_again = self._is_again()
+        least_seconds = SILENT_SECONDS if self._trains and not is_again else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
-        return self.heard is not None and time.time() - self.heard > patience
+        heard = max(self.heard or 0.0, self._locked) if is_again else self.heard
+        return heard is not None and time.time() - heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
         changed = modification_time(path)

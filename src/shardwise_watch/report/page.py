@@ -329,8 +329,8 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
         return ""
     least = min(used, key=used.__getitem__)
     most = max(used, key=used.__getitem__)
-    # The power of 1,024 that is the unit of the largest; there are five units.
-    power = max(0, min(4, int(math.log(max(1, used[most]), 1024))))
+    # The power of 1,024 that is the unit of the largest number of the axis; there are five units.
+    power = max(0, min(4, int(math.log(max(1, 1.25 * used[most]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
     note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
     rows = columns([*used], [amount / 1024**power for amount in used.values()])

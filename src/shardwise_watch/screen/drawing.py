@@ -268,8 +268,9 @@ def plot(
         return []
     behind = behind or Curve(())
     if behind.known:
+        # At most twice as much room again: a curve that is far away must not flatten this one.
         least, largest = _range(behind)
-        low, high = min(low, least), max(high, largest)
+        low, high = max(min(low, least), 2 * low - high), min(max(high, largest), 2 * high - low)
     # A constant gets some room, so that nothing divides by zero.
     if high - low < 1e-9 * max(1.0, abs(high)):
         low = low - max(1e-9, abs(low) * 0.05)

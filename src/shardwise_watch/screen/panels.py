@@ -28,6 +28,8 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     state = Text.assemble(("● ", colour), (frame.state_text, f"bold {colour}"))
     if frame.state in ("failed", "stopped") and frame.reason and not frame.failure_lines:
         state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
+    if frame.behind_path is not None:
+        state.append(f"  behind: {frame.behind_path.name}", BEHIND)
     if paused:
         state.append("  ❚❚ paused", f"bold {WARN}")
     heard = "" if frame.heard is None else f"heard {units.duration(round(max(0.0, frame.now - frame.heard)))} ago"
@@ -76,9 +78,7 @@ def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole"
     """Draw the curve of a metric, with its last value in the heading."""
     title, colour, last, scale = _CURVE_STYLES[name]
     # The loss is the largest panel: one notice that the history is still being read is enough.
-    right = Text("reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span], FAINT)
-    if name == "loss" and frame.behind_path is not None:
-        right = Text.assemble((f"behind: {frame.behind_path.name}  ", BEHIND), right)
+    right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
     summary = Text(last(frame.last.get(name)), f"bold {colour}")
     if name == "loss" and frame.evaluation:
         summary.append("  evaluation ", FAINT).append(last(frame.evaluation.get("loss")), f"bold {WARN}")
@@ -286,6 +286,12 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         case "checkpoint":
             text = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
             text += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
+        case "eval_set":
+            text = f"evaluation of {event.get('set')}: loss {drawing.plain(event.get('loss'), '.4f')}"
+        case "eval_task":
+            metrics = event.get("metrics") if isinstance(event.get("metrics"), dict) else {}
+            scores = (f"{name.removesuffix(',none')} {drawing.plain(score)}" for name, score in metrics.items())
+            text = f"task {event.get('task')}: {', '.join(score for score in scores if '_stderr' not in score)}"
         case "compile":
             text = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
             text += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
