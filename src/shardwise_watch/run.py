@@ -337,11 +337,8 @@ class RunView:
 
     def _is_again(self) -> bool:
         """True if a process took the lock, or a job recorded the end of a start, after all that the run recorded."""
-        records = [*self.events[-1:], *([self.last] if self._trains else [])]
-        if self.failure is not None:
-            records = [asdict(self.failure)]
-        times = [seconds_of(record) for record in records]
-        last = math.nan if any(map(math.isnan, times)) else max(times, default=math.nan)
+        recorded = self.last if self._trains else (self.events or [{}])[-1]
+        last = seconds_of(recorded if self.failure is None else asdict(self.failure))
         is_new = self._locked > last
         if not is_new and self.failure is None and (not self.reason or self.reason.startswith("failed")):
             is_new = seconds_of((self.ends() or [{}])[-1]) >= last
@@ -416,11 +413,6 @@ class RunView:
         return known.content
 
 
-def state_text(state: State, start_number: int) -> str:
-    """Return a state with the number of a later start that is under way."""
-    return f"restarting (start {start_number})" if state == "starting" and start_number > 1 else state
-
-
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     """Open the run in a folder; without a `path` the newest one of `runs`.
 
@@ -490,10 +482,10 @@ def runs_at(folder: str) -> list[RunView | Unreadable]:
     if root != RUNS and not root.is_dir():
         raise ConfigError(f"DIR ({folder}) must be a folder of runs, or a run's folder: there is no such folder")
     paths = [root] if _may_hold_run(root) else folders(root)
-    return sorted(map(run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
+    return sorted(map(_run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
 
 
-def run_at(path: Path) -> RunView | Unreadable:
+def _run_at(path: Path) -> RunView | Unreadable:
     """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)

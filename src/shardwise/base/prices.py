@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from shardwise.base.errors import ConfigError
 
 _MOST_PRICE = 1e6
-_PRICED = ("device", "chip", "node")
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Price:
         Raises:
             ConfigError: it is no price, or has no currency.
         """
-        units_of = f"(?:/({'|'.join(_PRICED)}))?(?:/hour)?"
-        match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([A-Za-z]{{3}})?{units_of}", text.strip())
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?(?:/(device|chip|node))?(?:/hour)?", text.strip())
         if match is None or float(match[1]) > _MOST_PRICE:
             raise ConfigError(
                 f"{named} ({text}) must be a price of a device, a chip or a node for an hour, from 0 to "

@@ -508,8 +508,8 @@ class LogConfig(Section):
     price: str | None = Field(
         default=None,
         examples=["2.50 USD", "40 USD/node"],
-        description="price of a device for an hour with its currency, or of a node ('40 USD/node') or a chip "
-        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`, whose --price replaces it",
+        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
+        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")

@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price",
         metavar="PRICE",
-        help="price of a device for an hour with its currency, such as '2.50 USD', of a node ('40 USD/node') or of a "
-        "chip ('2 USD/chip'), for the cost (default: log.price of the run)",
+        help="price of a device for an hour, such as '2.50 USD', or of a node or a chip, as `plan` takes it, for the "
+        "cost (default: log.price of the run)",
     )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 

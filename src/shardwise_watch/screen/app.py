@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -22,6 +21,8 @@ from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Choice, Frame, Span
 VIEWS = ("overview", "ranks", "pipeline", "nodes", "events", "log")
 LEAST = (80, 20)
 """Columns and lines without which the screen would not fit."""
+
+
 Draw = Callable[[Frame, int, int], Sequence[Text]]
 
 
@@ -87,9 +88,7 @@ class Top(App[None]):
         Binding("q,ctrl+c", "quit", show=False, priority=True),
     ]
 
-    def __init__(
-        self, read: Callable[[int, Span, bool, Choice], Frame], interval: float, behind: Path | None = None
-    ) -> None:
+    def __init__(self, read: Callable[..., Frame], interval: float, behind: Path | None = None) -> None:
         super().__init__()
         self.frame: Frame | None = None
         self._read = read
@@ -252,27 +251,22 @@ class Top(App[None]):
     def action_runs(self) -> None:
         self._list(not self._choice.is_listing)
 
-    def _list(self, is_listing: bool) -> None:
-        self._choice = replace(self._choice, is_listing=is_listing)
+    def _list(self, is_listing: bool, **chosen: Path | None) -> None:
+        self._choice = self._choice._replace(is_listing=is_listing, **chosen)
         self.query_one("#views", ContentSwitcher).current = "runs" if is_listing else VIEWS[self._view]
-        if is_listing:
+        if is_listing or chosen:
             self._refresh_frame()
         self._redraw()
 
     def action_choose(self, is_behind: bool) -> None:
         """Show the run at the cursor of the list; or put it behind, or take it away from there."""
-        if not (self._choice.is_listing and self.frame is not None and self.frame.runs):
-            return
-        row = self.frame.runs[min(self._moved[-1], len(self.frame.runs) - 1)]
-        if row["state"] == "unreadable":
-            return
-        if is_behind:
-            self._choice = replace(self._choice, behind=None if self._choice.behind == row["path"] else row["path"])
-        else:
-            self._choice = replace(self._choice, run=row["path"])
-            self._moved[:-1] = [0] * len(VIEWS)
-            self._list(False)
-        self._refresh_frame()
+        if self._choice.is_listing and self.frame is not None and self.frame.runs:
+            path, *_ = self.frame.runs[min(self._moved[-1], len(self.frame.runs) - 1)]
+            if is_behind:
+                self._list(True, behind=None if path == self._choice.behind else path)
+            else:
+                self._moved[:-1] = [0] * len(VIEWS)
+                self._list(False, run=path)
 
     def action_metric(self, by: int) -> None:
         self._metric = (self._metric + by) % len(views.METRICS)
@@ -289,9 +283,8 @@ class Top(App[None]):
 
     def action_help(self) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
-        is_shown = switcher.current == "keys"
-        self._list(False)
-        switcher.current = VIEWS[self._view] if is_shown else "keys"
+        self._choice = self._choice._replace(is_listing=False)
+        switcher.current = VIEWS[self._view] if switcher.current == "keys" else "keys"
         self._redraw()
 
     def action_leave_help(self) -> None:

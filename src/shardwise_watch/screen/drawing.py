@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.run import State
 from shardwise_watch.step_metrics import Curve, column_width
 
 GROUND = "#12161c"
@@ -34,7 +33,7 @@ PART_COLOURS = {
     "checkpoint": "#d98e73",
     "other": "#667180",
 }
-STATE_COLOURS: Mapping[State, str] = {
+STATE_COLOURS: Mapping[str, str] = {
     "starting": ACCENT,
     "running": GOOD,
     "silent": WARN,

@@ -8,16 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.base import errors, files, redaction
 from shardwise.runs.events import number
 from shardwise.runs.failure import FailureRecord
-from shardwise_watch import summary
+from shardwise_watch.cli.ls import run_cells
 from shardwise_watch.json_lines import last_raw_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
-from shardwise_watch.run import RunView, State, Unreadable, folders, open_run, run_at, state_text
+from shardwise_watch.run import RunView, State, folders, open_run
 from shardwise_watch.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
 
 Span = Literal["whole", "tenth", "hundredth"]
@@ -35,22 +35,12 @@ UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Arith
 """Errors that values of other types in the files of a run lead to: another program may have written them."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What the user wants to see beside the numbers of the first run.
-
-    Attributes:
-        run: folder of another run to show in its place.
-        behind: folder of a run whose curves stand behind those of the shown one.
-        is_listing: True if the list of runs is shown.
-    """
+class Choice(NamedTuple):
+    """Folders of the run that is shown (None: the first one) and of the one behind, and whether runs are listed."""
 
     run: Path | None = None
     behind: Path | None = None
     is_listing: bool = False
-
-
-_FIRST_ALONE = Choice()
 
 
 @dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Frame:
         behind: likewise of the run that is shown behind, over the same steps.
         behind_path: folder of that run; None without one.
         log: last lines of rank 0's log.
-        runs: rows of `summary.row` of the runs to choose from, if these are listed; `heard` is in seconds there.
+        runs: folder of each run to choose from, the time at which it last wrote, and its cells of `shardwise ls`.
         silent: ranks that have written nothing for long.
         events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
         has_history: True if all steps were read; otherwise the curves show the last ones.
@@ -92,7 +82,7 @@ class Frame:
     behind: Mapping[str, Curve] = field(default_factory=dict)
     behind_path: Path | None = None
     log: Sequence[str] = ()
-    runs: Sequence[Mapping[str, Any]] = ()
+    runs: Sequence[tuple[Path, float, Sequence[str]]] = ()
     ranks: Sequence[RankView] = ()
     nodes: Sequence[NodeView] = ()
     pipeline: Sequence[PipelineView] = ()
@@ -105,7 +95,8 @@ class Frame:
     @property
     def state_text(self) -> str:
         """State with the number of a later start that is under way."""
-        return state_text(self.state, self.start_number)
+        is_again = self.state == "starting" and self.start_number > 1
+        return f"restarting (start {self.start_number})" if is_again else self.state
 
     @property
     def failure_lines(self) -> list[str]:
@@ -122,55 +113,39 @@ class Frame:
 class Reader:
     """Reader of frames of runs, of which one is shown at a time.
 
-    Args:
-        paths: folders of runs, the one to show first; None: the newest run. Those beside the first can be chosen too.
-
-    Raises:
-        ConfigError: a folder holds no run that can be read.
+    Attributes:
+        paths: folders of the runs, first the one to show first. Runs beside that can be chosen too.
     """
 
     def __init__(self, *paths: Path | None) -> None:
         opened = [_RunReader(path) for path in paths]
         self.paths = [reader.path for reader in opened]
         self._readers = dict(zip(self.paths, opened, strict=True))
-        self._listed: dict[Path, RunView | Unreadable] = {}
 
-    def read(self, columns: int = 0, span: Span = "whole", still: bool = False, choice: Choice = _FIRST_ALONE) -> Frame:
+    def read(self, columns: int = 0, span: Span = "whole", still: bool = False, choice: Choice | None = None) -> Frame:
         """Read a run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
 
         Args:
-            still: True to read nothing of runs that were read before, and only cut their curves anew.
+            still: True to read nothing, and only cut the curves of the last frame anew.
         """
-        path = choice.run or self.paths[0]
-        try:
-            frame = self._reader(path).read(columns, span, still)
-            # The first frame comes at once, without what takes long.
-            if choice.behind is not None and choice.behind != path and frame.has_history and frame.curves:
-                behind = self._reader(choice.behind).curves_behind(columns, frame.curves["loss"].span, still)
-                frame = replace(frame, behind=behind, behind_path=choice.behind)
-        except errors.ConfigError as error:
-            frame = replace(self._reader(self.paths[0]).read(columns, span, True), problem=str(error))
-        return replace(frame, runs=self._rows()) if choice.is_listing else frame
+        run, behind, is_listing = choice or Choice()
+        path = run or self.paths[0]
+        frame = self._readers[path].read(columns, span, still)
+        # The first frame comes at once, without what takes long.
+        if behind is not None and behind != path and frame.has_history and frame.curves:
+            curves = self._readers[behind].curves_behind(columns, frame.curves["loss"].span, still)
+            frame = replace(frame, behind=curves, behind_path=behind)
+        return replace(frame, runs=self._rows(still)) if is_listing else frame
 
-    def _reader(self, path: Path) -> _RunReader:
-        self._readers[path] = self._readers.get(path) or _RunReader(path)
-        return self._readers[path]
-
-    def _rows(self) -> list[dict[str, Any]]:
+    def _rows(self, still: bool) -> list[tuple[Path, float, Sequence[str]]]:
         """Read the runs that can be chosen, the one that wrote last first."""
-        with contextlib.suppress(errors.ConfigError):
-            paths = dict.fromkeys([*self.paths, *folders(self.paths[0].parent)])
-            known = {path: self._listed.get(path) for path in paths}
-            self._listed = {path: run if isinstance(run, RunView) else run_at(path) for path, run in known.items()}
         rows = []
-        for path, run in self._listed.items():
-            number = 1
-            if isinstance(run, RunView):
-                run.refresh()
-                number = run.start_number
-            row = summary.row(run)
-            rows.append({**row, "path": path, "state": state_text(row["state"], number), "heard": run.heard or 0.0})
-        return sorted(rows, key=lambda row: row["heard"], reverse=True)
+        for path in dict.fromkeys([*self.paths, *folders(self.paths[0].parent)]):
+            # One that cannot be read is left out.
+            with contextlib.suppress(errors.ConfigError):
+                self._readers[path] = self._readers.get(path) or _RunReader(path)
+                rows.append(self._readers[path].row(still))
+        return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
 class _RunReader:
@@ -212,6 +187,11 @@ class _RunReader:
         elif not still:
             self._run.refresh()
         return _curves(self._run, columns, span)
+
+    def row(self, still: bool) -> tuple[Path, float, Sequence[str]]:
+        if not still:
+            self._run.refresh()
+        return self.path, self._run.heard or 0.0, run_cells(self._run)
 
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.

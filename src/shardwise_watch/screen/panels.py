@@ -11,7 +11,8 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.runs.events import NEXT_STAGE, seconds_of
-from shardwise.runs.layout_spans import short_layout
+from shardwise_watch.cli.ls import RUN_COLUMNS
+from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.screen import drawing
 from shardwise_watch.screen.drawing import ACCENT, BAD, BEHIND, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
@@ -236,22 +237,12 @@ def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
     if not frame.runs:
         return [head, Text(" reading the runs…", FAINT)]
     places = {frame.path.resolve(): ("shown", ACCENT), frame.behind_path: ("behind", BEHIND)}
-    titles = ("", "run", "state", "step", "loss", "tokens/s", "MFU", "heard")
-    rows = [tuple((title, FAINT) for title in titles)]
+    rows = [tuple((title, FAINT) for title in ("", *RUN_COLUMNS))]
     window = drawing.window(len(frame.runs), height - 2, cursor)
-    for row in frame.runs[window.start : window.stop]:
-        place, style = places.get(row["path"], ("", TEXT))
-        total = "" if row["steps"] is None else f" of {row['steps']:,}"
-        cells = (
-            "" if row["step"] is None else f"{row['step']:,}{total}",
-            drawing.plain(row["loss"], ".4f"),
-            drawing.rate(row["tokens_per_second"]),
-            drawing.percent(row["mfu"]),
-            units.duration(round(max(0.0, frame.now - row["heard"]))) if row["heard"] else "–",
-        )
-        colour = drawing.STATE_COLOURS.get(row["state"], ACCENT)
-        rows.append(((place, style), (row["run"], style), (row["state"], colour), *((cell, TEXT) for cell in cells)))
-    lines = drawing.columns(rows, right=(3, 4, 5, 6, 7), gap=1 if width < 100 else 2)
+    for path, _, cells in frame.runs[window.start : window.stop]:
+        place, style = places.get(path, ("", TEXT))
+        rows.append(((place, style), *((cell, drawing.STATE_COLOURS.get(cell, style)) for cell in cells)))
+    lines = drawing.columns(rows, right=range(3, 10), gap=1 if width < 100 else 2)
     return [head, *drawing.marked(lines, width, cursor - window.start + 1)]
 
 
@@ -266,61 +257,31 @@ def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     )
 
 
+_BEFORE = {
+    "warning": "", "compile": "", "start": "start: ", "resume": "resumed from step {step}, ",
+    "checkpoint": "checkpoint of step {step}, ", "eval_set": "evaluation of ", "eval_task": "task ",
+    "ended": "ended at step {step}: ",
+}  # fmt: skip
+"""Words before the text of an event, by its kind."""
+
+
 def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
     kind = str(event.get("event"))
-    step = event.get("step")
-    style = {"warning": WARN, "resume": ACCENT}.get(kind, TEXT)
-    match kind:
-        case "warning":
-            text = str(event.get("text", ""))
-        case "start":
-            layout = event.get("layout") or {}
-            ranks = layout.get("ranks")
-            facts = ["start"] if ranks is None else [f"start on {units.counted(ranks, 'rank')}", short_layout(layout)]
-            text = ", ".join(filter(None, facts))
-        case "resume":
-            text = f"resumed from step {step or 0:,}"
-            changes = event.get("changes")
-            text += f", changed: {'; '.join(map(str, changes))}" if isinstance(changes, list) and changes else ""
-        case "checkpoint":
-            text = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
-            text += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
-        case "eval_set":
-            text = f"evaluation of {event.get('set')}: loss {drawing.plain(event.get('loss'), '.4f')}"
-        case "eval_task":
-            metrics = event.get("metrics") if isinstance(event.get("metrics"), dict) else {}
-            scores = (f"{name.removesuffix(',none')} {drawing.plain(score)}" for name, score in metrics.items())
-            text = f"task {event.get('task')}: {', '.join(score for score in scores if '_stderr' not in score)}"
-        case "compile":
-            text = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
-            text += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
-        case "ended":
-            style = BAD if event.get("how") == "failed" else WARN
-            first_line = str(event.get("text") or "").partition("\n")[0]
-            text = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
-            text += f", {first_line}" if first_line else ""
-        case "stop":
-            reason = str(event.get("reason", ""))
-            style = WARN
-            if reason.startswith("failed"):
-                style = BAD
-            elif reason == "finished":
-                style = GOOD
-            elif reason == NEXT_STAGE:
-                style = TEXT
-            is_told = reason in ("finished", NEXT_STAGE) or reason.startswith("stopped")
-            text = reason if is_told else f"stopped: {reason.removeprefix('failed: ')}"
-        case _:
-            text = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
+    text = event_text(event)
+    style = {"warning": WARN, "resume": ACCENT, "ended": BAD if event.get("how") == "failed" else WARN}.get(kind, TEXT)
+    if kind == "stop":
+        style = {"finished": GOOD, NEXT_STAGE: TEXT}.get(text, BAD if text.startswith("failed") else WARN)
+        if text not in ("finished", NEXT_STAGE) and not text.startswith("stopped"):
+            text = f"stopped: {text.removeprefix('failed: ')}"
+    else:
+        before = _BEFORE.get(kind, f"{kind} ").format(step=f"{event.get('step') or 0:,}")
+        text = f"{before}{text}" if text else before.rstrip(":, ")
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
     line.append(clean(text), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
-
-
-_KNOWN = ("event", "time")
 
 
 def clean(text: str) -> str:

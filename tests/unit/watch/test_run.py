@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
 from shardwise_watch.report.numbers import report_of
-from shardwise_watch.run import RunView, Unreadable, folders, open_run, runs_at, state_text
+from shardwise_watch.run import RunView, Unreadable, folders, open_run, runs_at
 from shardwise_watch.screen.frame import Reader, frame_of
 from shardwise_watch.screen.panels import told_event
 from shardwise_watch.summary import snapshot
@@ -171,18 +171,17 @@ def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path)
     path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
     with RunLock(path):
         run = RunView(path, all_steps=False)
-        assert (run.state, state_text(run.state, run.start_number)) == ("starting", "restarting (start 3)")
+        assert (run.state, frame_of(run).state_text) == ("starting", "restarting (start 3)")
         append(path, {"event": "start", "time": stamp(time.time() + 9)})
         run.refresh()
         assert (run.state, run.start_number) == ("starting", 3)
         append(path, {"event": "step", "time": stamp(time.time() + 9), "step": 5})
         run.refresh()
-        assert (run.state, state_text(run.state, run.start_number)) == ("running", "running")
+        assert (run.state, frame_of(run).state_text) == ("running", "running")
     new = RunDirectory(tmp_path / "new").create()
     new.write_config("train: {steps: 9}\n")
     with RunLock(new.path):
-        first = RunView(new.path, all_steps=False)
-        assert state_text(first.state, first.start_number) == "starting"
+        assert frame_of(RunView(new.path, all_steps=False)).state_text == "starting"
 
 
 def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:

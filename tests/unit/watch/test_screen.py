@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -22,7 +23,7 @@ from shardwise_watch.cli import top
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.app import Panel, Top
-from shardwise_watch.screen.frame import Choice, Frame, Reader, Span, frame_of
+from shardwise_watch.screen.frame import Choice, Frame, Reader, frame_of
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
@@ -65,8 +66,8 @@ def fixed(path: Path) -> Top:
     """The screen of a run, read once, as if it ran at the moment NOW."""
     reader = Reader(path)
 
-    def read(columns: int, span: Span, still: bool, choice: Choice) -> Frame:
-        return replace(reader.read(columns, span, still, choice), now=NOW, state="running", eta_seconds=600.0)
+    def read(*asked: Any) -> Frame:
+        return replace(reader.read(*asked), now=NOW, state="running", eta_seconds=600.0)
 
     return Top(read, 0)
 
@@ -183,10 +184,10 @@ def test_a_run_is_chosen_from_the_list(run: Path, others: Path) -> None:
 
     async def body(pilot: Pilot[None]) -> None:
         names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
-        assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], ["newer-format", "unreadable"]], "the newest first"
-        assert "600 of 600  4.0000" in picture(app)
-        assert " gpt3-tiny-1  ● running" in await read(pilot, "down", "down", "enter"), "what cannot be read stays"
-        assert " worse  ● running" in await read(pilot, "up", "up", "enter")
+        assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"
+        assert "600/600  4.0000" in picture(app)
+        assert " gpt3-tiny-1  ● running" in await read(pilot, "down", "down", "enter")
+        assert " worse  ● running" in await read(pilot, "r", "up", "enter")
         while app.frame is None or not app.frame.has_history:
             await pilot.pause(0.01)
         await pilot.pause()
@@ -264,7 +265,7 @@ def test_tasks_are_told_in_words() -> None:
         {"event": "eval_set", "set": "code", "loss": 2.5},
     ]
     told = [panels.told_event(event, None).plain.partition("▌")[2] for event in events]
-    assert told == ["task arc: acc 0.25, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
+    assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
 
 
 def test_a_silent_rank_is_named(run: Path) -> None:
