@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import keys_text
+from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -503,6 +505,12 @@ class LogConfig(Section):
         description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
         "configuration of the run shows them",
     )
+    price: str | None = Field(
+        default=None,
+        examples=["2.50 USD", "40 USD/node"],
+        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
+        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
+    )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
@@ -516,6 +524,16 @@ class LogConfig(Section):
         examples=[[0], [0, 8]],
         description="the ranks that `log.profile` traces; null = all",
     )
+
+    @field_validator("price", mode="before")
+    @classmethod
+    def _price_has_a_currency(cls, value: object) -> object:
+        if value is not None:
+            try:
+                Price.of(str(value), "log.price")
+            except ConfigError as error:
+                reject(error.problems)
+        return value
 
     @field_validator("profile", mode="before")
     @classmethod

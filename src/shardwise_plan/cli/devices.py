@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from shardwise.base.errors import ConfigError, listing
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer, steps_text
-from shardwise_plan.device_specs import Price
 from shardwise_plan.plan import Plan
 from shardwise_plan.plan_text import plan_facts
 from shardwise_plan.proposals import objective_of, recommended

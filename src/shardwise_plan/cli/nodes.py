@@ -11,12 +11,13 @@ from functools import partial
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import whole_number
+from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
-from shardwise_plan.device_specs import Cluster, Price, cluster
+from shardwise_plan.device_specs import Cluster, cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
 from shardwise_plan.proposals import Objective, objective_of, recommended

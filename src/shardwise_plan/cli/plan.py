@@ -20,6 +20,7 @@ from pathlib import Path
 
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
@@ -32,7 +33,7 @@ from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
 from shardwise_plan.cli.nodes import Answer, Machines, answer, node_counts, seconds_of
 from shardwise_plan.cli.rows import range_text
-from shardwise_plan.device_specs import MOST_FAILURES, Price, shipped_text
+from shardwise_plan.device_specs import MOST_FAILURES, shipped_text
 from shardwise_plan.plan import Plan, distinct
 from shardwise_plan.proposals import OBJECTIVES, recommended
 from shardwise_plan.run_stages import run_with_layout
@@ -159,7 +160,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if config.model.is_own:
         config, held = _sized(config, fixed)
     devices = named_devices(arguments.device)
-    price_of = prices(arguments.price, devices)
+    # That of the recipe is of the user's own devices, and no price of others that they are compared with.
+    price_of = prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
 
     def answered(device: str) -> Answer:
         machines = replace(_machines(arguments, device, price_of[device]), held_bytes=held)

@@ -25,7 +25,7 @@ from shardwise_watch import summary
 from shardwise_watch.run import RunView, Unreadable, owners, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
-_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
+RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
 _SHORTEST = 16
 
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
     if listed_runs:
-        _table([_run(run) for run in listed_runs], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+        _table([run_cells(run) for run in listed_runs], RUN_COLUMNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
         output.line(f"no run in {arguments.folder.rstrip('/')}/")
     for problem in problems:
@@ -82,7 +82,7 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
 
 
-def _run(run: RunView | Unreadable) -> tuple[str, ...]:
+def run_cells(run: RunView | Unreadable) -> tuple[str, ...]:
     fields = summary.row(run)
     speed = number(fields["tokens_per_second"])
     parent = fields["parent"]

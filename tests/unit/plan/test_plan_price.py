@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base.prices import Price
 from shardwise.cli.entry import main
 from shardwise_plan.cli.rows import LEAST_RATIO, MOST_RATIO
-from shardwise_plan.device_specs import Price, cluster, load_device
+from shardwise_plan.device_specs import cluster, load_device
 
 
 def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:

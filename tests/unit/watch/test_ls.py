@@ -11,7 +11,7 @@ from shardwise.cli import main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_watch.cli import ls
-from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
+from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
 GPUS = [
@@ -75,6 +75,9 @@ def test_a_terminal_is_not_too_narrow(
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     write_three()
     with RunLock(Path(f"runs/{LONG}")):
+        # As its process wrote it at the start of the run: later it would be one that begins again.
+        holder = {"host": platform.node(), "pid": 1, "started": stamp(FIRST)}
+        Path(f"runs/{LONG}/.lock").write_text(json.dumps(holder))
         assert main(["ls", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])
