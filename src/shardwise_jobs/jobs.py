@@ -6,15 +6,16 @@ import itertools
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
 from shardwise.runs.events import how_it_ended, last_event, seconds_of
+from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_jobs import commands
-from shardwise_jobs.restarts import AttemptEnding, history
+from shardwise_jobs.restarts import AttemptEnding, history, record
 from shardwise_jobs.submission import Submitted, submitted
 
 
@@ -38,6 +39,12 @@ class JobState:
     loss: float | None = None
     seconds: float | None = None
     job: commands.SlurmJob | None = None
+
+    @property
+    def text(self) -> str:
+        """The state, with SLURM's reason if the job waits, and with its kind if it does not train."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.state}{reason}{'' if self.kind == 'train' else f', {self.kind}'}"
 
 
 def states(runs: Path) -> list[JobState]:
@@ -150,23 +157,33 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
 
 
+def jobs_before_their_runs(folder: Path) -> list[JobState]:
+    """Return the jobs in a folder of runs that wait or run and whose runs have not begun. Raises as `states`."""
+    present = [state for state in states(folder) if state.job is not None and not RunDirectory(state.run).holds_run]
+    return [state for state in present if state.run.resolve().parent == folder.resolve()]
+
+
 def cancel_waiting_jobs(run_path: Path) -> list[str]:
-    """Cancel the jobs of a run that wait in SLURM's queue, and those that compile for it; a sentence on each."""
+    """Cancel the jobs of a run that have not begun to train, and those that compile for it; a sentence on each."""
+    kinds = {job.id: job.kind for job in submitted(run_path)}
     texts = []
-    for job in _jobs_before_a_start(run_path):
+    for job in _jobs_before_a_start(run_path, kinds):
         commands.cancel(job.id)
-        activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
+        record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
+        activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
+        activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
         texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
     return texts
 
 
-def _jobs_before_a_start(run_path: Path) -> list[commands.SlurmJob]:
-    """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
-    kinds = {job.id: job.kind for job in submitted(run_path)}
+def _jobs_before_a_start(run_path: Path, kinds: Mapping[str, str]) -> list[commands.SlurmJob]:
+    """The jobs of this run, of these kinds, that wait or start, and those that compile for it; none where it trains."""
     if not kinds or shutil.which("squeue") is None:
         return []
     jobs = [job for job in commands.jobs() if job.id in kinds]
-    is_waiting = any(job.state == "PENDING" for job in jobs)
+    # The supervisor of a job claims the folder before it starts the training.
+    is_waiting = any(job.state == "PENDING" for job in jobs) or RunLock.holder(run_path) is None
     # The training first: it waits for the graphs, and would be found without them.
     jobs.sort(key=lambda job: kinds[job.id] == "compile")
-    return [job for job in jobs if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]
+    states = ("PENDING", "CONFIGURING", "RUNNING")
+    return [job for job in jobs if is_waiting and job.state in states]

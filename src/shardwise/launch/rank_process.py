@@ -196,6 +196,9 @@ def _leave(place: Rank | None, code: int) -> NoReturn:
 
         # Before the exit: the launcher takes exit code 0 without this mark for user code that called `os._exit(0)`.
         report_done(place)
+    from shardwise.launch import notices
+
+    notices.wait()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
