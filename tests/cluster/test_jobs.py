@@ -171,7 +171,9 @@ def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
 def test_a_job_that_waits_is_listed_with_the_reason_and_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     job = Submission(slurm, tmp_path, *TWO, "launch.sbatch=[--hold]")
     assert re.search(rf"^{job.id} +queued \(JobHeldUser\)", job.shardwise("jobs").succeeded().out, re.MULTILINE)
-    assert re.search(rf"^{job.run.name} +queued \(JobHeldUser\), job {job.id}$", job.shardwise("ls").succeeded().out, re.M)
+    assert re.search(
+        rf"^{job.run.name} +queued \(JobHeldUser\), job {job.id}$", job.shardwise("ls").succeeded().out, re.M
+    )
     again = job.shardwise("submit", "miniature.yaml", *TWO, "--run-dir", job.run).failed(2)
     assert f"is that of job {job.id} (pending): end it by `shardwise stop" in again
     assert job.shardwise("stop", job.run).succeeded().out.startswith(f"job {job.id}, which waited in SLURM's queue, is")
