@@ -201,7 +201,7 @@ def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: 
     wrong = replace(FAILED, failure=Failure(0, "data.path (x) must be there", 2))
     with pytest.raises(LaunchError):
         job.supervise(wrong, requeues=3)
-    assert told == [], "a failure is told by `failure_text`"
+    assert told == [("failure", "data.path (x) must be there", 2)], "also where no run has begun"
 
 
 def test_failures_of_an_earlier_job_of_the_run_are_not_counted(job: Job) -> None:
