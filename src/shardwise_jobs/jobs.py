@@ -6,7 +6,7 @@ import itertools
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -164,26 +164,19 @@ def jobs_before_their_runs(folder: Path) -> list[JobState]:
 
 
 def cancel_waiting_jobs(run_path: Path) -> list[str]:
-    """Cancel the jobs of a run that have not begun to train, and those that compile for it; a sentence on each."""
+    """Cancel the jobs of a run that does not train yet: those that wait, start or compile; a sentence on each."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
+    present = commands.jobs() if kinds and shutil.which("squeue") is not None else []
+    jobs = [job for job in present if job.id in kinds and job.state in ("PENDING", "CONFIGURING", "RUNNING")]
+    # The supervisor of a job claims the folder before it starts the training.
+    if RunLock.holder(run_path) is not None and not any(job.state == "PENDING" for job in jobs):
+        return []
     texts = []
-    for job in _jobs_before_a_start(run_path, kinds):
+    # The training first: it waits for the graphs, and would be found without them.
+    for job in sorted(jobs, key=lambda job: kinds[job.id] == "compile"):
         commands.cancel(job.id)
         record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
         activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
         activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
         texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
     return texts
-
-
-def _jobs_before_a_start(run_path: Path, kinds: Mapping[str, str]) -> list[commands.SlurmJob]:
-    """The jobs of this run, of these kinds, that wait or start, and those that compile for it; none where it trains."""
-    if not kinds or shutil.which("squeue") is None:
-        return []
-    jobs = [job for job in commands.jobs() if job.id in kinds]
-    # The supervisor of a job claims the folder before it starts the training.
-    is_waiting = any(job.state == "PENDING" for job in jobs) or RunLock.holder(run_path) is None
-    # The training first: it waits for the graphs, and would be found without them.
-    jobs.sort(key=lambda job: kinds[job.id] == "compile")
-    states = ("PENDING", "CONFIGURING", "RUNNING")
-    return [job for job in jobs if is_waiting and job.state in states]

@@ -29,7 +29,7 @@ from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
 from shardwise.launch.node import BEAT_SECONDS, Attempt
 from shardwise.launch.stop_requests import signal_name
-from shardwise.runs.events import first_step, last_event, last_step, newest_checkpoint
+from shardwise.runs.events import first_step, last_step, newest_checkpoint
 from shardwise_jobs import commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from shardwise_jobs.restarts import AttemptEnding, Decision, How, decide, history, record
@@ -236,8 +236,7 @@ class Supervisor:
     def _goes_on(self, ending: AttemptEnding, outcome: AttemptOutcome) -> bool:
         """Return True if another attempt is to be made in this allocation; raises if the job ends without success."""
         if ending.how == "finished":
-            reason = (last_event(self._run_path, "stop") or {}).get("reason", "finished")
-            notices.send("end", self._run_path, str(reason), 0)
+            notices.send("end", self._run_path, "finished", 0)
             return False
         if ending.how == "stopped":
             self._stop(outcome.stopped or "")
@@ -291,9 +290,9 @@ class Supervisor:
         problem = commands.requeue(self._allocation.job)
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
         text = f"{text}\n{result} ({decision.why})"
-        if problem is None:
-            raise StoppedError(text)
-        self._stop(text)
+        if problem is not None:
+            self._stop(text)
+        raise StoppedError(text)
 
     def _record_lost_start(self) -> None:
         """Record the start before this one if it left no record: it lost a machine, or was killed."""

@@ -7,6 +7,10 @@ from shardwise.base.redaction import recorded_variables
 
 VARIABLE = "env:"
 _ADDRESS = r"""(?i)(https://[^/?#@\s]+|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)([/?#][^\s'"<>,\[\]]*)?"""
+_RULE = (
+    "must be a command, an https address without a log-in (http is for localhost alone), or env:NAME, a variable that "
+    "holds such an address and is none that runs record (SHARDWISE_… and others)"
+)
 
 
 def is_address(target: str) -> bool:
@@ -27,8 +31,4 @@ def target_problem(target: str) -> str | None:
             is_right = bool(shlex.split(target))
         except ValueError:
             is_right = False
-    rule = (
-        "must be a command, an https address without a log-in (http is for localhost alone), or env:NAME, a variable "
-        "that holds such an address and is none that runs record (SHARDWISE_… and others)"
-    )
-    return None if is_right else f"log.notify ({target}) {rule}"
+    return None if is_right else f"log.notify ({target}) {_RULE}"

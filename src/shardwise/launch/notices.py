@@ -42,8 +42,6 @@ def set_up(targets: Sequence[str]) -> None:
     """Let the notices of this process go to `targets`, those of `log.notify`."""
     _targets[:] = targets
     _known_problems.clear()
-    atexit.unregister(wait)
-    atexit.register(wait)
 
 
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
@@ -85,6 +83,7 @@ def problems() -> list[str]:
     return [_problems.get() for _ in range(_problems.qsize())]
 
 
+@atexit.register
 def wait() -> None:
     """Wait for the targets that are still told, and print the problems."""
     until = time.monotonic() + SECONDS
@@ -119,22 +118,20 @@ def _tell(target: str, body: bytes | None) -> None:
 
 def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
-    text = target
-    if target.startswith(VARIABLE):
-        text = os.environ.get(target.removeprefix(VARIABLE), "")
-        if not is_address(text):
-            raise RunError("the variable must be set to an https address")
+    text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
+    problem = target_problem(text)
+    if text != target and not is_address(text):
+        problem = "the variable must be set to an https address"
     if REDACTED in text:
-        raise RunError("config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME")
-    if problem := target_problem(text):
+        problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
+    if problem is not None:
         raise RunError(problem)
     return text
 
 
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
-    program, *words = shlex.split(command)
-    words = [str(Path(program).expanduser()) if "/" in program else program, *words]
+    words = shlex.split(os.path.expanduser(command))  # noqa: PTH111  only the program's path
     quiet = subprocess.DEVNULL
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:

@@ -45,26 +45,25 @@ def run(arguments: argparse.Namespace) -> int:
     machine_devices = local_devices.devices(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
-    if any(not RunDirectory(path.parent).holds_run for path in Path(arguments.folder).glob("*/jobs.jsonl")):
-        try:
+    try:
+        if any(not RunDirectory(path.parent).holds_run for path in Path(arguments.folder).glob("*/jobs.jsonl")):
             jobs = provided("jobs_before_their_runs")(Path(arguments.folder))
-        except ShardwiseError as error:
-            problems.append(f"submitted jobs: {error}")
+    except ShardwiseError as error:
+        problems.append(f"submitted jobs: {error}")
     if arguments.json:
         machine = {
             "schema": summary.SCHEMA,
             "host": platform.node(),
             "devices": [asdict(device) for device in machine_devices.devices],
         }
-        waiting = [{**asdict(job), "run": str(job.run)} for job in jobs]
-        rows = [summary.row(run) for run in listed_runs]
-        output.json({**machine, "runs": rows, "jobs": waiting, "problems": problems})
+        machine["jobs"] = [{**asdict(job), "run": str(job.run)} for job in jobs]
+        output.json({**machine, "runs": [summary.row(run) for run in listed_runs], "problems": problems})
         return 0
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
     if listed_runs or jobs:
-        waiting_rows = [(job.run.name, f"{job.text}, job {job.id}", *[""] * (len(_RUNS) - 2)) for job in jobs]
-        _table([*waiting_rows, *map(_run, listed_runs)], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+        rows = [(job.run.name, f"{job.text}, job {job.id}", *[""] * (len(_RUNS) - 2)) for job in jobs]
+        _table([*rows, *map(_run, listed_runs)], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
         output.line(f"no run in {arguments.folder.rstrip('/')}/")
     for problem in problems:
