@@ -1,7 +1,8 @@
 """Write the documentation that comes from the code and from results.
 
 These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
-docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, and the signatures in docs/api.md.
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md, and
+docs/environment.md.
 """
 
 import inspect
@@ -16,6 +17,7 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
@@ -336,3 +338,4 @@ if __name__ == "__main__":
     PORTING.write_text(porting_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")
+    environment_variables.PAGE.write_text(environment_variables.page(), encoding="utf-8")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
-from scripts import site
+from scripts import environment_variables, site
 from scripts.write_docs import (
     API,
     DEVICES,
@@ -81,6 +81,15 @@ def test_generated_page_is_current() -> None:
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
     assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
+    assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
+
+
+def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> None:
+    record = environment_variables.recorded()
+    assert len(set(record)) == len(record)
+    assert set(record) == environment_variables.read_in_code(), "see scripts/environment_variables.py"
+    assert {"SHARDWISE_CACHE", "RANK", "SLURM_PROCID", "ROLE_RANK", "CC", "TERM"} <= set(record), "each kind of use"
+    assert len(environment_variables.page().split()) < 700
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:

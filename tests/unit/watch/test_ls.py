@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
+from shardwise_jobs import commands
+from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
 
@@ -103,6 +106,39 @@ def test_another_folder_and_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
     assert main(["ls", "nowhere"]) == 2
     assert "DIR (nowhere) must be a folder of runs, or a run's folder" in capsys.readouterr().err
+
+
+def test_a_submitted_job_is_listed_before_its_run_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_three()
+    for name, number in (("done", "6"), ("waits", "7"), ("starts", "8"), ("is-over", "9")):
+        Path("runs", name).mkdir(exist_ok=True)
+        record(Path("runs", name), number, "train")
+    jobs = [
+        commands._job(f"{number}|{state}|{reason}|2||0:05|1:00|gpu|N/A|T|shardwise:{Path('runs', run).absolute()}")
+        for number, state, reason, run in (("7", "PENDING", "Priority", "waits"), ("8", "RUNNING", "None", "starts"))
+    ]
+    monkeypatch.setattr(commands, "jobs", lambda: jobs)
+    monkeypatch.setattr(commands, "restarts", lambda _: 0)
+    assert main(["ls"]) == 0
+    rows = [line.split("  ")[0:1] + line.split()[1:] for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
+    assert rows[1] == ["waits", "queued", "(Priority),", "job", "7"]
+    assert rows[2] == ["starts", "starting,", "job", "8"]
+    assert "is-over" not in str(rows)
+    assert main(["ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(job["id"], job["state"], job["reason"], Path(job["run"]).name) for job in found["jobs"]] == [
+        ("7", "queued", "Priority", "waits"),
+        ("8", "starting", "", "starts"),
+    ]
+
+    def silent() -> None:
+        raise RunError("cannot reach SLURM")
+
+    monkeypatch.setattr(commands, "jobs", silent)
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().err == "submitted jobs: cannot reach SLURM\n"
 
 
 def test_durations_are_short() -> None:
