@@ -5,12 +5,12 @@ optimizer's state, the step and the rates are imported too: DEST becomes the fol
 DEST/imported.yaml --run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its
 weights.
 
-With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2 and
-3, Llama and Qwen 3 models) and megatron (Megatron-LM's `torch_dist` format: GPT-2, Llama and Qwen models) are imported
-with the state of AdamW, the step and the rates. Of megatron's `torch` format, neuronx-nemo-megatron (GPT and Llama
-models; FOLDER/NAME.ckpt if the ranks' folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models)
-the optimizer's state is left out. The shards of all ranks are combined. Pickled files are opened in a way that runs no
-code in them. The command needs memory for only some rows of a tensor.
+With --from SOURCE is the folder of a sharded checkpoint of torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2
+and 3, Llama and Qwen 3 models), megatron (GPT-2, Llama and Qwen models), neuronx-nemo-megatron (GPT and Llama models;
+FOLDER/NAME.ckpt if the ranks' folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The state
+of AdamW, the step and the rates are imported too, if they are there, but of Megatron-LM's `torch` format. The shards of
+all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory for only
+some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import shlex
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +132,8 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise_use.importing.hugging_face import write_checkpoint
 
     opened = _open(arguments)
+    if arguments.weights_only:
+        opened = replace(opened, progress=None)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
@@ -263,17 +266,19 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     source = user_path(arguments.source)
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
-    drift = bool(arguments.allow_drift)
+    drift, weights_only = bool(arguments.allow_drift), arguments.weights_only
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
-            opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
+            opened = open_neuronx(
+                source, user_path(arguments.config), allow_drift=drift, ignore=ignore, weights_only=weights_only
+            )
     elif arguments.kind == _TITAN:
         with keys_renamed(_KEYS):
-            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=arguments.weights_only)
+            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=weights_only)
     elif arguments.kind == _OLMO:
-        opened = open_olmo_core(source, weights_only=arguments.weights_only)
+        opened = open_olmo_core(source, weights_only=weights_only)
     else:
-        open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
+        open_shards = open_megatron if arguments.kind == _MEGATRON else partial(open_nemo, weights_only=weights_only)
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
     if vocabulary is not None and vocabulary > opened.config.vocab_size:
         raise ConfigError(
