@@ -255,7 +255,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     warnings = list(checked.warnings)
     plan = None
     if machines is not None:
-        from shardwise_plan.cli.rows import RANGE, range_text
+        from shardwise_plan.cli.rows import error_text, range_text
         from shardwise_plan.plan import predicted
         from shardwise_plan.plan_text import memory_text, predicted_rows
 
@@ -263,7 +263,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
         plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
         if plan is not None and (ranges := range_text(plan)):
-            rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
+            rows.append(("  range", f"{ranges} on the calendar, {error_text(plan)}: so far are published steps off"))
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))

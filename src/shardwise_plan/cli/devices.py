@@ -103,6 +103,6 @@ def _show(plans: Sequence[Plan]) -> None:
     for plan in plans:
         cells = rows.figures(plan)
         ranges = rows.range_text(plan)
-        further = f"{plan.text()}; {rows.hours_text(plan)}{f'; {ranges}, {rows.RANGE}' if ranges else ''}"
+        further = f"{plan.text()}; {rows.hours_text(plan)}{f'; {ranges}, {rows.error_text(plan)}' if ranges else ''}"
         table.append((str(plan.cluster), [*cells, *[""] * (len(head) - len(cells))], further))
     rows.blocks(head, table, "devices", 2)

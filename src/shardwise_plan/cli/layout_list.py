@@ -50,7 +50,8 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
         rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()
     ranges = rows.range_text(best)
-    consequence = f": layout {listed.index(best) + 1} takes {ranges}, {rows.RANGE}" if ranges else ""
+    place = listed.index(best) + 1
+    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)}" if ranges else ""
     for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
         rows.prose(sentence)
 

@@ -16,7 +16,7 @@ from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
+from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
 from shardwise_plan.device_specs import Cluster, cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
@@ -320,8 +320,9 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     enough = plan.cluster
     verb = "trains" if enough.nodes == 1 else "train"
     sentence = f"{units.counted(enough.nodes, 'node')} of {enough.per_node} {verb} it in {budget}"
-    late = f"if steps take {MOST_RATIO - 1:.0%} longer than predicted"
-    safe = nodes_of.fewest(limit / MOST_RATIO) if has_range(plan) else None
+    _, most = ratios(plan)
+    late = f"if steps take {most - 1:.0%} longer than predicted"
+    safe = nodes_of.fewest(limit / most) if has_range(plan) else None
     if safe is not None and safe.cluster == enough:
         sentence += f", even {late}"
     else:

@@ -14,11 +14,13 @@ from shardwise.cli.entry import main
 from shardwise.config import check_layout, load_config, stages_of
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
-from shardwise_plan.cli.rows import LEAST_RATIO, MOST_RATIO, RANGE
+from shardwise_plan.cli.rows import _PUBLISHED_ERROR
 from shardwise_plan.run_stages import run_with_layout
 
 _REPLACED = "train it with (replace YOUR_… by the paths of your data)"
 FEW = ("parallel.tensor=8", "train.micro_batch=1", "parallel.schedule=1f1b", "optimizer.zero=1")
+LEAST_RATIO, MOST_RATIO = 1 / (1 + _PUBLISHED_ERROR), 1 / (1 - _PUBLISHED_ERROR)
+RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
 GPT = ["gpt3-23b", "--device", "h100:8", "--nodes", "4", "train.global_batch=256"]
 
 
@@ -189,6 +191,11 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
             "Accuracy: steps on one H200 were predicted within 3%; nine in ten published steps on A100",
         ),
         ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
+        (
+            "trn1:32",
+            "Accuracy: nine in ten of 39 published steps on AWS Trainium1 (a NeuronCore) were predicted within",
+        ),
+        ("trn2:64", "Accuracy: no published run on this device was compared;"),
         ("mi300x:8", "Accuracy: no published run on this device was compared;"),
         ("{file}:8", "Accuracy: no published run on this device was compared;"),
     ],

@@ -8,8 +8,10 @@ import pytest
 
 from shardwise.base.prices import Price
 from shardwise.cli.entry import main
-from shardwise_plan.cli.rows import LEAST_RATIO, MOST_RATIO
+from shardwise_plan.cli.rows import _PUBLISHED_ERROR
 from shardwise_plan.device_specs import cluster, load_device
+
+LEAST_RATIO, MOST_RATIO = 1 / (1 + _PUBLISHED_ERROR), 1 / (1 - _PUBLISHED_ERROR)
 
 
 def test_a_price_for_each_device_or_one_for_all(capsys: pytest.CaptureFixture[str]) -> None:
