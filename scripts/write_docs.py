@@ -28,7 +28,7 @@ MODEL_PAGE = ROOT / "docs" / "model-keys.md"
 API = ROOT / "docs" / "api.md"
 PORTING = ROOT / "docs" / "porting.md"
 _NAMES_BEGIN, _NAMES_END = "<!-- names:begin -->\n", "<!-- names:end -->\n"
-NAME_OF_API = re.compile(r"<!-- (::: (\S+)\.(\w+)) -->\n.*?<!-- end -->\n", re.DOTALL)
+NAME_OF_API = re.compile(r"<!--(:::(\S+)\.(\w+))-->\n.*?<!--end-->\n", re.DOTALL)
 """A public name of docs/api.md. The site has mkdocstrings write its text in place of the text between the comments."""
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
@@ -70,8 +70,8 @@ optimizer:
 ...
 ```
 
-A dry run prints the keys that differ from their defaults, and checks rules about several keys together. In the tables
-below, `required` means that a recipe must set the key, and `derived` that the default depends on other keys.
+A dry run prints the keys that differ from their defaults, and checks rules about several keys together. Below, in brackets
+is the default: `required` means that a recipe must set the key, and `derived` that it depends on other keys.
 
 - **Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
   also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps.
@@ -101,7 +101,7 @@ model:
   max_position_embeddings: 64
 ```
 
-`required` means that a recipe must set the key, and `derived` that the default depends on other keys.
+In brackets are the families that have a key, and its default: `required` means that a recipe must set it.
 [Configuration](configuration.md) has the other sections.
 
 `model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder; `model.*` keys that are given
@@ -118,14 +118,12 @@ NOTES = {
     "launch": """\
 `launch.timeout` is for every run; all other keys are for `shardwise submit` ([several machines](cluster.md)).""",
     "optimizer": """\
-No step of the warmup or the decay has a learning rate of 0. Step s of the warmup has the rate `lr · s / warmup_steps`,
-so the last step of the warmup has `lr`; without warmup, step 1 has `lr`. The decay would reach `min_lr` one step after
-the last step of the run. With `constant_steps`, the decay ends earlier: the last `constant_steps` steps of the run all
-have `min_lr`, which is 0 by default.
+No step has a learning rate of 0. Step s of the warmup has `lr · s / warmup_steps`; without warmup, step 1 has `lr`. The
+decay would reach `min_lr` one step after the last step of the run, or before the last `constant_steps`, which have it.
 
 `schedule=wsd` (warmup, stable, decay; [arXiv:2404.06395](https://arxiv.org/abs/2404.06395)) stays at `lr` until the
-last `decay_steps` steps, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or
-`sqrt` (1 - √p, [arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
+last `decay_steps`, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or `sqrt` (1 - √p,
+[arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
 
 ```yaml
 optimizer:
@@ -138,11 +136,10 @@ optimizer:
     - {at: 10B, factor: 0.1, shape: sqrt}   # the way from 8B to 10B
 ```
 
-Before the first point the rate is that of the first point, and after the last point that of the last point.
-`shardwise train --dry-run` draws the rates of the whole run.
+A dry run draws the rates. Before the first point and after the last, the rate is theirs.
 
-The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0. It has the rates of
-shardwise (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
+The rates of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0, beside those of `transformers`
+(`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it:
 
 | rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
 |---|---|---|---|---|---|---|---|---|
@@ -154,11 +151,10 @@ shardwise (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and o
 | `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 | NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 
-- The first update of `transformers` has the rate 0. In a run that is one step longer, its step s + 1 has the rate that
-  step s has here. Without warmup, all rates are equal to those here.
-- NeMo's warmup reaches the peak one step later than its `warmup_steps` says. To get NeMo's rates, with or without
-  `constant_steps`, set `optimizer.warmup_steps` to NeMo's number plus 1. Without warmup, all rates are equal to those
-  here. In NVIDIA's own NeMo, the first update of a run with `constant_steps` has the rate 0, as in `transformers`.""",
+- `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step s
+  here. Without warmup, all rates are equal.
+- NeMo: for its rates, set `optimizer.warmup_steps` to its number plus 1. Without warmup, all rates are equal. In NVIDIA's
+  own NeMo, the first update of a run with `constant_steps` has the rate 0.""",
 }
 
 
@@ -185,7 +181,7 @@ def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
 def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
-        yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
+        yield f"- `{prefix}.{name}` ({default_of(field)}): {field.description}"
         # Of the sections in a list, such as the points of a schedule, the page has one.
         in_list = "" if isinstance(field.annotation, type) else "[]"
         for nested in sections(field.annotation):
@@ -217,14 +213,13 @@ def model_page() -> str:
     shared, single = [], []
     for (name, meaning), defaults in found.items():
         of_key = [family for named in defaults.values() for family in named]
-        row = f"| `model.{name}` | {_of_families(of_key, families)} | {_defaults(defaults)} | {meaning} |"
+        row = f"- `model.{name}` ({_of_families(of_key, families)}; {_defaults(defaults)}): {meaning}"
         (shared if len(of_key) > 1 else single).append(row)
     kinds = [f"- `{name}`: {_summary(section)}" for name, section in families.items()]
     parts = [MODEL_INTRODUCTION, "## Families", "", *kinds, ""]
-    for title, table in (("Keys of several families", shared), ("Keys of one family", single)):
-        parts += [f"## {title}", "", "| key | families | default | meaning |", "|---|---|---|---|", *table, ""]
-    parts += ["## Your own class", "", _summary(UserModelConfig), ""]
-    parts += ["| key | default | meaning |", "|---|---|---|", *rows(UserModelConfig, "model"), ""]
+    for title, keys in (("Keys of several families", shared), ("Keys of one family", single)):
+        parts += [f"## {title}", "", *keys, ""]
+    parts += ["## Your own class", "", _summary(UserModelConfig), "", *rows(UserModelConfig, "model"), ""]
     return "\n".join([*parts, "Next: [your own model](own-model.md), if none of these families is yours.", ""])
 
 
@@ -256,8 +251,7 @@ def page_of(names: list[str], introduction: str) -> str:
         if name in NOTES:
             parts.append(f"{NOTES[name]}\n")
         for section in sections(field.annotation):
-            table = "\n".join(rows(section, name))
-            parts.append(f"| key | default | meaning |\n|---|---|---|\n{table}\n")
+            parts.append("\n".join([*rows(section, name), ""]))
     return "\n".join(parts)
 
 
@@ -345,7 +339,7 @@ def api_page() -> str:
 
     def written(found: re.Match[str]) -> str:
         value = getattr(import_module(found[2]), found[3])
-        lines = [f"<!-- {found[1]} -->", f"### {found[3]}", "", "```text", _signature(found[3], value), "```", ""]
+        lines = [f"<!--{found[1]}-->", f"### {found[3]}", "", "```text", _signature(found[3], value), "```", ""]
         lines.append(_first_paragraph(value))
         own = vars(value).items() if inspect.isclass(value) else ()
         methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}
@@ -354,7 +348,7 @@ def api_page() -> str:
             for name, raw in methods.items()
             if inspect.isfunction(raw) and raw.__doc__
         ]
-        return "\n".join([*lines, *([""] if listed else []), *listed, "<!-- end -->", ""])
+        return "\n".join([*lines, *([""] if listed else []), *listed, "<!--end-->", ""])
 
     return NAME_OF_API.sub(written, API.read_text(encoding="utf-8"))
 
