@@ -209,66 +209,62 @@ def devices_page() -> str:
 
 
 def readers_page() -> str:
-    """docs/readers.md, with what each program computes of each family."""
+    """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    names = list(record["readers"])
-    titles = [f"{r['title']} {r['version']} (`{name}`)" for name, r in record["readers"].items()]
-    lines = [f"| family | {' | '.join(titles)} |", f"|---{'|---' * len(names)}|"]
-    reasons = []
+    lines = ["| `--for` | program | families that it refuses, with its words |", "|---|---|---|"]
+    for name, reader in record["readers"].items():
+        by_words: dict[str, list[str]] = {}
+        for family, of_family in record["lines"].items():
+            if words := of_family[readers.PLAIN].get(name, {}).get("says"):
+                # The class of a family's configuration, and what else the program prints.
+                words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
+                by_words.setdefault(words, []).append(family)
+        told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
+        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
     for family, of_family in record["lines"].items():
-        plain = of_family[readers.PLAIN]
-        able = [name for name in names if readers.is_right(plain.get(name))]
-        ordered = sorted(of_family, key=lambda line: line != readers.PLAIN)
-        for line in ordered:
-            results = of_family[line]
-            if line == readers.PLAIN or any(name in results and not readers.is_right(results[name]) for name in able):
-                label = f"**{family}**" if line == readers.PLAIN else f"{family}, `{line}`"
-                lines.append(f"| {label} | {' | '.join(_result(results.get(name)) for name in names)} |")
-        refused = [f"{name} ({plain[name]['says']})" for name in names if "says" in plain.get(name, {})]
-        if refused:
-            reasons.append(f"- {family}: {'; '.join(refused)}".replace("<", "&lt;"))
-    lines += ["", "Families that a program refuses, with its words:", "", *reasons]
+        able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
+        for key in sorted(of_family, key=lambda line: line != readers.PLAIN):
+            results = {name: of_family[key].get(name) for name in able}
+            wrong = {name: found for name, found in results.items() if found and not readers.is_right(found)}
+            if wrong:
+                refused = ", ".join(name for name, found in wrong.items() if "says" in found)
+                others = ", ".join(f"{name} {found['by']:.2g}" for name, found in wrong.items() if "by" in found)
+                untried = ", ".join(name for name, found in results.items() if not found)
+                alike.setdefault((key, refused, others, untried), []).append(family)
+    lines += ["", "| key | families | refused by | computed otherwise by |", "|---|---|---|---|"]
+    for (key, refused, others, untried), families in sorted(alike.items(), key=lambda item: item[0][0]):
+        tried = f"; not tried: {untried}" if untried else ""
+        lines.append(f"| `{key}` | {', '.join(families)} | {refused} | {others}{tried} |")
     behind = rest.partition("<!-- readers:end -->")[2]
     return "\n".join([f"{head}<!-- readers:begin -->", *lines, f"<!-- readers:end -->{behind}"])
 
 
-def _result(result: dict[str, object] | None) -> str:
-    if result is None:
-        return "–"
-    if "says" in result:
-        return "refused"
-    return "right" if readers.is_right(result) else f"{result['by']:.2g}"
-
-
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys and by what no key sets."""
-    same: dict[str, list[str]] = {}
-    changed: dict[str, list[str]] = {}
+    """docs/porting.md, with the record of other programs' names, by our keys, and those that no key sets."""
+    by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
-        shown = f"`{name.rpartition(':')[2]}`"
         for target in targets:
             key, _, value = target.partition("=")
-            if formula := FORMULAS.get((name, target)):
-                changed.setdefault(key, []).append(f"`{formula}`: {shown}")
-            elif value:
-                changed.setdefault(key, []).append(f"`{value}`: {shown}")
-            else:
-                same.setdefault(key, []).append(shown)
-    lines = ["| key | names of the same value | our value, for names of another unit or kind |", "|---|---|---|"]
-    for key in dict.fromkeys([*same, *changed]):
-        by_value: dict[str, list[str]] = {}
-        for entry in changed.get(key, []):
-            value, _, shown = entry.partition(": ")
-            by_value.setdefault(value, []).append(shown)
-        others = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in by_value.items())
-        lines.append(f"| `{key}` | {', '.join(dict.fromkeys(same.get(key, ['–'])))} | {others or '–'} |")
-    lines += ["", "No key sets what these names do:", "", "| names | why, or what instead |", "|---|---|"]
-    for reason in dict.fromkeys(WITHOUT_KEY.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
-        lines.append(f"| {', '.join(names)} | {reason} |")
+            formula = FORMULAS.get((name, target), value)
+            by_key.setdefault(key, {}).setdefault(formula, {})[f"`{name.rpartition(':')[2]}`"] = None
+    lines = []
+    for key, by_value in by_key.items():
+        # The same value first, then what it becomes where unit or kind differ.
+        parts = [
+            f"{f'`{value}` for ' if value else ''}{', '.join(names)}"
+            for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
+        ]
+        lines.append(f"- `{key}`: {'; '.join(parts)}")
+    names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name in WITHOUT_KEY)
+    lines += ["", f"No key sets what these names do, and the message says why, or what instead: {', '.join(names)}."]
     lines += ["", "What trains otherwise:", ""]
-    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values() if program.note]
+    notes: dict[str, list[str]] = {}
+    for program in PROGRAMS.values():
+        if program.note:
+            notes.setdefault(program.note, []).append(program.title)
+    lines += [f"- {', '.join(titles)}: {note}" for note, titles in notes.items()]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
