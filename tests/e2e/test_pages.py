@@ -70,9 +70,6 @@ ELSEWHERE = {
         "docs/data-formats.md",
         "BERT's HDF5 shards",
     ): "tests/e2e/test_data_pages.py::test_berts_shards_go_on",
-    ("docs/porting.md", "A script or a config becomes a recipe"): (
-        "tests/unit/use/test_porting.py::test_a_table_says_what_became_of_each_setting"
-    ),
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
