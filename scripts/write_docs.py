@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -222,23 +222,28 @@ def readers_page() -> str:
                 by_words.setdefault(words, []).append(family)
         told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
         lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
-    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
         able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
-        for key in sorted(of_family, key=lambda line: line != readers.PLAIN):
-            results = {name: of_family[key].get(name) for name in able}
-            wrong = {name: found for name, found in results.items() if found and not readers.is_right(found)}
-            if wrong:
-                refused = ", ".join(name for name, found in wrong.items() if "says" in found)
-                others = ", ".join(f"{name} {found['by']:.2g}" for name, found in wrong.items() if "by" in found)
-                untried = ", ".join(name for name, found in results.items() if not found)
-                alike.setdefault((key, refused, others, untried), []).append(family)
-    lines += ["", "| key | families | refused by | computed otherwise by |", "|---|---|---|---|"]
-    for (key, refused, others, untried), families in sorted(alike.items(), key=lambda item: item[0][0]):
-        tried = f"; not tried: {untried}" if untried else ""
-        lines.append(f"| `{key}` | {', '.join(families)} | {refused} | {others}{tried} |")
+        for key, of_key in of_family.items():
+            found = {name: of_key.get(name) for name in able}
+            refused = ", ".join(name for name, result in found.items() if result and "says" in result)
+            others = ", ".join(
+                _off(name, r) for name, r in found.items() if r and "by" in r and not readers.is_right(r)
+            )
+            if refused or others:
+                untried = ", ".join(name for name, result in found.items() if not result)
+                told = (refused and f"no {refused}", others, untried and f"not tried: {untried}")
+                by_key.setdefault(key, {}).setdefault("; ".join(filter(None, told)), []).append(family)
+    lines.append("")
+    for key, alike in sorted(by_key.items()):
+        lines.append(f"- `{key}`: " + "; ".join(f"{', '.join(families)} ({told})" for told, families in alike.items()))
     behind = rest.partition("<!-- readers:end -->")[2]
     return "\n".join([f"{head}<!-- readers:begin -->", *lines, f"<!-- readers:end -->{behind}"])
+
+
+def _off(name: str, result: dict[str, float]) -> str:
+    return f"{name} {result['by']:.2g}"
 
 
 def porting_page() -> str:
@@ -259,12 +264,6 @@ def porting_page() -> str:
         lines.append(f"- `{key}`: {'; '.join(parts)}")
     names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name in WITHOUT_KEY)
     lines += ["", f"No key sets what these names do, and the message says why, or what instead: {', '.join(names)}."]
-    lines += ["", "What trains otherwise:", ""]
-    notes: dict[str, list[str]] = {}
-    for program in PROGRAMS.values():
-        if program.note:
-            notes.setdefault(program.note, []).append(program.title)
-    lines += [f"- {', '.join(titles)}: {note}" for note, titles in notes.items()]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
