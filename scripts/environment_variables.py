@@ -103,7 +103,11 @@ def recorded() -> list[str]:
 def read_in_code() -> set[str]:
     """The variables that the code reads or sets: by any text that looks like one, and by each use of the environment."""
     files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "redaction.py"]
-    return {name for path in files for name in _named(ast.parse(path.read_text(encoding="utf-8")))} - _OTHER_NAMES - _EXAMPLES
+    return (
+        {name for path in files for name in _named(ast.parse(path.read_text(encoding="utf-8")))}
+        - _OTHER_NAMES
+        - _EXAMPLES
+    )
 
 
 def _named(tree: ast.Module) -> Iterator[str]:
@@ -135,6 +139,8 @@ def page() -> str:
     """docs/environment.md."""
     parts = [INTRODUCTION]
     for title, rows in RECORD.items():
-        lines = [f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in rows.items()]
+        lines = [
+            f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in rows.items()
+        ]
         parts.append("\n".join([f"\n## {title}\n", "| variable | meaning |", "|---|---|", *lines, ""]))
     return "".join([*parts, END])

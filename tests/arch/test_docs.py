@@ -16,11 +16,13 @@ from scripts.write_docs import (
     NAME_OF_API,
     PAGE,
     PORTING,
+    READERS,
     api_page,
     devices_page,
     model_page,
     page,
     porting_page,
+    readers_page,
 )
 from shardwise.config import load_config, recipe_names
 from tests.arch.source import ROOT, config_fields, headings
@@ -84,6 +86,7 @@ def test_generated_page_is_current() -> None:
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
     assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
+    assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
     assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
 
 
