@@ -108,8 +108,10 @@ def describe(surroundings: dict[str, Any]) -> str:
     )
 
 
-def write_page(text: str) -> None:
-    """Put text between the marks of docs/performance.md."""
+def write_page(found: Report, surroundings: dict[str, Any]) -> None:
+    """Put the first table, the missed targets and the surroundings between the marks of docs/performance.md."""
+    missed = "\n".join(f"- {line}" for line in found.targets if line.startswith("MISSED"))
+    text = "\n\n".join(filter(None, (found.tables[0].markdown(), missed, describe(surroundings))))
     path = ROOT / "docs" / "performance.md"
     head, rest = path.read_text().split(BEGIN)
     _, tail = rest.split(END)

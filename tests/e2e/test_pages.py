@@ -7,7 +7,7 @@ Above a block that no test can run as it is, a page has a comment that readers d
 
 A `text` block below shows all that the commands print. Above one that shows some of their lines, or numbers that differ
 from run to run, stands `<!-- excerpt -->`: its lines are printed in this order, numbers and spaces aside; `...` stands
-for others.
+for others. A line that ends in `\\` goes on in the next one.
 """
 
 import ast
@@ -76,7 +76,7 @@ ELSEWHERE = {
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
-    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_table",
+    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
     ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
     ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
 }
@@ -187,7 +187,7 @@ def assert_shown(block: Block, out: str) -> None:
     """The page shows what the commands print, whole or as an excerpt."""
     if block.excerpt:
         printed = iter([shape(line) for line in out.splitlines()])
-        lines = [line for line in (block.shown or "").splitlines() if line != "..."]
+        lines = [line for line in (block.shown or "").replace("\\\n", "").splitlines() if line != "..."]
         missing = next((line for line in lines if shape(line) not in printed), None)
         assert missing is None, f"{block.page}: not printed in this order by\n{block.code}\n{missing}\n\n{out}"
     elif block.shown is not None:
