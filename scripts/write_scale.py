@@ -90,12 +90,12 @@ def own_costs() -> list[str]:
 
 
 def row(plan: Plan) -> str:
-    """A line of the table."""
+    """A line of the table; all have sequence parallelism and interleaved stages."""
     time = plan.time
     messages = plan.memory.pipeline
     values = (
         f"{plan.cluster.world:,}",
-        plan.text().partition(", ZeRO")[0].replace("interleaved with ", "").replace(" a rank", "").removesuffix(USUAL),
+        re.sub(r" \+ SP|interleaved with | a rank|, ZeRO.*", "", plan.text()).removesuffix(USUAL),
         units.duration(time.total),
         f"{plan.mfu or 0:.1%}",
         f"{units.size(plan.memory.total)} ({units.size(messages)})",
