@@ -81,7 +81,7 @@ def own_costs() -> list[str]:
     head = ("ranks", "torch's groups and store", "our start", "save", "resume", "manifest")
     return [
         f"| {' | '.join(head)} |",
-        f"| {' | '.join(['---'] * len(head))} |",
+        "|" + "---|" * len(head),
         *(
             f"| {name} | {' | '.join(f'{one:.2f} s' for one in times)} | {size:,.0f} MB |"
             for name, (*times, size) in zip(names, rows, strict=True)
@@ -120,7 +120,7 @@ def main() -> None:
     head = ("devices", "layout", "step", "MFU", "memory (messages)", "bubble", "communication", "checkpoint", *years)
     page = PAGE.read_text(encoding="utf-8")
     for name, (recipe, overrides) in MODELS.items():
-        lines = ["| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for nodes in NODES:
             plan = fastest(recipe, overrides, nodes)
             lines.append(row(plan) if plan else f"| {nodes * 8:,} | nothing fits |" + " |" * (len(head) - 2))

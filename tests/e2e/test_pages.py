@@ -6,7 +6,7 @@ Above a block that no test can run as it is, a page has a comment that readers d
     <!-- network-only: tests/FILE.py::TEST -->    it needs the internet; the test has a server of its own
 
 A `text` block below shows all that the commands print. Above one that shows some of their lines, or numbers that differ
-from run to run, stands `<!-- excerpt -->`: its lines are printed in this order, numbers and spaces aside; `...` stands
+from run to run, stands `<!-- excerpt -->`: its lines are printed in this order, numbers, units and spaces aside; `...` stands
 for others. A line that ends in `\\` goes on in the next one.
 """
 
@@ -179,8 +179,9 @@ def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, st
 
 
 def shape(line: str) -> str:
-    """A line without its numbers and its spaces."""
-    return re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", line.replace(" ", ""))
+    """A line without its numbers, their units and its spaces."""
+    numbers = re.sub(r"[-\d.,]+(e[-+]\d+)?( ?(ms|s|min|h|d|k|M|[KMG]iB|B)\b)?", "#", line)
+    return re.sub(r"#+", "#", numbers.replace(" ", ""))
 
 
 def assert_shown(block: Block, out: str) -> None:
