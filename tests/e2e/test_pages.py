@@ -75,7 +75,7 @@ ELSEWHERE = {
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
     ("docs/environment.md", ""): "tests/unit/verify/test_doctor.py",
-    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_table",
+    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
     ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
     ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
 }

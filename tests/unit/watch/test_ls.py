@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_jobs import commands
 from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
+from tests.e2e.test_pages import assert_shown, blocks
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
@@ -56,6 +58,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[5][:6] == [LONG, "killed", "20/1000", "2.8944", "8.2k", "41%"]
     assert lines[6][:3] == ["failed", "failed", "5/9"]
     assert lines[7][:3] == ["done", "finished", "20/20"]
+
+
+def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal of 80 columns."""
+    path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
+    write_run(Path("runs/tiny-1"), mesh=Mesh(1, 1, 1, 1))
+    gpus = [replace(gpu, processes=(DeviceProcess(10, path.name, gpu.index),)) for gpu in GPUS]
+    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with RunLock(path):
+        assert main(["ls"]) == 0
+    (block,) = (block for block in blocks("docs/watching.md") if block.heading == "List devices and runs")
+    assert block.shown
+    assert_shown(block, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("columns", [80, 160])
