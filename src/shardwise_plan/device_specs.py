@@ -20,6 +20,7 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.hardware import torch_type
+from shardwise.base.prices import Price
 from shardwise.config import DtypeName, Matmul, parse_yaml
 from shardwise.estimates.device_peaks import DEVICE_FILES
 
@@ -27,7 +28,6 @@ _ALIASES = {"a100": "a100-80gb"}
 _SUFFIXES = (".yaml", ".yml")
 MOST_FAILURES = 1e4
 """Largest number of failures of a device in a year."""
-_MOST_PRICE = 1e6
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,6 @@ FIGURES: dict[str, _Figure] = {
 }
 """All numbers of a device file, those of a link and the constants with its name before."""
 _PRICE = "price_per_hour"
-_PRICED = ("device", "chip", "node")
 _TEXTS = ("name", "node_link.topology")
 _NETWORK = ("network.gb_per_second", "network.latency_us", "network.topology")
 _LINKS = ("node_link", "network")
@@ -111,36 +110,6 @@ _BESIDE_STEPS = {
 """Keys of a file with which a step takes as long as on its base."""
 _CUDA = torch_type("nvidia")
 _TYPES = ("cpu", _CUDA, "accelerator")
-
-
-@dataclass(frozen=True)
-class Price:
-    """The price of a device, a chip of several devices, or a node, for an hour."""
-
-    amount: float
-    currency: str
-    unit: str = "device"
-
-    @staticmethod
-    def of(text: str, named: str) -> Price:
-        """Return the price that a text such as `2.50 USD` or `40 USD/node` gives; `named` names the text in errors.
-
-        Raises:
-            ConfigError: it is no price, or has no currency.
-        """
-        units_of = f"(?:/({'|'.join(_PRICED)}))?(?:/hour)?"
-        match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([A-Za-z]{{3}})?{units_of}", text.strip())
-        if match is None or float(match[1]) > _MOST_PRICE:
-            raise ConfigError(
-                f"{named} ({text}) must be a price of a device, a chip or a node for an hour, from 0 to "
-                f"{_MOST_PRICE:,.0f}, with its currency, such as '2.50 USD/device' or '40 USD/node'"
-            )
-        if match[2] is None:
-            raise ConfigError(f"{named} ({text}) must name its currency, as in '{text.strip()} USD'")
-        return Price(float(match[1]), match[2].upper(), match[3] or "device")
-
-    def __str__(self) -> str:
-        return f"{self.amount:.10g} {self.currency}/{self.unit}"
 
 
 @dataclass(frozen=True)

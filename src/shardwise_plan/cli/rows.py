@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
 from shardwise.cli import output
-from shardwise.config import tokens_of_run
 from shardwise_plan.goodput import best_interval
 from shardwise_plan.plan import Plan
 
@@ -216,28 +213,3 @@ def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
     ]
     sentences[-1] += f"{consequence} ({_ACCURACY_PAGE})"
     return sentences
-
-
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    calendar = plan.calendar
-    return {
-        "layout": asdict(plan.choice),
-        "data": plan.layout.data,
-        "nodes": plan.cluster.nodes,
-        "devices": plan.cluster.world,
-        "step_seconds": plan.time.total,
-        "parts_seconds": dict(plan.time.rows()),
-        "steps": plan.config.train.steps,
-        "tokens": tokens_of_run(plan.config),
-        "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.mfu,
-        "memory_bytes": plan.memory.total,
-        "headroom_bytes": plan.headroom,
-        "days": calendar.seconds / 86_400,
-        "goodput": calendar.goodput,
-        "checkpoint_minutes": calendar.interval / 60,
-        "device_hours": plan.device_hours,
-        "cost": plan.cost,
-        "currency": _currency(plan) or None,
-        "kilowatt_hours": plan.kilowatt_hours,
-    }

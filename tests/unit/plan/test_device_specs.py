@@ -133,7 +133,7 @@ def test_another_base_is_refused(base: str, tmp_path: Path) -> None:
 def test_the_accuracy_of_a_device_is_that_of_the_page() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
     (published,) = re.findall(
-        r"^\| all sources that were never used for the fit \| \| .* ([\d.]+)% \|$", page, re.MULTILINE
+        r"^\| all sources that were never used for the fit \| .* ([\d.]+)% \|$", page, re.MULTILINE
     )
     assert math.ceil(float(published)) == round(100 * _PUBLISHED_ERROR)
     trn1 = load_device("trn1")
