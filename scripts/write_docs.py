@@ -262,7 +262,9 @@ def devices_page() -> str:
     head, rest = DEVICES.read_text(encoding="utf-8").split(_BEGIN)
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     columns = ("device", "torch", "python", "passed", "skipped", "date", "commit")
-    found = [tuple(str(row[name]) for name in columns) for row in results]
+    refusals = [f", {row['refused']} of them by a refusal" if "refused" in row else "" for row in results]
+    shown = [{**row, "passed": f"{row['passed']}{text}"} for row, text in zip(results, refusals, strict=True)]
+    found = [tuple(str(row[name]) for name in columns) for row in shown]
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *found)]
     lines += ["", _NEVER_RUN]
     return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"
