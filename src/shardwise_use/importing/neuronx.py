@@ -9,8 +9,8 @@
     SOURCE/optim.dp_rank_DD.tp_rank_TT                   of the GPT-NeoX scripts; of BERT's it is under "optimizer"
     SOURCE/scheduler.pt, SOURCE/user_content.pt          rates; step and arguments. Older ones are beside "model"
 
-As its trainer/checkpoint.py, optimizer/*.py and parallel_layers/checkpointing.py write them. A layer has the same number
-on every pipeline stage. The model code says what a rank's fused tensors are (modeling_llama_nxd.py, modules/qkv_linear.py):
+As its trainer/checkpoint.py, optimizer/, and parallel_layers/checkpointing.py write them. A layer has the same number
+on each pipeline stage. The model code says what the fused tensors of a rank are (modeling_llama_nxd.py, qkv_linear.py):
 
     gate_up_proj                        [gate; up]
     qkv_proj.weight                     [q; k; v]

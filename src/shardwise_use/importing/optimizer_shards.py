@@ -109,9 +109,7 @@ def _states(where: str, found: Found, parameters: Values) -> tuple[dict[str, ByN
     degree = max(data for *_, data in found) + 1
     expected = [(*rank, data) for rank in sorted(parameters) for data in range(degree)]
     if lacking := [f"DP {place[2]} TP {place[0]} PP {place[1]}" for place in expected if place not in found]:
-        raise ConfigError(
-            f"{where} lacks the optimizer's state of {listing(lacking, most=4)}: copy it whole, or {LEAVE}"
-        )
+        raise ConfigError(f"{where} lacks the optimizer's state of {listing(lacking, most=4)}: copy it, or {LEAVE}")
     states: dict[str, ByName] = {}
     updates: set[int] = set()
     for rank, (file, values) in sorted(parameters.items()):

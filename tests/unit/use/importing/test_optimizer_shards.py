@@ -167,7 +167,7 @@ def opened(parts: Any, folder: Path, **options: Any) -> ForeignModel:
     return open_neuronx(neuronx_shards.write(model, folder, moments=moments, tp=2, **options), saved)
 
 
-@pytest.mark.parametrize("step", [10, 40, 120, 195])
+@pytest.mark.parametrize("step", [10, 120])
 @pytest.mark.parametrize(("constant", "first"), [(0, 1 / 41), (20, 1 / 41), (20, 0.0)])
 def test_cosine_goes_on(parts: Any, tmp_path: Path, step: int, constant: int, first: float) -> None:
     beside = {"user_content": {"total_steps": step, "cli_args": {**ARGUMENTS, "train_batch_size": 8}}}
@@ -236,7 +236,7 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
         return lambda state: change(state["base_state"][0])
 
     file.unlink()
-    refused(r"step lacks the optimizer's state of DP 1 TP 1 PP 0: copy it whole, or")
+    refused(r"step lacks the optimizer's state of DP 1 TP 1 PP 0: copy it, or")
     rows = tuple(held["base_state"][0]["exp_avg"].shape)
     shorter = rf"exp_avg of model.embed_tokens.weight \(\[{rows[0] - 1}, {rows[1]}\]\) must be \[{rows[0]}, "
     refused(shorter, of_first(lambda state: state.update(exp_avg=state["exp_avg"][1:])))
