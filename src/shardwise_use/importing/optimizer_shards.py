@@ -59,11 +59,9 @@ def combined_with_progress(
             `given`, `batch` (samples of an update), `length` (tokens of a sample) and `samples` so far.
     """
     if not found:
-        opened, note = (
-            combine(where, _tensors(values)),
-            f"{where} has no state of AdamW: weights alone are imported",
-        )
-        return opened if found is None else replace(opened, notes=[*opened.notes, note])
+        opened = combine(where, _tensors(values))
+        notes = [*opened.notes, f"{where} has no state of AdamW: weights alone are imported"]
+        return opened if found is None else replace(opened, notes=notes)
     parameters = {
         rank: (file, {name: value for name, value in named.items() if tied.get(name) not in named})
         for rank, (file, named) in values.items()
@@ -75,15 +73,14 @@ def combined_with_progress(
     moments = {kind: combine(f"{where}: {kind}", by_rank) for kind, by_rank in states.items()}
     streamed = [replace(each, state=kind) for kind, model in moments.items() for each in model.weights]
     path, first = found[0, 0, 0]
-    groups = first["param_groups"]
     with pickled.reading(f"{where} must tell of its training as its program does", f"; {LEAVE}"):
         training = told(max(data for *_, data in found) + 1 if "base_state" in first else 0)
-        step = training.get("total_steps") or training.get("global_step") or updates
+        step = int(training.get("total_steps") or training.get("global_step") or updates)
         batch, length = training["batch"], training["length"]
-        keys, notes = _keys(groups, step, training)
+        keys, notes = _keys(first["param_groups"], step, training)
         samples = training.get("samples") or (batch and step * batch) or None
         tokens = samples * length if samples and length else None
-    if _names(path, groups, parameters[0, 0][1])[1]:
+    if _names(path, first["param_groups"], parameters[0, 0][1])[1]:
         keys["optimizer.no_decay"] = ["*bias*"]
     if masters or opened.dtype != "float32":
         keys["precision.mode"] = "mixed"
@@ -116,16 +113,16 @@ def _states(where: str, found: Found, parameters: Values) -> tuple[dict[str, ByN
         parts = [found[*rank, data] for data in range(degree)]
         held = [(path, adamw_state(state, path)[1]) for path, state in parts]
         path, first = parts[0]
-        for number, name in _names(path, first["param_groups"], values)[0].items():
-            with pickled.reading(f"{where} must have the state of {name} on each of its ranks", f"; {LEAVE}"):
+        with pickled.reading(f"{where} must have the state of AdamW for each weight on each rank", f"; {LEAVE}"):
+            for number, name in _names(path, first["param_groups"], values)[0].items():
                 updates.add(int(pickled.followed(held[0][1][number]["step"], path)))
                 shape = (first.get("shape_info") or {}).get(number) or pickled.followed(values[name], file).shape
                 shards = {moment: [(path, state[number][moment]) for path, state in held] for moment in MOMENTS}
                 # A file `full_…` of the converter has the masters of data-parallel rank 0 alone.
                 if _MASTERS in first and not path.name.startswith("full"):
                     shards[MASTER] = [(path, state[_MASTERS][number]) for path, state in parts]
-            for kind, tensors in shards.items():
-                states.setdefault(kind, {}).setdefault(rank, {})[name] = _joined(tensors, shape, f"{kind} of {name}")
+                for kind, of_all in shards.items():
+                    states.setdefault(kind, {}).setdefault(rank, {})[name] = _joined(of_all, shape, f"{kind} of {name}")
     if len(updates) > 1:
         raise ConfigError(f"{where}: parameters must have as many updates each, and have {sorted(updates)}: {LEAVE}")
     return states, updates.pop()

@@ -245,7 +245,8 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
     refused(lamb, lambda state: [each.pop("step") for each in state["base_state"].values()])
     refused(r"must be the state of an optimizer after a step, and is none", lambda state: state.pop("param_groups"))
     refused(
-        r"step must have the state of .* on each of its ranks: KeyError: 3", lambda state: state["base_state"].pop(3)
+        r"step must have the state of AdamW for each weight on each rank: KeyError: 3",
+        lambda state: state["base_state"].pop(3),
     )
     first = folder / "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     whole = first.read_bytes()
@@ -264,6 +265,7 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
         lambda state: state["param_groups"][0].update(correct_bias=False),
     )
     of_rank_0(r"as many updates each, and have \[5, 6\]", lambda state: state["base_state"][0].update(step=5))
+    of_rank_0(r"for each weight on each rank: TypeError", lambda state: state.update(shape_info={0: 3}))
     of_rank_0(r"must tell of its training as its program does", lambda state: state["param_groups"][0].pop("betas"))
     shapes = {number: [1, 2, 3] for number in held["shape_info"]}
     of_rank_0(r"must be \[1, 2, 3\], of", lambda state: state.update(shape_info=shapes))
