@@ -141,8 +141,8 @@ def _as_megatron(where: str, saved: Mapping[str, Any], tensors: Mapping[str, Any
 def _parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's weights, in its order, without buffers."""
     state = saved["state_dict"]
-    buffers = {_BUFFERS, *state.get(_BUFFERS, ())}
-    return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(name)}
+    buffers = [_BUFFERS, *(state.get(_BUFFERS) or ())]
+    return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(str(name))}
 
 
 def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, Any]]) -> Found:
@@ -150,12 +150,11 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
     found: Found = {}
     for rank, file in files.items():
         name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
-        parts = {
-            int(path.parent.name[8:]): (path, pickled.load(path))
-            for path in file.parent.glob(f"optim/dp_rank_*/{name}")
-        }
-        parts = parts or {0: (file, saved[rank].get("optimizer_states"))}
-        found |= {(*rank, data): (path, held[0]) for data, (path, held) in parts.items() if held}
+        paths = {int(path.parent.name[-3:]): path for path in file.parent.glob(f"optim/dp_rank_[0-9][0-9][0-9]/{name}")}
+        held = {data: pickled.load(path) for data, path in paths.items()} or {0: saved[rank].get("optimizer_states")}
+        for data, states in held.items():
+            if isinstance(states, list) and states:
+                found[*rank, data] = paths.get(data, file), states[0]
     return found
 
 

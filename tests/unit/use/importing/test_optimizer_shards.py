@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.cli import import_
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.nemo import open_nemo
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import VOCABULARY, make, save
@@ -285,3 +288,24 @@ def test_without_the_optimizers_folder_the_weights_alone_are_imported(parts: Any
     found = open_neuronx(neuronx_shards.write(model, tmp_path / "step"), saved)
     assert found.progress is None
     assert re.search(r"step has no state of AdamW: weights alone are imported", found.notes[0])
+
+
+def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    source = nemo_shards.Source(model, nemo_shards.gpt_config(model))
+    folder = nemo_shards.write(source, tmp_path / "nemo", tp=2, pp=2, moments=(source, source))
+    (file,) = (folder / "tp_rank_01_pp_rank_001/optim/dp_rank_000").iterdir()
+    torch.save([], file)
+    with pytest.raises(ConfigError, match=r"nemo lacks the optimizer's state of DP 0 TP 1 PP 1: copy it, or import"):
+        open_nemo(folder, VOCABULARY)
+    for rank in folder.glob("*/optim"):
+        shutil.rmtree(rank)
+    found = open_nemo(folder, VOCABULARY)
+    assert found.progress is None
+    assert found.notes[0].endswith("nemo has no state of AdamW: weights alone are imported")
+
+
+def test_weights_alone_have_no_progress() -> None:
+    """Of every format, also of those that are opened with their progress."""
+    given = argparse.Namespace(weights_only=True, samples=None, tokens=None)
+    assert import_._completed(ForeignProgress(3, ()), given) is None
