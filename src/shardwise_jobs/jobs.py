@@ -150,13 +150,13 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
 
 
-def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
+def cancel_waiting_jobs(run_path: Path) -> list[str]:
     """Cancel the jobs of a run that wait in SLURM's queue, and those that compile for it; a sentence on each."""
-    texts = {}
+    texts = []
     for job in _jobs_before_a_start(run_path):
         commands.cancel(job.id)
         activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
-        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}"
+        texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
     return texts
 
 
