@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import shlex
 import shutil
@@ -77,6 +78,10 @@ def test_what_is_told_of_the_import(begun: Begun) -> None:
     shutil.copytree(begun.at / "run", begun.at / "held")
     (begun.at / "held/config.yaml").touch()
     assert "DEST (held) must hold no run yet" in begun.again("held").failed(2)
+    facts = json.loads(begun.again("asked", "--json").succeeded().out)
+    assert (facts["step"], facts["samples"], facts["tokens"]) == (4, 16, None)
+    assert facts["states"] == ["exp_avg", "exp_avg_sq"]
+    assert f"go on: {facts['command']}".replace("asked", "run") in begun.outcome.out
     outcome = begun.again("weights", "--weights-only").succeeded()
     assert "start from it: shardwise train RECIPE checkpoint.load=" in outcome.out
     assert (begun.at / "weights/step-00000000/manifest.json").is_file()
