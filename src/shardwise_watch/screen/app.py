@@ -101,8 +101,7 @@ class Top(App[None]):
         self._view = 0
         self._metric = 0
         self._span = 0
-        # The last one is the place in the list of runs.
-        self._moved = [0] * (len(VIEWS) + 1)
+        self._moved = [0] * (len(VIEWS) + 1)  # the last one is the place in the list of runs
         self._choice = Choice(behind=behind)
 
     def compose(self) -> ComposeResult:
