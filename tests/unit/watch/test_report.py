@@ -348,7 +348,7 @@ def test_the_cost_is_that_of_all_devices(
         "price": shown,
     }
     amount, currency = found["cost"]["amount"], found["cost"]["currency"]
-    assert f"cost{amount:,.2f} {currency}{found['device_hours']:.3g} device-hours at {shown}" in page.text
+    assert f"cost, {currency}{amount:.2f}{found['device_hours']:.3g} device-hours at {shown}" in page.text
     config = (run / "config.yaml").read_text().replace("log: {", f"log: {{price: {price}, ")
     (run / "config.yaml").write_text(config)
     assert numbers(capsys, str(run))["cost"] == found["cost"], "that of the recipe"
