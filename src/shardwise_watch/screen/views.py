@@ -24,8 +24,8 @@ from shardwise_watch.step_metrics import PARTS
 
 KEYS = (
     ("1 … 6, tab", "overview, ranks, pipeline, nodes, events, log; tab: the next one"),
-    ("r", "runs: enter shows the chosen one, b puts its curves behind, or takes them away"),
-    ("↑ ↓ PgUp PgDn", "choose a rank, a node or a run, go through the events and the log"),
+    ("r", "runs: enter shows another one, b puts its curves behind"),
+    ("↑ ↓ PgUp PgDn", "choose a rank, a node or a run, go through events and log"),
     ("← →", "what the cells of the ranks show: work, memory, use"),
     ("z", "curves of all steps, of the last tenth, of the last hundredth"),
     ("p", "pause: nothing is read until it is pressed again"),
