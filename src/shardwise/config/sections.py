@@ -536,11 +536,10 @@ class LogConfig(Section):
     @field_validator("price", mode="before")
     @classmethod
     def _price_has_a_currency(cls, value: object) -> object:
-        if value is not None:
-            try:
-                Price.of(str(value), "log.price")
-            except ConfigError as error:
-                reject(error.problems)
+        try:
+            _ = value is None or Price.of(str(value), "log.price")
+        except ConfigError as error:
+            reject(error.problems)
         return value
 
     @field_validator("profile", mode="before")
