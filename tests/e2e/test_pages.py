@@ -76,6 +76,7 @@ ELSEWHERE = {
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
+    ("docs/notices.md", ""): "tests/e2e/test_notices.py::test_the_end_is_told_once_and_what_fails_is_a_warning",
     (
         "docs/environment.md",
         "",

@@ -509,7 +509,7 @@ class LogConfig(Section):
         strict=False,
         examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
         description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
-        "env:NAME is an address in an environment variable, which no file or message shows (docs/watching.md)",
+        "env:NAME is an address in an environment variable, which no file or message shows (docs/notices.md)",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")

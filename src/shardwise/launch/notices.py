@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.base.errors import RunError, StoppedError
+from shardwise.base.files import user_path
 from shardwise.base.notice_targets import VARIABLE, is_address, target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
@@ -131,7 +132,8 @@ def _resolved(target: str) -> str:
 
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
-    words = shlex.split(os.path.expanduser(command))  # noqa: PTH111  only the program's path
+    program, *words = shlex.split(command)
+    words = [str(user_path(program)) if program.startswith("~") else program, *words]
     quiet = subprocess.DEVNULL
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:

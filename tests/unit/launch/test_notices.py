@@ -1,9 +1,10 @@
 """Notices: what a target is told, and that none of them ends or delays a run, or shows its secret."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,6 +14,7 @@ from shardwise.launch import notices
 from shardwise.launch.environment import NODE
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
+from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.loopback_hooks import SECRET, Hooks, serve
 from tests.monitor_runs import FIRST, Start, write_run
@@ -49,6 +51,12 @@ def test_an_address_and_a_command_are_told(hooks: Hooks, run: Path, tmp_path: Pa
     assert (notice["event"], notice["run"], notice["step"], notice["exit_code"]) == ("end", "run", 25, 0)
     assert notice["text"] == f"run: end at step 25, loss {notice['loss']:.4f}: finished"
     assert json.loads(file.read_text()) == notice
+
+
+def test_the_page_shows_each_field_and_each_event() -> None:
+    page = (ROOT / "docs/notices.md").read_text(encoding="utf-8")
+    assert re.findall(r'^    "(\w+)":', page, re.MULTILINE) == FIELDS
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)[1:]) == get_args(notices.Event)
 
 
 def test_a_run_before_its_first_step_has_no_numbers(hooks: Hooks, tmp_path: Path) -> None:
@@ -183,7 +191,7 @@ def test_a_spike_is_told_while_the_run_goes_on(hooks: Hooks, tmp_path: Path) -> 
     notices.wait()
     (notice,) = hooks.notices
     assert (notice["event"], notice["step"], notice["exit_code"]) == ("spike", 1, None)
-    assert "7 standard deviations above the mean of the 20 steps before" in notice["reason"]
+    assert notice["reason"] == "7 standard deviations above the mean of 20 steps before"
 
 
 def keys(*targets: str) -> Any:
