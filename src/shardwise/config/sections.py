@@ -535,15 +535,9 @@ class LogConfig(Section):
             reject([f"log.profile ({shown}) {needs}"])
         return value
 
-    @field_validator("notify")
-    @classmethod
-    def _targets_can_be_told(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        reject([problem for problem in map(target_problem, value) if problem is not None])
-        return value
-
     def name_problems(self) -> list[str]:
-        """The names that a tracker would refuse after the start of the run, when it is left out."""
-        problems = []
+        """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
+        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:

@@ -326,7 +326,9 @@ class Reporter:
         }
 
     def _warn(self, record: StepRecord) -> None:
-        """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
+        """Warn of a loss that is far off, of a slow rank, once each time that it begins, and of notices that failed."""
+        for problem in notices.problems():
+            self.warning(problem)
         if record.step == 1 and (text := mean_text(self.config.model, self.config.hooks.loss, record.loss)) is not None:
             self.warning(text)
         if self._spike.begins(record.loss_spike):

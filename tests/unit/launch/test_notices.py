@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load_config
+from shardwise.config import check_layout, load_config
 from shardwise.launch import notices
 from shardwise.launch.environment import NODE
 from shardwise.launch.failed_run import failure_text
@@ -26,6 +26,7 @@ FIELDS = ["event", "run", "step", "loss", "reason", "exit_code", "time", "text"]
 @pytest.fixture
 def hooks() -> Iterator[Hooks]:
     with serve() as server:
+        notices._known_problems.clear()
         yield server
         notices.set_up([])
 
@@ -208,7 +209,7 @@ def keys(*targets: str) -> Any:
 )  # fmt: skip
 def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(target: str) -> None:
     with pytest.raises(ConfigError, match=r"^log\.notify \(.*\) must be a command, an https address") as error:
-        keys(target)
+        check_layout(keys(target), 1)
     assert SECRET not in str(error.value) or not target.startswith("http")
 
 
