@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -214,3 +215,12 @@ def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
     # The second: torchrun's own error where the other rank ends just as it is to be killed.
     assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
     assert not (tmp_path / "runs").exists()
+
+
+def test_closed_standard_streams_are_no_fault(tmp_path: Path) -> None:
+    """As a daemon starts programs; the ranks have the launcher's streams."""
+    words = [*ALONE, "train", miniature(tmp_path), "train.steps=1", "optimizer.warmup_steps=0", "parallel.tensor=2"]
+    command = f"{shlex.join([*map(str, words), '--run-dir', 'run'])} <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=SECONDS, check=False)
+    assert done.returncode == 0
+    assert metrics(tmp_path / "run", "step")

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import keys_text
 from shardwise.base.notice_targets import target_problem
+from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -504,6 +506,12 @@ class LogConfig(Section):
         description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
         "configuration of the run shows them",
     )
+    price: str | None = Field(
+        default=None,
+        examples=["2.50 USD", "40 USD/node"],
+        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
+        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
+    )
     notify: tuple[str, ...] = Field(
         default=(),
         strict=False,
@@ -524,6 +532,16 @@ class LogConfig(Section):
         examples=[[0], [0, 8]],
         description="the ranks that `log.profile` traces; null = all",
     )
+
+    @field_validator("price", mode="before")
+    @classmethod
+    def _price_has_a_currency(cls, value: object) -> object:
+        if value is not None:
+            try:
+                Price.of(str(value), "log.price")
+            except ConfigError as error:
+                reject(error.problems)
+        return value
 
     @field_validator("profile", mode="before")
     @classmethod

@@ -301,7 +301,7 @@ class Reporter:
         tokens_per_second = numbers["tokens_per_second"] or 0.0
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self.totals.throughput.step_seconds, tokens_per_second, clock)
+            progress.update(record, self.totals.throughput.step_seconds, tokens_per_second, numbers["mfu"], clock)
         del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
 

@@ -28,7 +28,7 @@ from shardwise_watch import summary
 from shardwise_watch.run import RunView, Unreadable, owners, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
-_RUNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
+RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
 _SHORTEST = 16
 
 
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
     if listed_runs or jobs:
-        rows = [(job.run.name, f"{job.text}, job {job.id}", *[""] * (len(_RUNS) - 2)) for job in jobs]
-        _table([*rows, *map(_run, listed_runs)], _RUNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+        rows = [(job.run.name, f"{job.text}, job {job.id}", *[""] * (len(RUN_COLUMNS) - 2)) for job in jobs]
+        _table([*rows, *map(run_cells, listed_runs)], RUN_COLUMNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
         output.line(f"no run in {arguments.folder.rstrip('/')}/")
     for problem in problems:
@@ -95,7 +95,7 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
 
 
-def _run(run: RunView | Unreadable) -> tuple[str, ...]:
+def run_cells(run: RunView | Unreadable) -> tuple[str, ...]:
     fields = summary.row(run)
     speed = number(fields["tokens_per_second"])
     parent = fields["parent"]

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_jobs import commands
 from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
-from tests.monitor_runs import FIRST, GIB, Mesh, Start, write_run
+from tests.e2e.test_pages import assert_shown, blocks
+from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
 GPUS = [
@@ -58,6 +60,21 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[7][:3] == ["done", "finished", "20/20"]
 
 
+def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal of 80 columns."""
+    path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
+    write_run(Path("runs/tiny-1"), mesh=Mesh(1, 1, 1, 1))
+    gpus = [replace(gpu, processes=(DeviceProcess(10, path.name, gpu.index),)) for gpu in GPUS]
+    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with RunLock(path):
+        assert main(["ls"]) == 0
+    (block,) = (block for block in blocks("docs/watching.md") if block.heading == "List devices and runs")
+    assert block.shown
+    assert_shown(block, capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("columns", [80, 160])
 def test_a_terminal_is_not_too_narrow(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -78,6 +95,9 @@ def test_a_terminal_is_not_too_narrow(
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     write_three()
     with RunLock(Path(f"runs/{LONG}")):
+        # As its process wrote it at the start of the run: later it would be one that begins again.
+        holder = {"host": platform.node(), "pid": 1, "started": stamp(FIRST)}
+        Path(f"runs/{LONG}/.lock").write_text(json.dumps(holder))
         assert main(["ls", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])
