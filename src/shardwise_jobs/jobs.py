@@ -13,7 +13,7 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.runs.events import how_it_ended, last_event, seconds_of
-from shardwise.runs.folder import RunDirectory, RunLock
+from shardwise.runs.folder import RunLock
 from shardwise_jobs import commands
 from shardwise_jobs.restarts import AttemptEnding, history, record
 from shardwise_jobs.submission import Submitted, submitted
@@ -155,12 +155,6 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
         return job_endings[0].began, job_endings[-1].began + job_endings[-1].seconds
     submission = seconds_of(asdict(job))
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
-
-
-def jobs_before_their_runs(folder: Path) -> list[JobState]:
-    """Return the jobs in a folder of runs that wait or run and whose runs have not begun. Raises as `states`."""
-    present = [state for state in states(folder) if state.job is not None and not RunDirectory(state.run).holds_run]
-    return [state for state in present if state.run.resolve().parent == folder.resolve()]
 
 
 def cancel_waiting_jobs(run_path: Path) -> list[str]:

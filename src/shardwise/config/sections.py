@@ -517,7 +517,7 @@ class LogConfig(Section):
         strict=False,
         examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
         description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
-        "env:NAME is an address in an environment variable, which no file or message shows (docs/watching.md)",
+        "env:NAME is an address in an environment variable, which no file or message shows (docs/notices.md)",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
@@ -552,15 +552,9 @@ class LogConfig(Section):
             reject([f"log.profile ({shown}) {needs}"])
         return value
 
-    @field_validator("notify")
-    @classmethod
-    def _targets_can_be_told(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        reject([problem for problem in map(target_problem, value) if problem is not None])
-        return value
-
     def name_problems(self) -> list[str]:
-        """The names that a tracker would refuse after the start of the run, when it is left out."""
-        problems = []
+        """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
+        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:
