@@ -36,6 +36,8 @@ BEGINNINGS = tuple(ROOT / name for name in ("README.md", "docs/quickstart.md", "
 """Pages that begin in a copy of the repository."""
 _COPY = re.compile(r"a copy of (?:the repository|\[the repository\]\([^)]*\) \(`git clone [^`]*`\))")
 _ISSUES = re.compile(r"(?: \[Say\]\([^)]*\) what is wrong\.)?<!--issues-->")
+CALLED_BY_OTHERS = ("DropoutKey", "Group", "LAMB", "Muon", "Piece")
+"""Classes whose methods layers and optimizers call, seldom a program: docs/api.md names the methods alone."""
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
@@ -358,11 +360,11 @@ def api_page() -> str:
         lines.append(_first_paragraph(value))
         own = vars(value).items() if inspect.isclass(value) else ()
         methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}
-        listed = [
-            f"- `{_call(name, raw)}`: {_first_paragraph(raw)}"
-            for name, raw in methods.items()
-            if inspect.isfunction(raw) and raw.__doc__
-        ]
+        called = {name: raw for name, raw in methods.items() if inspect.isfunction(raw) and raw.__doc__}
+        if found[3] in CALLED_BY_OTHERS:
+            listed = [f"Methods: {', '.join(f'`{_call(name, raw)}`' for name, raw in called.items())}."]
+        else:
+            listed = [f"- `{_call(name, raw)}`: {_first_paragraph(raw)}" for name, raw in called.items()]
         return "\n".join([*lines, *([""] if listed else []), *listed, "<!--end-->", ""])
 
     return NAME_OF_API.sub(written, API.read_text(encoding="utf-8"))

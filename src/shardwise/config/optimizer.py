@@ -93,8 +93,8 @@ class OptimizerConfig(Section):
     router_bias_rate: float = Field(
         default=0.001,
         ge=0,
-        description="with a family whose routers have a correction bias: after each step, the bias of an expert that "
-        "got fewer tokens than the mean rises by this, and that of one that got more falls; 0 = they stay",
+        description="with routers that have a correction bias: by how much a step raises the bias of an expert that "
+        "got fewer tokens than the mean, and lowers that of one that got more; 0 = they stay",
     )
     router_sequence_loss: float = Field(
         default=0.0,
@@ -151,9 +151,9 @@ class OptimizerConfig(Section):
     )
     reduce: Frequency | None = Field(
         default=None,
-        description="with zero 2 or 3: gradients are reduced to their owners in each micro_batch, or once a step, "
-        "which sends less and holds all gradients; null = step with train.bitwise and with schedules that split the "
-        "backward pass, else micro_batch",
+        description="with zero 2 or 3: gradients are reduced in each micro_batch, or once a step, which sends less "
+        "and holds all gradients; null = step with train.bitwise and with schedules that split the backward pass, "
+        "else micro_batch",
     )
     gather: Frequency | None = Field(
         default=None,
