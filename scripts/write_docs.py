@@ -109,7 +109,8 @@ model:
   max_position_embeddings: 64
 ```
 
-In brackets are the families that have a key, and its default: `required` means that a recipe must set it.
+In brackets are the families that have a key ("as Llama": all but gpt, gpt_neox and bert), and its default: `required`
+means that a recipe must set it.
 [Configuration](configuration.md) has the other sections.
 
 `model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder; `model.*` keys that are given
@@ -251,6 +252,8 @@ def _of_families(named: Sequence[str], families: Collection[str]) -> str:
     others = [family for family in families if family not in named]
     if not others:
         return "all"
+    if others == ["gpt", "gpt_neox", "bert"]:
+        return "as Llama"
     return f"all but {', '.join(others)}" if len(others) < len(named) / 2 else ", ".join(named)
 
 

@@ -122,7 +122,7 @@ class SourceConfig(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="tokenize text during training, for data that are too large to prepare: text files, .jsonl, "
+        description="tokenize during training, for data that are too large to prepare: text files, .jsonl, "
         ".parquet, save_to_disk or a hub data set; needs a tokenizer",
     )
     shuffle_buffer: int = Field(

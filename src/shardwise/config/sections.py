@@ -266,9 +266,9 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
     recompute: Literal[Recompute, "auto"] = Field(
         default="none",
-        description="what the backward pass computes again: selective = norms, activations and rotary positions, and "
-        "the attention core where no fused kernel computes it; full = each block; auto = as little as the device's "
-        "memory allows",
+        description="what the backward pass computes again: selective = norms, activations, rotary positions, and "
+        "the attention core where no fused kernel computes it; full = each block; auto = as little as the memory "
+        "allows",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
@@ -377,8 +377,8 @@ class CheckpointConfig(Section):
     memory_every: int | None = step_field(
         None,
         ge=0,
-        description="steps between copies of the state in the memory of the nodes, from which ranks continue when "
-        "they start again; 0 = no copies; null = checkpoint.every in a submitted job, else no copies",
+        description="steps between copies of the state in the nodes' memory, from which ranks continue when they "
+        "start again; 0 = none; null = checkpoint.every in a submitted job, else none",
     )
     memory_share: float = Field(
         default=0.2,
@@ -407,16 +407,15 @@ class CheckpointConfig(Section):
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest "
-        "checkpoint; a path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
+        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest; a "
+        "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
     companions: str | None = Field(
         default=None,
         min_length=1,
-        description="a Hugging Face folder, or its config.json, from which every checkpoint takes ids of "
-        "special tokens and generation_config.json; null = from load, else from model.config, else from the "
-        "folder of data.tokenizer",
+        description="a Hugging Face folder, or its config.json, from which checkpoints take ids of special tokens "
+        "and generation_config.json; null = from load, else model.config, else the folder of data.tokenizer",
     )
 
     @field_validator("resume", mode="before")
@@ -496,8 +495,7 @@ class LogConfig(Section):
         default=(),
         strict=False,
         examples=[["ablation"], ["ablation", "team=nlp"]],
-        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
-        "configuration of the run shows them",
+        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
