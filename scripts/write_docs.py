@@ -1,8 +1,8 @@
 """Write the documentation that comes from the code and from results.
 
 These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
-docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md, and
-the addresses of `[project.urls]` where pages say how to begin.
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md,
+docs/environment.md, and the addresses of `[project.urls]` where pages say how to begin.
 """
 
 import inspect
@@ -19,9 +19,10 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,66 +288,65 @@ def devices_page() -> str:
 
 
 def readers_page() -> str:
-    """docs/readers.md, with what each program computes of each family."""
+    """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    names = list(record["readers"])
-    titles = [f"{r['title']} {r['version']} (`{name}`)" for name, r in record["readers"].items()]
-    lines = [f"| family | {' | '.join(titles)} |", f"|---{'|---' * len(names)}|"]
-    reasons = []
+    lines = ["| `--for` | program | families that it refuses, with its words |", "|---|---|---|"]
+    for name, reader in record["readers"].items():
+        by_words: dict[str, list[str]] = {}
+        for family, of_family in record["lines"].items():
+            if words := of_family[readers.PLAIN].get(name, {}).get("says"):
+                # The class of a family's configuration, and what else the program prints.
+                words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
+                by_words.setdefault(words, []).append(family)
+        told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
+        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
+    by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
-        plain = of_family[readers.PLAIN]
-        able = [name for name in names if readers.is_right(plain.get(name))]
-        ordered = sorted(of_family, key=lambda line: line != readers.PLAIN)
-        for line in ordered:
-            results = of_family[line]
-            if line == readers.PLAIN or any(name in results and not readers.is_right(results[name]) for name in able):
-                label = f"**{family}**" if line == readers.PLAIN else f"{family}, `{line}`"
-                lines.append(f"| {label} | {' | '.join(_result(results.get(name)) for name in names)} |")
-        refused = [f"{name} ({plain[name]['says']})" for name in names if "says" in plain.get(name, {})]
-        if refused:
-            reasons.append(f"- {family}: {'; '.join(refused)}".replace("<", "&lt;"))
-    lines += ["", "Families that a program refuses, with its words:", "", *reasons]
+        able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
+        for key, of_key in of_family.items():
+            found = {name: of_key.get(name) for name in able}
+            refused = ", ".join(name for name, result in found.items() if result and "says" in result)
+            others = ", ".join(
+                _off(name, r) for name, r in found.items() if r and "by" in r and not readers.is_right(r)
+            )
+            if refused or others:
+                untried = ", ".join(name for name, result in found.items() if not result)
+                told = (refused and f"no {refused}", others, untried and f"not tried: {untried}")
+                by_key.setdefault(key, {}).setdefault("; ".join(filter(None, told)), []).append(family)
+    lines.append("")
+    for key, alike in sorted(by_key.items()):
+        lines.append(f"- `{key}`: " + "; ".join(f"{', '.join(families)} ({told})" for told, families in alike.items()))
     behind = rest.partition("<!-- readers:end -->")[2]
     return "\n".join([f"{head}<!-- readers:begin -->", *lines, f"<!-- readers:end -->{behind}"])
 
 
-def _result(result: dict[str, object] | None) -> str:
-    if result is None:
-        return "–"
-    if "says" in result:
-        return "refused"
-    return "right" if readers.is_right(result) else f"{result['by']:.2g}"
+def _off(name: str, result: dict[str, float]) -> str:
+    return f"{name} {result['by']:.2g}"
 
 
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys and by what no key sets."""
-    same: dict[str, list[str]] = {}
-    changed: dict[str, list[str]] = {}
+    """docs/porting.md, with the record of other programs' names, by our keys, and those that no key sets."""
+    by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
-        shown = f"`{name.rpartition(':')[2]}`"
         for target in targets:
             key, _, value = target.partition("=")
-            if formula := FORMULAS.get((name, target)):
-                changed.setdefault(key, []).append(f"`{formula}`: {shown}")
-            elif value:
-                changed.setdefault(key, []).append(f"`{value}`: {shown}")
-            else:
-                same.setdefault(key, []).append(shown)
-    lines = ["| key | names of the same value | our value, for names of another unit or kind |", "|---|---|---|"]
-    for key in dict.fromkeys([*same, *changed]):
-        by_value: dict[str, list[str]] = {}
-        for entry in changed.get(key, []):
-            value, _, shown = entry.partition(": ")
-            by_value.setdefault(value, []).append(shown)
-        others = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in by_value.items())
-        lines.append(f"| `{key}` | {', '.join(dict.fromkeys(same.get(key, ['–'])))} | {others or '–'} |")
-    lines += ["", "No key sets what these names do:", "", "| names | why, or what instead |", "|---|---|"]
-    for reason in dict.fromkeys(WITHOUT_KEY.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
-        lines.append(f"| {', '.join(names)} | {reason} |")
-    lines += ["", "What trains otherwise:", ""]
-    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values() if program.note]
+            formula = FORMULAS.get((name, target), value)
+            by_key.setdefault(key, {}).setdefault(formula, {})[f"`{name.rpartition(':')[2]}`"] = None
+    lines = []
+    for key, by_value in by_key.items():
+        # The same value first, then what it becomes where unit or kind differ.
+        parts = [
+            f"{f'`{value}` for ' if value else ''}{', '.join(names)}"
+            for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
+        ]
+        lines.append(f"- `{key}`: {'; '.join(parts)}")
+    lines += ["", "No key sets what these names do:", ""]
+    same_without = "leave it out, a run without it is the same"
+    told = {name: same_without if why.startswith("leave it out") else why for name, why in WITHOUT_KEY.items()}
+    for reason in dict.fromkeys(told.values()):
+        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in told.items() if why == reason)
+        lines.append(f"- {', '.join(names)}: {reason}")
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
@@ -420,3 +420,4 @@ if __name__ == "__main__":
     PORTING.write_text(porting_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")
+    environment_variables.PAGE.write_text(environment_variables.page(), encoding="utf-8")

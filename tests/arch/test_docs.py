@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
-from scripts import site
+from scripts import environment_variables, site
 from scripts.write_docs import (
     API,
     BEGINNINGS,
@@ -17,11 +17,13 @@ from scripts.write_docs import (
     NAME_OF_API,
     PAGE,
     PORTING,
+    READERS,
     api_page,
     devices_page,
     model_page,
     page,
     porting_page,
+    readers_page,
     with_addresses,
 )
 from shardwise.config import load_config, recipe_names
@@ -86,6 +88,8 @@ def test_generated_page_is_current() -> None:
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
     assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
+    assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
+    assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for beginning in BEGINNINGS:
         text = beginning.read_text(encoding="utf-8")
@@ -112,6 +116,14 @@ def test_a_fork_sets_its_addresses_in_one_place(page: Path) -> None:
     assert "(`git clone https://host.example/you/x`)" in theirs
     assert "/us/" not in theirs
     assert with_addresses(theirs, none) == text
+
+
+def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> None:
+    record = environment_variables.recorded()
+    assert len(set(record)) == len(record)
+    assert set(record) == environment_variables.read_in_code(), "see scripts/environment_variables.py"
+    assert {"SHARDWISE_CACHE", "RANK", "SLURM_PROCID", "ROLE_RANK", "CC", "TERM"} <= set(record), "each kind of use"
+    assert len(environment_variables.page().split()) < 700
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:

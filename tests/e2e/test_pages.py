@@ -7,7 +7,7 @@ Above a block that no test can run as it is, a page has a comment that readers d
 
 A `text` block below shows all that the commands print. Above one that shows some of their lines, or numbers that differ
 from run to run, stands `<!-- excerpt -->`: its lines are printed in this order, numbers and spaces aside; `...` stands
-for others.
+for others, and `…` at the end of a line for the rest of it.
 """
 
 import ast
@@ -71,13 +71,11 @@ ELSEWHERE = {
         "docs/data-formats.md",
         "BERT's HDF5 shards",
     ): "tests/e2e/test_data_pages.py::test_berts_shards_go_on",
-    ("docs/porting.md", "A script or a config becomes a recipe"): (
-        "tests/unit/use/test_porting.py::test_a_table_says_what_became_of_each_setting"
-    ),
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
-    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_table",
+    ("docs/environment.md", ""): "tests/unit/verify/test_doctor.py",
+    ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
     ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
     ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
 }
@@ -91,7 +89,8 @@ SHARDS = (
 HUB_IDS = ("EleutherAI/gpt-neox-20b", "gpt2", "meta-llama/Llama-2-7b-hf")
 _BLOCK = re.compile(
     r"^## (?P<heading>.*)\n|"
-    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n|^<!-- (?P<excerpt>excerpt) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
+    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n|^<!-- (?P<excerpt>excerpt) -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
     re.MULTILINE,
 )
 
@@ -186,12 +185,17 @@ def shape(line: str) -> str:
     return re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", timeless.replace(" ", ""))
 
 
+def is_shown(line: str, printed: str) -> bool:
+    """True if a line of a page, by its shape, is a printed one or, with `…` at its end, the beginning of one."""
+    return line == printed or (line.endswith("…") and printed.startswith(line[:-1]))
+
+
 def assert_shown(block: Block, out: str) -> None:
     """The page shows what the commands print, whole or as an excerpt."""
     if block.excerpt:
         printed = iter([shape(line) for line in out.splitlines()])
         lines = [line for line in (block.shown or "").splitlines() if line != "..."]
-        missing = next((line for line in lines if shape(line) not in printed), None)
+        missing = next((line for line in lines if not any(is_shown(shape(line), each) for each in printed)), None)
         assert missing is None, f"{block.page}: not printed in this order by\n{block.code}\n{missing}\n\n{out}"
     elif block.shown is not None:
         assert block.shown == out, f"{block.page} is not current: run `python -m scripts.tutorial_outputs`\n{out}"
