@@ -7,6 +7,7 @@ docs/devices.md and docs/readers.md, the names of other programs in docs/porting
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -217,8 +218,9 @@ def readers_page() -> str:
         by_words: dict[str, list[str]] = {}
         for family, of_family in record["lines"].items():
             if words := of_family[readers.PLAIN].get(name, {}).get("says"):
-                # The class of a family's configuration, and what else the program prints.
+                # Without the class of a family's configuration, and what else the program prints.
                 words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
+                words = textwrap.shorten(words, 80, placeholder="…")
                 by_words.setdefault(words, []).append(family)
         told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
         lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")

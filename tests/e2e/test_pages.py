@@ -87,7 +87,8 @@ SHARDS = (
 HUB_IDS = ("EleutherAI/gpt-neox-20b", "gpt2", "meta-llama/Llama-2-7b-hf")
 _BLOCK = re.compile(
     r"^## (?P<heading>.*)\n|"
-    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n|^<!-- (?P<excerpt>excerpt) -->\n)?^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
+    r"(?:^<!-- (?:cluster|network)-only: (?P<test>\S+) -->\n|^<!-- (?P<excerpt>excerpt) -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<code>[\s\S]*?)^```",
     re.MULTILINE,
 )
 
