@@ -265,7 +265,8 @@ def porting_page() -> str:
         ]
         lines.append(f"- `{key}`: {'; '.join(parts)}")
     names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name in WITHOUT_KEY)
-    lines += ["", f"No key sets what these names do, and the message says why, or what instead: {', '.join(names)}."]
+    without = "No key sets what these names do; a command that has one of them says why, or what instead: "
+    lines += ["", f"{without}{', '.join(names)}."]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
