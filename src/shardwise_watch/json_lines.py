@@ -77,15 +77,19 @@ class GrowingFile:
 
 def last_lines(path: Path, byte_count: int) -> Iterator[dict[str, Any]]:
     """Yield the complete lines among the last bytes of a file, the last one first."""
+    yield from _parsed(reversed(last_raw_lines(path, byte_count)))
+
+
+def last_raw_lines(path: Path, byte_count: int) -> list[bytes]:
+    """Return the complete lines among the last bytes of a file; [] without a file."""
     try:
         with open_plain(path) as file:
             begin = max(0, file.seek(0, 2) - byte_count)
             file.seek(begin)
             # The first piece is cut unless it begins the file, and the last one is still being written.
-            lines = file.read(byte_count).split(b"\n")[(begin > 0) : -1]
+            return file.read(byte_count).split(b"\n")[(begin > 0) : -1]
     except FileNotFoundError:
-        return
-    yield from _parsed(reversed(lines))
+        return []
 
 
 def _without_most_steps(lines: Iterable[bytes]) -> list[bytes]:

@@ -13,26 +13,23 @@ from shardwise.runs.events import NEXT_STAGE, number, seconds_of
 CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost steps")
 """Causes of lost time, in the order in which they are shown.
 
-    start       time from the start of the processes to the training, without loading
+    start       time from the start of the processes to the training, without loading, unless a person stopped the run
+                before
     compile     compiling graphs
     data        waiting for batches
     checkpoint  training waited until a checkpoint was copied
-    load        reading a checkpoint
+    load        reading a checkpoint, likewise
     restart     time from the last event of one start of the run to the next start, unless the first reached its end or
                 a person stopped it
     lost steps  steps that were done again, without their waits, which count as such
 """
 _WAITS = ("data", "checkpoint")
-_DELIBERATE_ENDS = ("finished", "stop_after", "stopped by Ctrl-C (SIGINT)", "stopped by `shardwise stop`", NEXT_STAGE)
-"""Reasons of a "stop" event with which the run did what it was told.
-
-A run records a stop after its checkpoint is saved. Other signals may come from a scheduler, which takes the machine
-away.
-"""
-
-
-_STOPPED = "stopped by "
-"""Beginning of the reason of a "stop" event of a run that was asked to stop, by a person or a scheduler."""
+_SAVED_ENDS = ("finished", "stop_after", NEXT_STAGE, "stopped by ")
+"""Beginnings of the reasons of a "stop" event which a run records after its checkpoint is saved."""
+_BY_A_SCHEDULER = ("stopped by SIG", "stopped by signal ")
+"""Likewise of those that may come from a scheduler, which takes the machine away: all signals but Ctrl-C."""
+_ENDS_AT_ONCE = ("failed: Interrupted: Ctrl-C", "failed: KeyboardInterrupt")
+"""Likewise of those of a person who did not wait for the checkpoint."""
 
 
 @dataclass
@@ -43,11 +40,13 @@ class _RunStart:
         began: time of its "start" event, in seconds since the epoch.
         steps: steps that were done before.
         compiling: seconds of compiling graphs.
+        is_wanted: True if the run had done what it was told before, so that this start follows no failure.
         last: last "step" event; {} before the first.
     """
 
     began: float = math.nan
     steps: int = 0
+    is_wanted: bool = False
     compiling: float = 0.0
     last: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,6 +81,9 @@ class LostTime:
     later_starts: list[tuple[int, bool]] = field(default_factory=list)
     _lost: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     _first_time: float = math.nan
+    _ranks: float = 0.0
+    # Device-seconds of the starts before the last one, and the time of the run up to their end.
+    _before: tuple[float, float] = (0.0, 0.0)
     _last_time: float = math.nan
     _is_over: bool = False
     _is_saved: bool = False
@@ -99,7 +101,7 @@ class LostTime:
         if kind == "start":
             self._begin(event, now)
         elif kind == "resume":
-            loading = number(event.get("load_seconds"), 0.0)
+            loading = 0.0 if self._start.is_wanted else number(event.get("load_seconds"), 0.0)
             self._lost["load"] += loading
             # `seconds_before_training` of the start, which came before this event, contains the loading.
             self._lost["start"] = max(0.0, self._lost["start"] - loading)
@@ -107,9 +109,10 @@ class LostTime:
         elif kind == "compile":
             self._start.compiling += number(event.get("seconds"), 0.0)
         reason = str(event.get("reason"))
-        self._is_over = kind == "stop" and reason in _DELIBERATE_ENDS
+        is_deliberate = reason.startswith(_SAVED_ENDS + _ENDS_AT_ONCE) and not reason.startswith(_BY_A_SCHEDULER)
+        self._is_over = kind == "stop" and is_deliberate
         self._goes_on = kind == "stop" and reason == NEXT_STAGE
-        self._is_saved = kind == "stop" and (self._is_over or reason.startswith(_STOPPED))
+        self._is_saved = kind == "stop" and reason.startswith(_SAVED_ENDS)
         self._last_time = _later(self._last_time, now)
 
     @property
@@ -133,6 +136,12 @@ class LostTime:
         return 0.0 if math.isnan(seconds) else max(0.0, seconds)
 
     @property
+    def device_seconds(self) -> float:
+        """The time of the run times the ranks that it had then; NaN if a start has not recorded their number."""
+        seconds, until = self._before
+        return seconds + self._ranks * max(0.0, self.whole - until)
+
+    @property
     def useful(self) -> float:
         """Seconds in which steps were taken that count."""
         return max(0.0, self.whole - sum(self.by_cause.values()))
@@ -148,12 +157,21 @@ class LostTime:
 
     def _begin(self, event: Mapping[str, Any], now: float) -> None:
         before = number(event.get("seconds_before_training"), 0.0)
+        ranks = number(event.get("ranks"))
+        self._before = (self.device_seconds, self.whole)
         gap = max(0.0, now - before - self._last_sign())
+        is_wanted = self._is_over and not self._goes_on
+        if is_wanted:
+            # The start that a person caused is left out of the run's time too, though its devices were in use.
+            self._before = (self._before[0] + ranks * before, self._before[1])
+            gap += before
+            before = 0.0
         if self._is_over:
             # A run that had ended as it was told had nothing to do: the pause is left out of the run's time.
             self._first_time += gap
         elif not math.isnan(gap):
             self._lost["restart"] += gap
+        self._ranks = ranks
         if math.isnan(self._first_time):
             self._first_time = now - before
         _add_waits(self._lost, self._start)
@@ -166,7 +184,7 @@ class LostTime:
         # A start without a step undoes none, so the one before it stays the former one.
         if self._start.last:
             self._former = self._start
-        self._start = _RunStart(now, steps_before)
+        self._start = _RunStart(now, steps_before, is_wanted)
 
     def _undo_after(self, step: int) -> None:
         """Count the steps after `step` that the former start did: they are done again."""

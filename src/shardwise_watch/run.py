@@ -170,7 +170,12 @@ class RunView:
             return "finished" if self.results else "killed"
         if self._is_silent():
             return "silent"
-        return "running" if self._trains else "starting"
+        return "running" if self._trains and not self._is_again() else "starting"
+
+    @property
+    def start_number(self) -> int:
+        """Number of the run's last start, from 1 on, also of one that has not recorded its "start" event yet."""
+        return max(1, self.lost.starts + (bool(self.reason) or self._is_again()))
 
     @property
     def reason(self) -> str:
@@ -328,12 +333,21 @@ class RunView:
         A process takes the lock long before its ranks record their "start" event. The supervisor of a job keeps it: it
         has recorded how its last start ended, and records a failure of the run where it does not start it again.
         """
-        holder = RunLock.holder(self.path) or {}
-        ended = seconds_of(self.events[-1] if self.failure is None else asdict(self.failure))
-        is_new = seconds_of({"time": holder.get("started")}) > ended
-        if not is_new and self.failure is None and self.reason.startswith("failed"):
-            is_new = seconds_of((self.ends() or [{}])[-1]) >= ended
-        return is_new and RunLock.is_held(self.path)
+        return self._is_again() and RunLock.is_held(self.path)
+
+    def _is_again(self) -> bool:
+        """True if a process took the lock, or a job recorded the end of a start, after all that the run recorded."""
+        recorded = self.last if self._trains else (self.events or [{}])[-1]
+        last = seconds_of(recorded if self.failure is None else asdict(self.failure))
+        is_new = self._locked > last
+        if not is_new and self.failure is None and (not self.reason or self.reason.startswith("failed")):
+            is_new = seconds_of((self.ends() or [{}])[-1]) >= last
+        return is_new
+
+    @property
+    def _locked(self) -> float:
+        """Time at which the last process took the run's lock, in seconds since the epoch; NaN if it is unknown."""
+        return seconds_of({"time": (RunLock.holder(self.path) or {}).get("started")})
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""
@@ -347,9 +361,11 @@ class RunView:
         """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
-        least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
+        is_again = self._is_again()
+        least_seconds = SILENT_SECONDS if self._trains and not is_again else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
-        return self.heard is not None and time.time() - self.heard > patience
+        heard = max(self.heard or 0.0, self._locked) if is_again else self.heard
+        return heard is not None and time.time() - heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
         changed = modification_time(path)

@@ -210,19 +210,19 @@ def equal_counts(length: int, count: int) -> list[tuple[int, int]]:
     return [(column * length // count, (column + 1) * length // count) for column in range(count)]
 
 
-def equal_widths(steps: Sequence[int], first: int, count: int) -> list[tuple[int, int]]:
-    """Cut the positions of growing `steps`, from the step `first` on, into `count` ranges that span equally many steps.
+def equal_widths(steps: Sequence[int], span: tuple[int, int], count: int) -> list[tuple[int, int]]:
+    """Cut the positions of growing `steps` within `span` into `count` ranges that span equally many steps.
 
     A range is empty if no step was recorded in it, as with `log.every=10`.
     """
-    width = column_width((first, steps[-1]), count)
+    first, last = span
+    width = column_width(span, count)
     ranges = []
     begin = bisect_left(steps, first)
     for column in range(count):
-        # The last column ends with the steps: the rounding of its width must lose none.
-        stop = len(steps)
-        if column + 1 < count:
-            stop = bisect_left(steps, first + (column + 1) * width, begin)
+        # The last column ends with the span: the rounding of its width must lose no step.
+        end = first + (column + 1) * width if column + 1 < count else last + 1
+        stop = bisect_left(steps, end, begin)
         ranges.append((begin, stop))
         begin = stop
     return ranges

@@ -42,8 +42,11 @@ def write_shards(at: Path) -> None:
         megatron_shards.Source(gpt, megatron_shards.gpt_args(gpt)), at / "megatron/gpt2", "core", tp=2, pp=2
     )
     experiment = at / "nemo_experiments/megatron_gpt/2023-06-10_00-22-42/checkpoints"
-    nemo_shards.write(nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt)), experiment, tp=2, pp=2, xser=True)
-    neuronx_shards.write(save("bert", at / "bert-large-uncased"), at / "output", tp=2, old=True)
+    nemo = nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt))
+    nemo_shards.write(nemo, experiment, tp=2, pp=2, xser=True, moments=(nemo, nemo))
+    bert = save("bert", at / "bert-large-uncased")
+    moments = (dict(bert.state_dict()), dict(bert.state_dict()))
+    neuronx_shards.write(bert, at / "output", tp=2, old=True, moments=moments, dp=None, beside={"global_step": 6})
     trainer_files.save("llama", at / "out").rename(at / "out/checkpoint-500")
 
 

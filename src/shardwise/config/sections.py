@@ -15,7 +15,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import keys_text
+from shardwise.base.notice_targets import target_problem
+from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
@@ -503,6 +506,19 @@ class LogConfig(Section):
         description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
         "configuration of the run shows them",
     )
+    price: str | None = Field(
+        default=None,
+        examples=["2.50 USD", "40 USD/node"],
+        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
+        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
+    )
+    notify: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
+        description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
+        "env:NAME is an address in an environment variable, which no file or message shows (docs/watching.md)",
+    )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
@@ -517,6 +533,16 @@ class LogConfig(Section):
         description="the ranks that `log.profile` traces; null = all",
     )
 
+    @field_validator("price", mode="before")
+    @classmethod
+    def _price_has_a_currency(cls, value: object) -> object:
+        if value is not None:
+            try:
+                Price.of(str(value), "log.price")
+            except ConfigError as error:
+                reject(error.problems)
+        return value
+
     @field_validator("profile", mode="before")
     @classmethod
     def _profile_is_a_range_of_steps(cls, value: object) -> object:
@@ -525,6 +551,12 @@ class LogConfig(Section):
             shown = repr(value) if isinstance(value, str) else str(value).lower()
             needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
             reject([f"log.profile ({shown}) {needs}"])
+        return value
+
+    @field_validator("notify")
+    @classmethod
+    def _targets_can_be_told(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        reject([problem for problem in map(target_problem, value) if problem is not None])
         return value
 
     def name_problems(self) -> list[str]:

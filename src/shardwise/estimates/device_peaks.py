@@ -27,8 +27,7 @@ def peak_flops(device_name: str, dtype: DtypeName) -> float | None:
     All words of the name must be known. One more may be a slower device: a slice of a GPU (MIG or vGPU), a card for
     laptops, or another form such as PCIe.
     """
-    words = re.findall(r"[A-Z0-9]+", device_name.upper())
-    entry = _peaks().get(" ".join(word for word in words if not _SAME_SPEED.fullmatch(word)), {})
+    entry = _entry(device_name)
     name = entry.get("device")
     if name is None:
         tera = entry.get(dtype)
@@ -38,6 +37,18 @@ def peak_flops(device_name: str, dtype: DtypeName) -> float | None:
     # The files of trn2 and trn3 have a logical core of two physical ones, as the runtime makes them by default.
     cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
     return peak / 2 if name in ("trn2", "trn3") and cores == "1" else peak
+
+
+def devices_per_chip(device_name: str) -> int:
+    """The number of devices of a chip of one rank's device, which has one price; 1 for a device that is a chip."""
+    name = _entry(device_name).get("device")
+    figures = parse_yaml((DEVICE_FILES / f"{name}.yaml").read_text(encoding="utf-8"), name) if name else {}
+    return int(figures.get("devices_per_chip", {"value": 1})["value"])
+
+
+def _entry(device_name: str) -> dict[str, Any]:
+    words = re.findall(r"[A-Z0-9]+", device_name.upper())
+    return _peaks().get(" ".join(word for word in words if not _SAME_SPEED.fullmatch(word)), {})
 
 
 @cache

@@ -60,17 +60,21 @@ class ProgressLine:
         self.before_steps = "first step under way"
         self._step_seconds = 0.0
         self._tokens_per_second = 0.0
+        self._mfu: float | None = None
         self._display: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._display = Live(self, console=console, refresh_per_second=2)
             self._display.start()
 
-    def update(self, record: StepRecord, step_seconds: float, tokens_per_second: float, now: float) -> None:
-        """Show a finished step, with the recent means of its duration and throughput."""
+    def update(
+        self, record: StepRecord, step_seconds: float, tokens_per_second: float, mfu: float | None, now: float
+    ) -> None:
+        """Show a finished step, with the recent means of its duration and throughput; MFU is None if it is unknown."""
         self._record = record
         self._done = record.step
         self._step_seconds = step_seconds
         self._tokens_per_second = tokens_per_second
+        self._mfu = mfu
         self._show_step(record, now)
 
     def _show_step(self, record: StepRecord, now: float) -> None:
@@ -134,6 +138,8 @@ class ProgressLine:
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.3f}",
             f"{units.count(self._tokens_per_second)} tokens/s",
+            *([] if self._mfu is None else [f"MFU {self._mfu:.1%}"]),
+            f"memory {units.size(record.peak_memory_bytes)}",
             f"{record.samples:,} samples",
         ]
         if record.timing is not None:

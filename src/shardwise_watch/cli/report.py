@@ -1,9 +1,9 @@
 """Write an HTML report of one run with its branches, or of several runs overlaid.
 
-The page needs no network. It has curves, lost time, memory, layout, events, configuration and environment. Curves are
-drawn by step, by tokens or by time, smoothed, and on logarithmic axes, as the reader chooses on the page; of several
-runs also the difference of each from the first. `--json` prints all its numbers instead, and `--png` also draws the
-curves as pictures. Branches are searched beside the run.
+The page needs no network. It has scores of tasks, curves, lost time, cost, memory, layout, events, configuration and
+environment. Curves are drawn by step, by tokens or by time, smoothed, and on logarithmic axes, as the reader chooses on
+the page; of several runs also the difference of each from the first. `--json` prints all its numbers instead, and
+`--png` also draws the curves as pictures. Branches are searched beside the run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import reason_of, require_replaceable, write_atomic
+from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise_watch.overlay import require_distinct
@@ -42,16 +43,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
+    parser.add_argument(
+        "--price",
+        metavar="PRICE",
+        help="price of a device for an hour, such as '2.50 USD', or of a node or a chip, as `plan` takes it, for the "
+        "cost (default: log.price of the run)",
+    )
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    price = None if arguments.price is None else Price.of(arguments.price, "--price")
     watched = [open_run(path, all_steps=True) for path in (arguments.run, *arguments.others)]
     require_distinct([run.path for run in watched], [run.path.resolve() for run in watched])
     branches = [] if arguments.others else branches_of(watched[0])
     compared = comparison(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
-    reports = [report_of(run) for run in [*watched, *shown]]
+    reports = [report_of(run, price) for run in [*watched, *shown]]
     if len(shown) < len(branches) and not arguments.json:
         output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     others = [run.name for run in watched[1:]]

@@ -1,7 +1,8 @@
-"""Watch a run: loss curve, parts of a step, every rank, pipeline, nodes, events and lost time.
+"""Watch a run: loss curve, parts of a step, every rank, pipeline, nodes, events, lost time and the end of its log.
 
-It only reads the run's folder, so it works on any machine that can read it, and does not disturb the run. `--once`
-prints a table, for scripts and for terminals without a screen.
+It only reads the run's folder, so it works on any machine that can read it, and does not disturb the run. The key r
+lists the runs beside it, of which another one can be shown instead, or behind its curves. `--once` prints a table, for
+scripts and for terminals without a screen.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
+from shardwise_watch.overlay import require_distinct
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing
 from shardwise_watch.screen.frame import Frame, Reader, frame_of
@@ -28,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", metavar="RUN", nargs="?", type=Path, help=f"its folder (default: the newest run, {RUNS / 'latest'})"
     )
+    parser.add_argument("others", metavar="RUN", nargs="*", type=Path, help="further runs, the first of them behind")
     parser.add_argument("--once", action="store_true", help="print a table and end")
     parser.add_argument(
         "--interval", metavar="S", type=float, default=2.0, help="seconds between two readings (default: 2)"
@@ -37,19 +40,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.interval >= _LEAST_SECONDS:
         raise ConfigError(f"--interval ({arguments.interval:g}) must be at least {_LEAST_SECONDS} seconds")
+    paths = (arguments.run, *arguments.others)
     if arguments.once:
-        frame = frame_of(open_run(arguments.run, all_steps=False))
-        output.table(_rows(frame))
-        for line in frame.failure_lines:
-            output.line(line)
+        for number, path in enumerate(paths):
+            frame = frame_of(open_run(path, all_steps=False))
+            if number:
+                output.line()
+            output.table(_rows(frame))
+            for line in frame.failure_lines:
+                output.line(line)
         return 0
     _require_screen()
-    reader = Reader(arguments.run)
+    reader = Reader(*paths)
+    require_distinct(paths, reader.paths)
     # Costly to import, for the screen alone.
     from shardwise_watch.screen.app import Top
 
     # Without the mouse, so that the terminal still selects text.
-    Top(reader.read, arguments.interval).run(mouse=False)
+    Top(reader.read, arguments.interval, *reader.paths[1:2]).run(mouse=False)
     return 0
 
 
@@ -73,7 +81,7 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
     left = "" if frame.eta_seconds is None else f", {drawing.seconds(frame.eta_seconds)} left"
     rows = [
         ("run", str(frame.path.resolve())),
-        ("state", f"{frame.state}{_reason(frame)}{heard}"),
+        ("state", f"{frame.state_text}{_reason(frame)}{heard}"),
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
         *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),

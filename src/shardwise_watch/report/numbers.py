@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from shardwise.base import redaction, units
+from shardwise.base import redaction
 from shardwise.base.errors import listing
+from shardwise.base.prices import Price
+from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
-from shardwise.runs.layout_spans import LayoutSpan, short_layout, spans_text
+from shardwise.runs.layout_spans import LayoutSpan, spans_text
+from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.overlay import AXES, Points, differences, places_of, points_of
 from shardwise_watch.report.loads import load_maps
@@ -44,9 +48,14 @@ _RECORDED = ("tokens", "tokens_per_second", "peak_tokens_per_second", "tokens_pe
 """Numbers of the last step that stand at the top of the page."""
 
 
-def report_of(run: RunView) -> dict[str, Any]:
-    """Collect the numbers of a report on one run, of which all steps were read, with a sentence of verdict."""
+_MARKS = re.compile(r"\s*(?:</?s>|<[be]os>|<pad>|<\|\w+\|>|<end_of_turn>|\[(?:SEP|CLS|PAD)\])\s*")
+"""Marks of tokenizers for the beginning and the end of a text."""
+
+
+def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
+    """Collect the numbers of a report on one run, of which all steps were read; `price` replaces that of its keys."""
     series = run.series
+    scores = _task_scores(run)
     layouts = run.layouts
     events = _events(run)
     listed = _last_of_each_kind(events)
@@ -57,7 +66,9 @@ def report_of(run: RunView) -> dict[str, Any]:
         **row(run),
         "created": _stamp(time.time()),
         "failure": None if run.failure is None else run.failure.lines(run.path),
-        "sample": str(run.results.get("sample") or ""),
+        "sample": _MARKS.sub("\n", str(run.results.get("sample") or "")).strip(),
+        "commit": _commit(run),
+        **_cost(run, price),
         "numbers": _headline(run),
         "places": _places(run),
         "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
@@ -67,7 +78,8 @@ def report_of(run: RunView) -> dict[str, Any]:
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
-        "task_curves": {metric: _as_curves(scores) for metric, scores in _task_scores(run).items()},
+        "task_curves": {metric: _as_curves(of) for metric, of in scores.items() if "_stderr" not in metric},
+        "tasks": _tasks(scores),
         "layouts": [[span.steps_before, span.layout] for span in layouts],
         **_split(run, layouts),
         "split_by_step": _split_by_step(run),
@@ -221,16 +233,49 @@ def _set_losses(run: RunView) -> _Points:
 
 
 def _task_scores(run: RunView) -> dict[str, _Points]:
-    """Return the scores of each task by metric, without their standard errors."""
+    """Return the scores of each task by metric, and their standard errors by `METRIC_stderr`."""
     scores: dict[str, _Points] = {}
     for event in run.task_evaluations:
         for key, value in _amounts(event.get("metrics")).items():
             # The part after the comma names a filter of answers.
             metric, _, answers = key.partition(",")
-            if not metric.endswith("_stderr"):
-                name = metric if answers in ("", "none") else f"{metric} ({answers})"
-                scores.setdefault(name, {}).setdefault(str(event.get("task")), {})[event["step"]] = value
+            name = metric if answers in ("", "none") else f"{metric} ({answers})"
+            scores.setdefault(name, {}).setdefault(str(event.get("task")), {})[event["step"]] = value
     return scores
+
+
+def _tasks(scores: Mapping[str, _Points]) -> list[dict[str, Any]]:
+    """Return the first and the last score of each task by each metric, the last one with its standard error."""
+    rows = []
+    for metric, tasks in scores.items():
+        errors = scores.get("_stderr (".join(metric.split(" (")) if " (" in metric else f"{metric}_stderr", {})
+        for task, points in tasks.items() if "_stderr" not in metric else ():
+            (first_step, first), *_, (step, score) = [*points.items()] * 2
+            row = {"task": task, "metric": metric, "step": step, "score": score}
+            rows.append({**row, "stderr": errors.get(task, {}).get(step), "first_step": first_step, "first": first})
+    return sorted(rows, key=lambda row: str(row["task"]))
+
+
+def _commit(run: RunView) -> str | None:
+    """Return the commit of the folder in which the run was started last, with `+` if files differed from it."""
+    git = run.environment.get("git")
+    commit = git.get("commit") if isinstance(git, Mapping) else None
+    return None if commit is None else f"{str(commit)[:12]}{'+' if git.get('modified') else ''}"
+
+
+def _cost(run: RunView, price: Price | None) -> dict[str, Any]:
+    """Return the device-hours of a run, and what they cost; each is None if it is unknown."""
+    hours = _finite(run.lost.device_seconds / 3600)
+    text = run.section("log").get("price")
+    price = price or (None if text is None else Price.of(str(text), f"log.price of {run.name}"))
+    sizes = [len(node.ranks) for node in run.nodes(run.ranks())]
+    if price is None or not hours or not sizes:
+        return {"device_hours": hours, "cost": None}
+    # A chip in use is paid as a whole.
+    chips = sum(-(-size // devices_per_chip(str(run.start.get("device")))) for size in sizes)
+    paid = {"device": sum(sizes), "chip": chips, "node": len(sizes)}[price.unit]
+    cost = {"amount": hours * paid / sum(sizes) * price.amount, "currency": price.currency, "price": str(price)}
+    return {"device_hours": hours, "cost": cost}
 
 
 def _as_curves(points: _Points) -> dict[str, list[Column]]:
@@ -317,7 +362,7 @@ def _events(run: RunView) -> list[dict[str, Any]]:
             at = _finite(seconds_of(event))
             time = None if at is None else datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
             step = event["step"] if isinstance(event.get("step"), int) else None
-            events.append({"kind": event["event"], "time": time, "at": at, "step": step, "text": _text(event)})
+            events.append({"kind": event["event"], "time": time, "at": at, "step": step, "text": event_text(event)})
     return sorted(events, key=lambda event: event["at"] or 0.0)
 
 
@@ -356,44 +401,6 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
     last = max([timed[-1]["at"] - first, *(end for _, end in training)])
     return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
-
-
-def _text(event: Mapping[str, Any]) -> str:
-    match event["event"]:
-        case "warning":
-            return str(event.get("text", ""))
-        case "stop":
-            return str(event.get("reason", ""))
-        case "checkpoint":
-            size = units.size(event["bytes"]) if _known(event.get("bytes")) else ""
-            return ", ".join(filter(None, [size, _seconds("training waited {:.2f} s", event.get("blocked_seconds"))]))
-        case "compile":
-            return f"{event.get('graphs')} graphs, {event.get('hits')} from the cache"
-        case "resume":
-            changes = event.get("changes")
-            changed = "; ".join(map(str, changes)) if isinstance(changes, list) else ""
-            loaded = _seconds("loaded in {:.2f} s", event.get("load_seconds"))
-            return ", ".join(filter(None, [loaded, f"changed: {changed}" if changed else ""]))
-        case "eval":
-            return f"evaluation loss {number(event.get('loss')):.4f}"
-        case "eval_set":
-            return f"{event.get('set')}: loss {number(event.get('loss')):.4f}"
-        case "eval_task":
-            metrics = event.get("metrics")
-            items = metrics.items() if isinstance(metrics, dict) else ()
-            return f"{event.get('task')}: {', '.join(f'{name} {number(value):.4f}' for name, value in items)}"
-        case "ended":
-            job = f"job {event['job']}" if event.get("job") else ""
-            first_line = str(event.get("text") or "").partition("\n")[0]
-            return ", ".join(filter(None, [job, str(event.get("how", "")), first_line]))
-    layout = event.get("layout")
-    shown_layout = short_layout(layout) if isinstance(layout, Mapping) else ""
-    began = _seconds("training began after {:.1f} s", event.get("seconds_before_training"))
-    return ", ".join(filter(None, [shown_layout, began]))
-
-
-def _seconds(text: str, value: Any) -> str:
-    return text.format(value) if _known(value) else ""
 
 
 def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:

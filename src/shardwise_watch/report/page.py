@@ -61,6 +61,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "count": lambda value: _or_dash(value, units.count),
         "duration": lambda value: _or_dash(value, units.duration),
         "size": lambda value: _or_dash(value, units.size),
+        "cost": lambda cost: f"{cost['amount']:,.{2 if cost['amount'] >= 0.1 else 4}f} {cost['currency']}",
         "times": lambda value: _or_dash(value, "{:.2f} ×".format),
         "whole": "{:,}".format,
     }
@@ -77,6 +78,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
         places=Markup(chart.attribute(_places(reports, names))),
         compared=compared,
+        tasks=_task_rows(reports),
         left=chart.LEFT,
         right=chart.RIGHT,
         top=chart.TOP,
@@ -212,6 +214,13 @@ def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
     return charts
 
 
+def _task_rows(reports: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, list[Mapping[str, Any] | None]]]:
+    """Return the task, the metric, and the last score of each run, of each score that a run has."""
+    of_runs = [{(row["task"], row["metric"]): row for row in report["tasks"]} for report in reports]
+    keys = dict.fromkeys(key for rows in of_runs for key in rows)
+    return [(*key, [rows.get(key) for rows in of_runs]) for key in keys]
+
+
 def _counted(value: Any) -> Any:
     """Shorten a record: equal texts that follow each other, such as the names of a thousand devices, stand once."""
     if isinstance(value, dict):
@@ -320,8 +329,8 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
         return ""
     least = min(used, key=used.__getitem__)
     most = max(used, key=used.__getitem__)
-    # The power of 1,024 that is the unit of the largest; there are five units.
-    power = max(0, min(4, int(math.log(max(1, used[most]), 1024))))
+    # The power of 1,024 that is the unit of the largest number of the axis; there are five units.
+    power = max(0, min(4, int(math.log(max(1, 1.25 * used[most]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
     note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
     rows = columns([*used], [amount / 1024**power for amount in used.values()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Thread
 from typing import ClassVar
 
@@ -15,11 +16,13 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from shardwise_watch.screen import drawing, panels, views
-from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Frame, Span
+from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Choice, Frame, Span
 
-VIEWS = ("overview", "ranks", "pipeline", "nodes", "events")
+VIEWS = ("overview", "ranks", "pipeline", "nodes", "events", "log")
 LEAST = (80, 20)
 """Columns and lines without which the screen would not fit."""
+
+
 Draw = Callable[[Frame, int, int], Sequence[Text]]
 
 
@@ -54,12 +57,12 @@ class Panel(Widget):
 
 
 class Top(App[None]):
-    """The screen of one run.
+    """The screen of a run, which can be changed for another one.
 
     Args:
-        read: function that returns the newest frame, or, if its last argument is True, the last one with other curves;
-            called in a thread, never twice at once.
+        read: `Reader.read`; called in a thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
+        behind: folder of a run whose curves are shown behind.
     """
 
     CSS_PATH = "top.tcss"
@@ -75,6 +78,9 @@ class Top(App[None]):
         Binding("pagedown", "move(10)", show=False),
         Binding("left", "metric(-1)", show=False),
         Binding("right", "metric(1)", show=False),
+        Binding("r", "runs", show=False),
+        Binding("enter", "choose(False)", show=False),
+        Binding("b", "choose(True)", show=False),
         Binding("z", "span", show=False),
         Binding("p", "pause", show=False),
         Binding("question_mark,h", "help", show=False),
@@ -82,7 +88,7 @@ class Top(App[None]):
         Binding("q,ctrl+c", "quit", show=False, priority=True),
     ]
 
-    def __init__(self, read: Callable[[int, Span, bool], Frame], interval: float) -> None:
+    def __init__(self, read: Callable[..., Frame], interval: float, behind: Path | None = None) -> None:
         super().__init__()
         self.frame: Frame | None = None
         self._read = read
@@ -95,7 +101,9 @@ class Top(App[None]):
         self._view = 0
         self._metric = 0
         self._span = 0
-        self._moved = [0] * len(VIEWS)
+        # The last one is the place in the list of runs.
+        self._moved = [0] * (len(VIEWS) + 1)
+        self._choice = Choice(behind=behind)
 
     def compose(self) -> ComposeResult:
         def span() -> Span:
@@ -127,6 +135,10 @@ class Top(App[None]):
             with Vertical(id="events"):
                 yield Panel(panels.lost, id="all-lost")
                 yield Panel(lambda f, w, h: panels.all_events(f, w, h, self._moved[4]))
+            with Container(id="log"):
+                yield Panel(lambda f, w, h: panels.log(f, w, h, self._moved[5]))
+            with Container(id="runs"):
+                yield Panel(lambda f, w, h: panels.runs(f, w, h, self._moved[-1]))
             with Container(id="keys"):
                 yield Panel(lambda f, w, h: views.keys(w, h))
         yield Panel(lambda f, w, h: [self._footer(w)], id="footer")
@@ -154,24 +166,24 @@ class Top(App[None]):
             Thread(target=self._read_frame, daemon=True).start()
 
     def _read_frame(self) -> None:
-        is_first = self.frame is None
-        curve_size = self._curve_size
-        frame = self._read(*curve_size, self._is_paused and not is_first)
+        asked = self._asked
+        frame = self._read(*asked[:2], self._is_paused and self.frame is not None, asked[2])
         if self.is_running:
-            self.call_from_thread(self._show, frame, curve_size, is_first)
+            self.call_from_thread(self._show, frame, asked)
 
     @property
-    def _curve_size(self) -> tuple[int, Span]:
-        """Number of columns that the curves need at most, and the part of the run that they show."""
-        return max(1, self.size.width) * 2, SPANS[self._span]
+    def _asked(self) -> tuple[int, Span, Choice]:
+        """Number of columns that the curves need at most, the part of the run that they show, and what is shown."""
+        return max(1, self.size.width) * 2, SPANS[self._span], self._choice
 
-    def _show(self, frame: Frame, curve_size: tuple[int, Span], is_first: bool) -> None:
+    def _show(self, frame: Frame, asked: tuple[int, Span, Choice]) -> None:
+        is_first = self.frame is None or self.frame.path != frame.path
         self.frame = frame
         self._is_reading = False
         self._redraw()
-        # The first frame came from the ends of the files: now all steps. A later one may have the curves of a size or
-        # zoom that was changed while it was read.
-        if is_first or curve_size != self._curve_size:
+        # The first frame of a run came from the ends of its files: now all steps. A later one may have the curves of a
+        # size, a zoom or a choice that was changed while it was read.
+        if is_first or asked != self._asked:
             self._refresh_frame()
 
     def _redraw(self) -> None:
@@ -205,9 +217,10 @@ class Top(App[None]):
             line.append(f" {number} ", chosen_style if is_chosen else f"bold {drawing.ACCENT}")
             line.append(f"{name} ", chosen_style if is_chosen else drawing.FAINT)
         keys = Text()
-        for key, name in (("z", "zoom"), ("p", "pause"), ("?", "help"), ("q", "quit")):
-            if width >= 90 or key != "z":
-                keys.append(f" {key} ", f"bold {drawing.ACCENT}").append(f"{name} ", drawing.FAINT)
+        for key, name in (("r", "runs"), ("z", "zoom"), ("p", "pause"), ("?", "help"), ("q", "quit")):
+            if width >= 102 or key in "r?q":
+                keys.append(f" {key} ", f"bold {drawing.ACCENT}")
+                keys.append(f"{name} " if width >= 102 or key != "?" else "", drawing.FAINT)
         line.append(" " * max(0, width - line.cell_len - keys.cell_len))
         return line.append_text(keys)
 
@@ -220,8 +233,7 @@ class Top(App[None]):
 
     def action_view(self, number: int) -> None:
         self._view = number
-        self.query_one("#views", ContentSwitcher).current = VIEWS[number]
-        self._redraw()
+        self._list(False)
 
     def action_next(self, by: int) -> None:
         self.action_view((self._view + by) % len(VIEWS))
@@ -229,11 +241,32 @@ class Top(App[None]):
     def action_move(self, by: int) -> None:
         frame = self.frame
         if frame is not None:
-            ends = (0, len(frame.ranks), 0, len(frame.nodes), len(frame.events))
-            # Events are read from their end: up goes to older ones.
-            step = -by if VIEWS[self._view] == "events" else by
-            self._moved[self._view] = max(0, min(ends[self._view] - 1, self._moved[self._view] + step))
+            ends = (0, len(frame.ranks), 0, len(frame.nodes), len(frame.events), len(frame.log), len(frame.runs))
+            view = -1 if self._choice.is_listing else self._view
+            # Events and the log are read from their end: up goes to older ones.
+            step = -by if view in (4, 5) else by
+            self._moved[view] = max(0, min(ends[view] - 1, self._moved[view] + step))
             self._redraw()
+
+    def action_runs(self) -> None:
+        self._list(not self._choice.is_listing)
+
+    def _list(self, is_listing: bool, **chosen: Path | None) -> None:
+        self._choice = self._choice._replace(is_listing=is_listing, **chosen)
+        self.query_one("#views", ContentSwitcher).current = "runs" if is_listing else VIEWS[self._view]
+        if is_listing or chosen:
+            self._refresh_frame()
+        self._redraw()
+
+    def action_choose(self, is_behind: bool) -> None:
+        """Show the run at the cursor of the list; or put it behind, or take it away from there."""
+        if self._choice.is_listing and self.frame is not None and self.frame.runs:
+            path, *_ = self.frame.runs[min(self._moved[-1], len(self.frame.runs) - 1)]
+            if is_behind:
+                self._list(True, behind=None if path == self._choice.behind else path)
+            else:
+                self._moved[:-1] = [0] * len(VIEWS)
+                self._list(False, run=path)
 
     def action_metric(self, by: int) -> None:
         self._metric = (self._metric + by) % len(views.METRICS)
@@ -250,6 +283,7 @@ class Top(App[None]):
 
     def action_help(self) -> None:
         switcher = self.query_one("#views", ContentSwitcher)
+        self._choice = self._choice._replace(is_listing=False)
         switcher.current = VIEWS[self._view] if switcher.current == "keys" else "keys"
         self._redraw()
 

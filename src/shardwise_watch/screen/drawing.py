@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.run import State
 from shardwise_watch.step_metrics import Curve, column_width
 
 GROUND = "#12161c"
@@ -24,6 +23,7 @@ ACCENT = "#6cb6d9"
 GOOD = "#8cc084"
 WARN = "#e3b25f"
 BAD = "#ef6f6c"
+BEHIND = "#a8764a"
 PART_COLOURS = {
     "data": "#c9a26d",
     "forward": "#6cb6d9",
@@ -33,7 +33,7 @@ PART_COLOURS = {
     "checkpoint": "#d98e73",
     "other": "#667180",
 }
-STATE_COLOURS: Mapping[State, str] = {
+STATE_COLOURS: Mapping[str, str] = {
     "starting": ACCENT,
     "running": GOOD,
     "silent": WARN,
@@ -90,6 +90,21 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = ()
             cells.append(Text(padded, style))
         lines.append(Text.assemble(" ", Text(" " * gap).join(cells)))
     return lines
+
+
+def window(count: int, rows: int, cursor: int) -> range:
+    """Return the entries of a list that are shown in `rows` lines, around the one at `cursor`."""
+    begin = max(0, min(cursor - rows // 2, count - rows))
+    return range(begin, min(count, begin + max(1, rows)))
+
+
+def marked(lines: Sequence[Text], width: int, at: int) -> list[Text]:
+    """Fit the lines of a list, and mark the one at an index."""
+    shown = [fitted(line, width) for line in lines]
+    for line in shown[at : at + 1]:
+        line.plain = f"▸{line.plain[1:]}"
+        line.stylize(f"bold on {RAISED}")
+    return shown
 
 
 def meter(share: float, width: int, style: str) -> Text:
@@ -238,8 +253,10 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a braille character, by column and row."""
 
 
-def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[float], str]) -> list[Text]:
-    """Draw a curve with its scale in `height` lines, the last of which names the steps.
+def plot(
+    curve: Curve, behind: Curve | None, width: int, height: int, style: str, shown: Callable[[float], str]
+) -> list[Text]:
+    """Draw a curve, and another one behind it, with their scale in `height` lines, the last of which names the steps.
 
     Lines are made of braille characters, each with two columns and four rows of dots. A column of dots reaches from the
     least to the largest value in it, and to the values of the column before. Evaluations are marked by `◆`.
@@ -248,6 +265,11 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     low, high = _range(curve)
     if math.isnan(low) or rows < 2:
         return []
+    behind = behind or Curve(())
+    if behind.known:
+        # At most twice as much room again: a curve that is far away must not flatten this one.
+        least, largest = _range(behind)
+        low, high = max(min(low, least), 2 * low - high), min(max(high, largest), 2 * high - low)
     # A constant gets some room, so that nothing divides by zero.
     if high - low < 1e-9 * max(1.0, abs(high)):
         low = low - max(1e-9, abs(low) * 0.05)
@@ -257,14 +279,15 @@ def plot(curve: Curve, width: int, height: int, style: str, shown: Callable[[flo
     # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
     # Each cell has two columns of dots.
-    bits = drawn(resampled(curve, cells * 2), cells, rows, low, high)
+    bits, bits_behind = (drawn(resampled(one, cells * 2), cells, rows, low, high) for one in (curve, behind))
     marks = _marks(curve, cells, rows, low, high)
     lines = []
     for row in range(rows):
         line = Text.assemble((labels.get(row, "").rjust(gutter), FAINT), ("┤" if row in labels else "│", RULE))
         for cell, dots in enumerate(bits[row]):
             is_mark = (row, cell) in marks
-            line.append("◆" if is_mark else chr(0x2800 + dots), WARN if is_mark else style)
+            colour = style if dots else BEHIND
+            line.append("◆" if is_mark else chr(0x2800 + (dots or bits_behind[row][cell])), WARN if is_mark else colour)
         lines.append(line)
     first = f"{curve.span[0]:,}"
     last = f"step {curve.span[1]:,}"

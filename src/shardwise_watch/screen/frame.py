@@ -1,4 +1,4 @@
-"""The contents of the screen at one moment, read from a run's folder in a thread of its own."""
+"""The contents of the screen at one moment, read from the folders of runs in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,27 +8,39 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.base import errors, files, redaction
 from shardwise.runs.events import number
 from shardwise.runs.failure import FailureRecord
+from shardwise_watch.cli.ls import run_cells
+from shardwise_watch.json_lines import last_raw_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
-from shardwise_watch.run import RunView, State, open_run
+from shardwise_watch.run import RunView, State, folders, open_run
 from shardwise_watch.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
 
 Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
 SPANS: tuple[Span, ...] = ("whole", "tenth", "hundredth")
 _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
+_LOG_BYTES = 1 << 15
+"""Bytes of a log that are read, from its end."""
 _RUN_FACTS = (
-    "path", "name", "state", "reason", "failure", "heard", "step", "steps", "step_seconds", "eta_seconds", "last",
-    "start", "config",
+    "path", "name", "state", "start_number", "reason", "failure", "heard", "step", "steps", "step_seconds",
+    "eta_seconds", "last", "start", "config",
 )  # fmt: skip
 """Attributes of `RunView` that a frame has too."""
 UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
 """Errors that values of other types in the files of a run lead to: another program may have written them."""
+
+
+class Choice(NamedTuple):
+    """Folders of the run that is shown (None: the first one) and of the one behind, and whether runs are listed."""
+
+    run: Path | None = None
+    behind: Path | None = None
+    is_listing: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,10 @@ class Frame:
     Attributes:
         evaluation: last "eval" event; {} without one.
         curves: curves by the names of `SCREEN_CURVES`.
+        behind: likewise of the run that is shown behind, over the same steps.
+        behind_path: folder of that run; None without one.
+        log: last lines of rank 0's log.
+        runs: folder of each run to choose from, the time at which it last wrote, and its cells of `shardwise ls`.
         silent: ranks that have written nothing for long.
         events: recorded events, with an event "ended" for each line of `restarts.jsonl`.
         has_history: True if all steps were read; otherwise the curves show the last ones.
@@ -48,6 +64,7 @@ class Frame:
     name: str
     now: float
     state: State = "starting"
+    start_number: int = 1
     reason: str = ""
     failure: FailureRecord | None = None
     heard: float | None = None
@@ -62,6 +79,10 @@ class Frame:
     split: Mapping[str, float] = field(default_factory=dict)
     graphs: Mapping[str, float] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    behind: Mapping[str, Curve] = field(default_factory=dict)
+    behind_path: Path | None = None
+    log: Sequence[str] = ()
+    runs: Sequence[tuple[Path, float, Sequence[str]]] = ()
     ranks: Sequence[RankView] = ()
     nodes: Sequence[NodeView] = ()
     pipeline: Sequence[PipelineView] = ()
@@ -70,6 +91,12 @@ class Frame:
     lost: LostTime = field(default_factory=LostTime)
     has_history: bool = True
     problem: str = ""
+
+    @property
+    def state_text(self) -> str:
+        """State with the number of a later start that is under way."""
+        is_again = self.state == "starting" and self.start_number > 1
+        return f"restarting (start {self.start_number})" if is_again else self.state
 
     @property
     def failure_lines(self) -> list[str]:
@@ -84,6 +111,44 @@ class Frame:
 
 
 class Reader:
+    """Reader of frames of runs, of which one is shown at a time.
+
+    Attributes:
+        paths: folders of the runs, first the one to show first. Runs beside that can be chosen too.
+    """
+
+    def __init__(self, *paths: Path | None) -> None:
+        opened = [_RunReader(path) for path in paths]
+        self.paths = [reader.path for reader in opened]
+        self._readers = dict(zip(self.paths, opened, strict=True))
+
+    def read(self, columns: int = 0, span: Span = "whole", still: bool = False, choice: Choice | None = None) -> Frame:
+        """Read a run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
+
+        Args:
+            still: True to read nothing, and only cut the curves of the last frame anew.
+        """
+        run, behind, is_listing = choice or Choice()
+        path = run or self.paths[0]
+        frame = self._readers[path].read(columns, span, still)
+        # The first frame comes at once, without what takes long.
+        if behind is not None and behind != path and frame.has_history and frame.curves:
+            curves = self._readers[behind].curves_behind(columns, frame.curves["loss"].span, still)
+            frame = replace(frame, behind=curves, behind_path=behind)
+        return replace(frame, runs=self._rows(still)) if is_listing else frame
+
+    def _rows(self, still: bool) -> list[tuple[Path, float, Sequence[str]]]:
+        """Read the runs that can be chosen, the one that wrote last first."""
+        rows = []
+        for path in dict.fromkeys([*self.paths, *folders(self.paths[0].parent)]):
+            # One that cannot be read is left out.
+            with contextlib.suppress(errors.ConfigError):
+                self._readers[path] = self._readers.get(path) or _RunReader(path)
+                rows.append(self._readers[path].row(still))
+        return sorted(rows, key=lambda row: row[1], reverse=True)
+
+
+class _RunReader:
     """Reader of frames of one run.
 
     The first frame comes from the ends of the run's files, so that the screen is there at once; the later ones have the
@@ -92,16 +157,13 @@ class Reader:
 
     def __init__(self, path: Path | None) -> None:
         self._run = open_run(path, all_steps=False)
+        self.path = self._run.path.resolve()
         self._has_history = False
         self._frame: Frame | None = None
 
-    def read(self, columns: int = 0, span: Span = "whole", still: bool = False) -> Frame:
-        """Read the run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
-
-        Args:
-            still: True to read nothing, and only cut the curves of the last frame anew.
-        """
-        if still and self._frame is not None:
+    def read(self, columns: int, span: Span, still: bool) -> Frame:
+        """Read the run, as `Reader.read` says."""
+        if still and self._frame is not None and self._has_history:
             return replace(self._frame, curves=_curves(self._run, columns, span))
         if self._frame is not None and not self._has_history:
             self._read_history()
@@ -109,12 +171,27 @@ class Reader:
             if not self._run.directory.holds_run:
                 return self._old(f"the run's folder {self._run.path} is gone")
             self._run.refresh()
-            self._frame = frame_of(self._run, columns, span, has_history=self._has_history)
+            frame = frame_of(self._run, columns, span, has_history=self._has_history)
+            lines = last_raw_lines(self._run.directory.log(0), _LOG_BYTES)
+            self._frame = replace(frame, log=[line.decode(errors="replace") for line in lines])
         except OSError as error:
             return self._old(f"{self._run.path} cannot be read: {files.reason_of(error)}")
         except UNEXPECTED as error:
             return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
         return self._frame
+
+    def curves_behind(self, columns: int, span: tuple[int, int], still: bool) -> dict[str, Curve]:
+        """Read the curves of the run over a span of another run's steps."""
+        if not self._has_history:
+            self._read_history()
+        elif not still:
+            self._run.refresh()
+        return _curves(self._run, columns, span)
+
+    def row(self, still: bool) -> tuple[Path, float, Sequence[str]]:
+        if not still:
+            self._run.refresh()
+        return self.path, self._run.heard or 0.0, run_cells(self._run)
 
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.
@@ -148,22 +225,22 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
     )
 
 
-def _curves(run: RunView, columns: int, span: Span) -> dict[str, Curve]:
-    """Cut each metric into `columns`; the loss has the evaluations as dots."""
+def _curves(run: RunView, columns: int, span: Span | tuple[int, int]) -> dict[str, Curve]:
+    """Cut each metric into `columns`, over a part of the run or the steps of a span; the loss has dots: evaluations."""
     series = run.series
     if not columns or not series.steps:
         return dict.fromkeys(SCREEN_CURVES, Curve(())) if columns else {}
-    last = series.steps[-1]
-    first = max(series.steps[0], last - (last - series.steps[0]) // _PART[span])
-    ranges = equal_widths(series.steps, first, columns)
+    if isinstance(span, str):
+        last = series.steps[-1]
+        span = max(series.steps[0], last - (last - series.steps[0]) // _PART[span]), last
+    first, last = span
+    ranges = equal_widths(series.steps, span, columns)
     dots = [
         (event["step"], number(event.get("loss")))
         for event in run.evaluations
         if isinstance(event["step"], int) and first <= event["step"] <= last
     ]
     return {
-        name: Curve(
-            columns_of(series.steps, series.numbers[name], ranges), dots if name == "loss" else (), span=(first, last)
-        )
+        name: Curve(columns_of(series.steps, series.numbers[name], ranges), dots if name == "loss" else (), span=span)
         for name in SCREEN_CURVES
     }

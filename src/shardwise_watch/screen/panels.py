@@ -11,10 +11,11 @@ from rich.text import Text
 
 from shardwise.base import units
 from shardwise.runs.events import NEXT_STAGE, seconds_of
-from shardwise.runs.layout_spans import short_layout
+from shardwise_watch.cli.ls import RUN_COLUMNS
+from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.screen import drawing
-from shardwise_watch.screen.drawing import ACCENT, BAD, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
+from shardwise_watch.screen.drawing import ACCENT, BAD, BEHIND, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
 from shardwise_watch.screen.frame import Frame, Span
 
 _SPAN_NAMES: Mapping[Span, str] = {"whole": "all steps", "tenth": "last tenth", "hundredth": "last hundredth"}
@@ -25,9 +26,11 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     """Write the name, the state and the progress of the run."""
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
-    state = Text.assemble(("● ", colour), (frame.state, f"bold {colour}"))
+    state = Text.assemble(("● ", colour), (frame.state_text, f"bold {colour}"))
     if frame.state in ("failed", "stopped") and frame.reason and not frame.failure_lines:
         state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
+    if frame.behind_path is not None:
+        state.append(f"  behind: {frame.behind_path.name}", BEHIND)
     if paused:
         state.append("  ❚❚ paused", f"bold {WARN}")
     heard = "" if frame.heard is None else f"heard {units.duration(round(max(0.0, frame.now - frame.heard)))} ago"
@@ -81,7 +84,8 @@ def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole"
     if name == "loss" and frame.evaluation:
         summary.append("  evaluation ", FAINT).append(last(frame.evaluation.get("loss")), f"bold {WARN}")
     head = drawing.heading(width, title, summary, right)
-    lines = plot(frame.curves[name], width, height - 1, colour, scale) if name in frame.curves else []
+    curves = (frame.curves[name], frame.behind.get(name)) if name in frame.curves else None
+    lines = plot(*curves, width, height - 1, colour, scale) if curves else []
     return [head, *(lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)])]
 
 
@@ -216,6 +220,32 @@ def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Tex
 _BEGIN = len(" 01-31 23:59 ▌")
 
 
+def log(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """Show the end of rank 0's log without the newest `skip` lines; long lines are wrapped."""
+    lines: list[Text] = []
+    for text in reversed(frame.log[: len(frame.log) - skip]):
+        style = WARN if text.startswith("warning: ") else BAD if text.startswith("failed: ") else TEXT
+        lines = [*drawing.sentences(width, clean(text) or " ", style), *lines]
+        if len(lines) >= height - 1:
+            break
+    return [drawing.heading(width, "log of rank 0", right="↑↓"), *lines[1 - height :]]
+
+
+def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
+    """List the runs to choose from, with the one at `cursor` marked."""
+    head = drawing.heading(width, "runs", right="↑↓ choose, enter shows it, b puts it behind")
+    if not frame.runs:
+        return [head, Text(" reading the runs…", FAINT)]
+    places = {frame.path.resolve(): ("shown", ACCENT), frame.behind_path: ("behind", BEHIND)}
+    rows = [tuple((title, FAINT) for title in ("", *RUN_COLUMNS))]
+    window = drawing.window(len(frame.runs), height - 2, cursor)
+    for path, _, cells in frame.runs[window.start : window.stop]:
+        place, style = places.get(path, ("", TEXT))
+        rows.append(((place, style), *((cell, drawing.STATE_COLOURS.get(cell, style)) for cell in cells)))
+    lines = drawing.columns(rows, right=range(3, 10), gap=1 if width < 100 else 2)
+    return [head, *drawing.marked(lines, width, cursor - window.start + 1)]
+
+
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     warnings = sum(event.get("event") == "warning" for event in frame.events)
     counts = []
@@ -227,55 +257,31 @@ def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     )
 
 
+_BEFORE = {
+    "warning": "", "compile": "", "start": "start: ", "resume": "resumed from step {step}, ",
+    "checkpoint": "checkpoint of step {step}, ", "eval_set": "evaluation of ", "eval_task": "task ",
+    "ended": "ended at step {step}: ",
+}  # fmt: skip
+"""Words before the text of an event, by its kind."""
+
+
 def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
     kind = str(event.get("event"))
-    step = event.get("step")
-    style = {"warning": WARN, "resume": ACCENT}.get(kind, TEXT)
-    match kind:
-        case "warning":
-            text = str(event.get("text", ""))
-        case "start":
-            layout = event.get("layout") or {}
-            ranks = layout.get("ranks")
-            facts = ["start"] if ranks is None else [f"start on {units.counted(ranks, 'rank')}", short_layout(layout)]
-            text = ", ".join(filter(None, facts))
-        case "resume":
-            text = f"resumed from step {step or 0:,}"
-            changes = event.get("changes")
-            text += f", changed: {'; '.join(map(str, changes))}" if isinstance(changes, list) and changes else ""
-        case "checkpoint":
-            text = f"checkpoint of step {step or 0:,}, {drawing.size(event.get('bytes'))}"
-            text += f", training waited {drawing.seconds(event.get('blocked_seconds'))}"
-        case "compile":
-            text = f"{event.get('graphs', 0)} graphs: {event.get('hits', 0)} from the cache"
-            text += f", {event.get('misses', 0)} compiled in {drawing.seconds(event.get('seconds'))}"
-        case "ended":
-            style = BAD if event.get("how") == "failed" else WARN
-            first_line = str(event.get("text") or "").partition("\n")[0]
-            text = f"job {event.get('job', '')} ended at step {step or 0:,}: {event.get('how', '')}"
-            text += f", {first_line}" if first_line else ""
-        case "stop":
-            reason = str(event.get("reason", ""))
-            style = WARN
-            if reason.startswith("failed"):
-                style = BAD
-            elif reason == "finished":
-                style = GOOD
-            elif reason == NEXT_STAGE:
-                style = TEXT
-            is_told = reason in ("finished", NEXT_STAGE) or reason.startswith("stopped")
-            text = reason if is_told else f"stopped: {reason.removeprefix('failed: ')}"
-        case _:
-            text = " ".join([kind, *(f"{name} {value}" for name, value in event.items() if name not in _KNOWN)])
+    text = event_text(event)
+    style = {"warning": WARN, "resume": ACCENT, "ended": BAD if event.get("how") == "failed" else WARN}.get(kind, TEXT)
+    if kind == "stop":
+        style = {"finished": GOOD, NEXT_STAGE: TEXT}.get(text, BAD if text.startswith("failed") else WARN)
+        if text not in ("finished", NEXT_STAGE) and not text.startswith("stopped"):
+            text = f"stopped: {text.removeprefix('failed: ')}"
+    else:
+        before = _BEFORE.get(kind, f"{kind} ").format(step=f"{event.get('step') or 0:,}")
+        text = f"{before}{text}" if text else before.rstrip(":, ")
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
     line.append(clean(text), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
-
-
-_KNOWN = ("event", "time")
 
 
 def clean(text: str) -> str:

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.prices import Price
 from shardwise.config import load_config
-from shardwise_plan.device_specs import Price, cluster
+from shardwise_plan.device_specs import cluster
 from shardwise_plan.plan import Plan
 from shardwise_plan.proposals import objective_of, proposals, sensitivities
 from shardwise_plan.search import search

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from signal import SIGINT, SIGTERM
 from typing import Any
 
@@ -69,21 +70,47 @@ def test_the_time_between_a_finished_run_and_its_continuation_is_not_lost() -> N
     later = [event("start", 100_015, seconds_before_training=15.0, steps_before=12), step(14, 100_019)]
     found = lost(*FIRST, *AGAIN, STOP, *later)
     assert found.by_cause["restart"] == 10
-    assert found.whole == 80 + 19
+    assert found.whole == 80 + 4, "the start of the continuation is left out like the pause"
     stopped = STOP | {"reason": "stopped by SIGUSR1"}
     assert lost(*FIRST, *AGAIN, stopped, *later).by_cause["restart"] == 10 + 100_000 - 180
 
 
-@pytest.mark.parametrize(("by", "lost_seconds"), [(SIGINT, 0), (SIGTERM, 100_000 - 180), ("`shardwise stop`", 0)])
+@pytest.mark.parametrize(
+    ("by", "lost_seconds"),
+    [(SIGINT, 0), (SIGTERM, 100_000 - 180), ("`shardwise stop`", 0), ("hooks.callbacks (own.py:Early)", 0)],
+)
 def test_the_time_after_a_stop_that_a_person_asked_for_is_not_lost(by: int | str, lost_seconds: int) -> None:
+    """Nor is that of the start which continues it, with its load."""
     stopped = STOP | {"reason": f"stopped by {signal_name(by) if isinstance(by, int) else by}"}
-    later = [event("start", 100_015, seconds_before_training=15.0, steps_before=12), step(14, 100_019)]
+    began = event("start", 100_015, seconds_before_training=15.0, steps_before=12)
+    later = [began, event("resume", 100_015, step=12, load_seconds=3.0), step(14, 100_019)]
     found = lost(*FIRST, *AGAIN, stopped, *later)
+    started, loaded = (15 - 3, 3) if lost_seconds else (0, 0)
     assert found.by_cause["restart"] == 10 + lost_seconds
-    assert found.whole == 80 + 19 + lost_seconds
+    assert (found.by_cause["start"], found.by_cause["load"]) == (20 + started, 5 + loaded)
+    assert found.whole == 80 + 4 + started + loaded + lost_seconds
     # All was saved, whoever asked for it; the first of the later starts followed a death.
     assert found.later_starts == [(6, False), (12, True)]
     assert found.later_starts_text == "1 restart, 1 continuation"
+
+
+@pytest.mark.parametrize("kind", ["Interrupted: Ctrl-C (SIGINT)", "KeyboardInterrupt: "])
+def test_a_person_who_does_not_wait_for_the_checkpoint_loses_steps_alone(kind: str) -> None:
+    found = lost(*FIRST, event("stop", 141, step=10, reason=f"failed: {kind}"), *AGAIN, STOP)
+    assert found.by_cause["restart"] == 0
+    assert (found.steps, found.by_cause["lost steps"]) == (4, 8)
+    assert found.later_starts_text == "1 restart"
+
+
+def test_device_hours_are_those_of_all_starts() -> None:
+    """Devices are held while a run is restarted, and not while it is stopped; a start on others counts with these."""
+    first, again = ([one | {"ranks": 2} if one["event"] == "start" else one for one in part] for part in (FIRST, AGAIN))
+    assert lost(*first, *again, STOP).device_seconds == 2 * 80
+    on_four = [one | {"ranks": 4} if one["event"] == "start" else one for one in AGAIN]
+    assert lost(*first, *on_four, STOP).device_seconds == 2 * 40 + 4 * 40
+    stopped = event("stop", 140, step=10, reason="stopped by Ctrl-C (SIGINT)")
+    assert lost(*first, stopped, *on_four, STOP).device_seconds == 2 * 40 + 4 * (15 + 15)
+    assert math.isnan(lost(*FIRST).device_seconds)
 
 
 def test_an_older_run_without_these_fields_loses_what_is_known() -> None:

@@ -165,6 +165,25 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert run.state == "killed"
 
 
+@pytest.mark.parametrize("ending", [None, "stopped by SIGTERM", "failed: OSError: no room"])
+def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path) -> None:
+    """Also of a run that was killed, whose last record is of a step, and before the new start has recorded itself."""
+    path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
+    with RunLock(path):
+        run = RunView(path, all_steps=False)
+        assert (run.state, frame_of(run).state_text) == ("starting", "restarting (start 3)")
+        append(path, {"event": "start", "time": stamp(time.time() + 9)})
+        run.refresh()
+        assert (run.state, run.start_number) == ("starting", 3)
+        append(path, {"event": "step", "time": stamp(time.time() + 9), "step": 5})
+        run.refresh()
+        assert (run.state, frame_of(run).state_text) == ("running", "running")
+    new = RunDirectory(tmp_path / "new").create()
+    new.write_config("train: {steps: 9}\n")
+    with RunLock(new.path):
+        assert frame_of(RunView(new.path, all_steps=False)).state_text == "starting"
+
+
 def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:
     """Its supervisor has the folder's lock since the first start, and has recorded how that one ended."""
     path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -17,12 +18,12 @@ from textual.pilot import Pilot
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
-from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_watch.cli import top
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.app import Panel, Top
-from shardwise_watch.screen.frame import Frame, Reader, Span, frame_of
+from shardwise_watch.screen.frame import Choice, Frame, Reader, frame_of
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
@@ -65,8 +66,8 @@ def fixed(path: Path) -> Top:
     """The screen of a run, read once, as if it ran at the moment NOW."""
     reader = Reader(path)
 
-    def read(columns: int, span: Span, still: bool) -> Frame:
-        return replace(reader.read(columns, span, still), now=NOW, state="running", eta_seconds=600.0)
+    def read(*asked: Any) -> Frame:
+        return replace(reader.read(*asked), now=NOW, state="running", eta_seconds=600.0)
 
     return Top(read, 0)
 
@@ -152,6 +153,119 @@ def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
     many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
     strip = views.strips(many, 80, 4)[1]
     assert strip.plain.count("█") == 50  # of 1,024 ranks every 16th is slow, and a cell stands for 20
+
+
+@pytest.fixture
+def others(run: Path) -> Path:
+    """The folder of the run, with a worse run that wrote after it, one that cannot be read, and no run."""
+    worse = write_run(run.parent / "worse", [Start(0, 600)], steps=600, losses=dict.fromkeys(range(1, 601), 4.0))
+    newer = write_run(run.parent / "newer-format")
+    (newer / "run.json").write_text('{"format": 99}')
+    (run.parent / "notes").mkdir()
+    for file, ago in {**dict.fromkeys(worse.rglob("*"), 1), newer / "metrics.jsonl": 9}.items():
+        os.utime(file, (NOW - ago, NOW - ago))
+    return run.parent
+
+
+async def read(pilot: Pilot[None], *keys: str) -> str:
+    """Press keys, wait until what they ask for was read, and return what is shown."""
+    assert isinstance(pilot.app, Top)
+    for key in keys:
+        await pilot.press(key)
+        await pilot.pause()
+        while pilot.app._is_reading:
+            await pilot.pause(0.01)
+        await pilot.pause()
+    return picture(pilot.app)
+
+
+def test_a_run_is_chosen_from_the_list(run: Path, others: Path) -> None:
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
+        assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"
+        assert "600/600  4.0000" in picture(app)
+        assert " gpt3-tiny-1  ● running" in await read(pilot, "down", "down", "enter")
+        assert " worse  ● running" in await read(pilot, "r", "up", "enter")
+        while app.frame is None or not app.frame.has_history:
+            await pilot.pause(0.01)
+        await pilot.pause()
+        assert "loss 4.0000" in picture(app)
+        assert "1 of 600" not in picture(app)
+        shutil.rmtree(others / "worse")
+        assert "worse is gone" in " ".join((await read(pilot, "p", "p")).split())
+        back = await read(pilot, "r", "enter")
+        assert " gpt3-tiny-1  ● running" in back, "a run that is gone leaves the list"
+
+    on_screen(app, body, (100, 24))
+
+
+def test_the_curves_of_another_run_stand_behind(run: Path, others: Path) -> None:
+    """Over the steps of the run in front; its own are drawn where the front has none."""
+    reader = Reader(run, others / "worse")
+    assert reader.read(20, choice=Choice(behind=reader.paths[1])).behind == {}, "the first frame comes at once"
+    frame = reader.read(20, choice=Choice(behind=reader.paths[1]))
+    assert (frame.curves["loss"].span, frame.behind["loss"].span) == ((1, 400), (1, 400))
+    assert [column.mean for column in frame.behind["loss"].known] == [4.0] * 20
+    _, *lines = panels.curve(replace(frame, evaluation={}), 60, 12, "loss")
+    dots = [[line.plain[span.start] for span in line.spans if span.style == drawing.BEHIND] for line in lines]
+    behind = [row for row, cells in enumerate(dots) if {*cells} - {"\u2800"}]
+    assert len(behind) == 1
+    labels = {row: float(line.plain.split("┤")[0]) for row, line in enumerate(lines) if "┤" in line.plain}
+    low, high = min(labels.values()), max(labels.values())
+    assert abs(high - (high - low) * behind[0] / max(labels) - 4.0) < (high - low) / 8, "at its place on the scale"
+    assert [column.step for column in frame.behind["loss"].known] == [*range(20, 401, 20)]
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        assert "behind" in (await read(pilot, "r", "b")).splitlines()[4]
+        assert "● running  behind: worse" in await read(pilot, "1")
+        assert app.frame is not None
+        assert app.frame.behind
+        await read(pilot, "z")
+        assert app.frame.behind["loss"].span == app.frame.curves["loss"].span == (361, 400)
+        assert "behind: " not in await read(pilot, "r", "b", "escape")
+        await read(pilot, "r", "down", "b", "escape")
+        assert app.frame.behind == {}, "no run is behind itself"
+
+    on_screen(app, body)
+
+
+def test_the_end_of_the_log(run: Path) -> None:
+    log = RunDirectory(run).log(0)
+    log.parent.mkdir(exist_ok=True)
+    log.write_bytes(b"".join(b"line %d\n" % number for number in range(9000)) + b"warning: \x1b[31m\xff odd\nnot whole")
+    app = fixed(run)
+
+    async def body(pilot: Pilot[None]) -> None:
+        shown = await read(pilot, "6")
+        assert [line.strip() for line in shown.splitlines()[-3:-1]] == ["line 8999", "warning:  [31m� odd"]
+        assert "not whole" not in shown
+        assert (await read(pilot, "up", "up")).splitlines()[-2] == " line 8998"
+        assert "line 8" in await read(pilot, *["pageup"] * 40)
+        log.unlink()
+        assert "log of rank 0" in await read(pilot, "p", "p")
+
+    on_screen(app, body)
+
+
+def test_a_restart_is_told(run: Path) -> None:
+    """Of a run that was killed, once a process has its folder, before that has recorded its start."""
+    with RunLock(run):
+        frame = Reader(run).read()
+        assert panels.header(frame, 80)[0].plain.startswith(" gpt3-tiny-1  ● restarting (start 3)")
+
+
+def test_tasks_are_told_in_words() -> None:
+    metrics = {"acc,none": 0.25, "acc_stderr,none": 0.1, "exact_match,strict": "nan"}
+    events = [
+        {"event": "eval_task", "task": "arc", "step": 5, "metrics": metrics},
+        {"event": "eval_task", "task": "arc", "metrics": 3},
+        {"event": "eval_set", "set": "code", "loss": 2.5},
+    ]
+    told = [panels.told_event(event, None).plain.partition("▌")[2] for event in events]
+    assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
 
 
 def test_a_silent_rank_is_named(run: Path) -> None:
@@ -304,6 +418,7 @@ def test_once(run: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert rows["state"].startswith("killed, heard ")
     assert rows["step"] == "400 of 1,000, 1.0 s a step"
     assert rows["slowest"] == "rank 5 (node-000, pp 0 dp 2 tp 1): 2.00 times the work of the best"
     assert rows["ranks"] == "16 on 2 nodes, memory 14.0 GiB to 14.2 GiB"
@@ -380,9 +495,9 @@ def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
 def test_no_screen(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for once, interval, told in ((False, 2.0, "must be a terminal"), (True, float("nan"), r"--interval \(nan\)")):
         with pytest.raises(ConfigError, match=told):
-            top.run(Namespace(run=run, once=once, interval=interval))
+            top.run(Namespace(run=run, others=[], once=once, interval=interval))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "dumb")
     with pytest.raises(ConfigError, match=r"TERM \(dumb\) must be a terminal with a screen"):
-        top.run(Namespace(run=run, once=False, interval=2.0))
+        top.run(Namespace(run=run, others=[], once=False, interval=2.0))
