@@ -296,8 +296,9 @@ def readers_page() -> str:
         by_words: dict[str, list[str]] = {}
         for family, of_family in record["lines"].items():
             if words := of_family[readers.PLAIN].get(name, {}).get("says"):
-                # The class of a family's configuration, and what else the program prints.
+                # Without the class of a family's configuration, and what else the program prints.
                 words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
+                words = textwrap.shorten(words, 80, placeholder="…")
                 by_words.setdefault(words, []).append(family)
         told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
         lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
@@ -341,12 +342,9 @@ def porting_page() -> str:
             for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
         ]
         lines.append(f"- `{key}`: {'; '.join(parts)}")
-    lines += ["", "No key sets what these names do:", ""]
-    same_without = "leave it out, a run without it is the same"
-    told = {name: same_without if why.startswith("leave it out") else why for name, why in WITHOUT_KEY.items()}
-    for reason in dict.fromkeys(told.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in told.items() if why == reason)
-        lines.append(f"- {', '.join(names)}: {reason}")
+    names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name in WITHOUT_KEY)
+    without = "No key sets what these names do; a command that has one of them says why, or what instead: "
+    lines += ["", f"{without}{', '.join(names)}."]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
