@@ -211,9 +211,7 @@ def _raise_on_all_ranks(problems: Sequence[StoreError], world: Group) -> None:
 
 
 def _segments(
-    tensors: Mapping[str, Mapping[str, TensorEntry]],
-    boxes_by_rank: Sequence[Sequence[tuple[str, str, Box]]],
-    rank: int,
+    tensors: Mapping[str, Mapping[str, TensorEntry]], boxes_by_rank: Sequence[Sequence[tuple[str, str, Box]]], rank: int
 ) -> Iterator[_Segment]:
     """The runs of rows of stored pieces that a rank reads or gets from others.
 

@@ -153,11 +153,7 @@ def local_pieces(model: nn.Module, *, frozen: bool = False) -> Iterator[tuple[Pi
 
 
 def _read_slices(
-    reader: CheckpointReader,
-    model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
-    states: Sequence[str],
-    mesh: Mesh,
+    reader: CheckpointReader, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
 ) -> None:
     """Read this rank's slices of weights and states, and its frozen weights; collective over the mesh."""
     # The slices of the data-parallel ranks are columns of a transposed matrix: all of them need a part of each row.

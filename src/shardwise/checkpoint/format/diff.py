@@ -14,12 +14,7 @@ from shardwise.base.parsing import by_dotted_key, json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
-from shardwise.checkpoint.format.stored_tensors import (
-    MAX_INDEX_BYTES,
-    StoredTensors,
-    ordered_names,
-    ordered_states,
-)
+from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
 

@@ -227,11 +227,7 @@ def non_finite_text(counts: Mapping[str, int]) -> str:
 
 
 def _verify_file(
-    file: Root,
-    entry: FileEntry,
-    pieces: Iterable[_LabelledPiece],
-    report: Report,
-    progress: Callable[[int], None],
+    file: Root, entry: FileEntry, pieces: Iterable[_LabelledPiece], report: Report, progress: Callable[[int], None]
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []

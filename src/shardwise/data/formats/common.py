@@ -18,12 +18,7 @@ from shardwise.data import cache
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences
 from shardwise.data.samples import batch, causal
-from shardwise.data.tokens.tokenizer import (
-    Tokenizer,
-    export_user_tokenizer,
-    open_user_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 
 if TYPE_CHECKING:
     from shardwise.data.samples import packing

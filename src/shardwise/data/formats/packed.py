@@ -109,12 +109,7 @@ def packed_text(
         token = ends.token
         documents = {part: _finder(request, part, row, token) for part, row in data.tokens.items() if len(row)}
     packed = open_packed(
-        root,
-        key_of([data.fingerprint, token], request),
-        documents,
-        request,
-        request.data.name,
-        announce,
+        root, key_of([data.fingerprint, token], request), documents, request, request.data.name, announce
     )
     return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
 

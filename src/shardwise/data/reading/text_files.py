@@ -26,12 +26,7 @@ TOKENS = "input_ids"
 
 
 def documents(
-    file: Path | HubFile,
-    kind: Kind | None,
-    key: str,
-    start: int = 0,
-    *,
-    longest: int | None = None,
+    file: Path | HubFile, kind: Kind | None, key: str, start: int = 0, *, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
     """The documents of a file, as blocks of their text, with the place of the next document.
 

@@ -243,8 +243,7 @@ def _in_blocks(packs: Packs, pieces: IntArray, together: int, seed: int) -> Pack
     chosen = order[runs(firsts[chains], sizes[chains])]
     filling = np.zeros(-len(packs) % together, dtype=np.int64)
     return Packs.from_sizes(
-        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])],
-        np.concatenate([packs.sizes[chosen], filling]),
+        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])], np.concatenate([packs.sizes[chosen], filling])
     )
 
 
