@@ -37,8 +37,6 @@ class ReadRequest:
 
     Attributes:
         state: state of the tensor, such as `model`.
-        name: canonical name of the tensor.
-        box: part of the tensor that is needed.
         target: view of shape `box.size` that gets the values.
         copies: groups whose ranks all need the same box, such as data parallelism and both ends of a pipeline with a
             tied weight. Each rank reads an equal part, and an all-gather completes them.

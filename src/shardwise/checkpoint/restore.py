@@ -42,7 +42,6 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        manifest: manifest of the checkpoint.
         bytes_read: bytes of files that this rank read, in whole chunks.
         damage: damage in parts of the checkpoint that training does not need, one line each.
     """

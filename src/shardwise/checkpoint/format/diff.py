@@ -53,7 +53,6 @@ class Difference:
         only_a: (state, name) of tensors that only A holds.
         only_b: (state, name) of tensors that only B holds.
         shapes: (state, name, A's shape, B's shape) where the shapes differ.
-        tensors: every tensor that was compared.
     """
 
     config: tuple[tuple[str, Any, Any], ...]

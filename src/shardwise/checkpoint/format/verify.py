@@ -46,10 +46,8 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        folder: the checkpoint.
         problems: one sentence each; empty where the checkpoint is as it was written.
         files: number of files that the manifest lists.
-        bytes: number of bytes that were read.
         tensors: number of tensors that the manifest lists.
         non_finite: STATE/NAME → number of values that are NaN or infinite.
         unlisted: files that the manifest does not list.

@@ -88,11 +88,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens.
-
-    Args:
-        tokenizer: path or hub id of the tokenizer; None if one is trained on the conversations.
-    """
+    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     return cache.key_of(
         {

@@ -36,7 +36,6 @@ def open_packed(
     """The shortest samples of each part of the data `name`, which are packed first if the cache `root` has none.
 
     Args:
-        key: key of the entry, see `key_of`.
         bounds: functions that find the bounds of the documents of each part that has some.
     """
     length = request.unit_length

@@ -199,11 +199,7 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens.
-
-    Args:
-        tokenizer: path or hub id of the tokenizer; None if one is trained on the text.
-    """
+    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,

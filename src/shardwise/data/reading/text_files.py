@@ -140,11 +140,7 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
 
 
 def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none.
-
-    Args:
-        read: parser of JSON.
-    """
+    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
     try:
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

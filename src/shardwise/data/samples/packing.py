@@ -112,12 +112,10 @@ class PackingFacts:
     """Counts of documents and their samples.
 
     Attributes:
-        documents: number of documents.
         cut: number of documents that are longer than a sample.
         targets: number of targets, the tokens of all documents but the first of each.
         with_beginning: number of targets whose sample has all tokens of their document before them.
         with_beginning_if_cut: the same if samples were cut from the row of all documents.
-        samples: number of samples.
         places: number of tokens that all samples have room for.
     """
 
@@ -157,7 +155,6 @@ class PackedSamples:
             [pieces, 2].
         begins: first piece of each sample, then the number of pieces, [samples + 1].
         length: sequence length S.
-        facts: counts of the documents.
     """
 
     pieces: IntArray
