@@ -52,10 +52,14 @@ test-changed: env test-packages
 test-packages:
 	@scripts/test_packages.sh
 
-# Also the commands and the layouts on the strict device (tests/strict/README.md).
+# Also the commands and the layouts on the strict device, and layouts where it is like TorchNeuron's (tests/strict/README.md).
 test-all: env test-packages
 	$(PYTEST) -m "slow or not slow" $(ARGS)
 	$(PYTEST) --device strict tests/dist/test_cells.py tests/dist/test_checkpoint.py tests/e2e $(ARGS)
+	$(PYTEST) --device neuron-like $(addprefix tests/,$(LIKE_NEURON)) $(ARGS)
+
+LIKE_NEURON := dist/test_cells.py dist/test_checkpoint.py dist/test_bits.py dist/test_composition.py \
+	dist/test_device_benchmark.py dist/test_state_hash.py dist/test_non_finite.py dist/test_exact_norms.py e2e/test_device.py
 
 # The tests of devices on this machine's accelerator; DEVICE=strict or DEVICE=cpu chooses another (docs/devices.md).
 test-device: env

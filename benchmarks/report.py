@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+PAGE_COLUMNS = 5
+"""Columns of docs/performance.md; the results have all."""
 
 
 @dataclass
@@ -108,8 +110,12 @@ def describe(surroundings: dict[str, Any]) -> str:
     )
 
 
-def write_page(text: str) -> None:
-    """Put text between the marks of docs/performance.md."""
+def write_page(found: Report, surroundings: dict[str, Any]) -> None:
+    """Put the first table, the missed targets and the surroundings between the marks of docs/performance.md."""
+    missed = "\n".join(f"- {line}" for line in found.targets if line.startswith("MISSED"))
+    whole = found.tables[0]
+    table = Table(whole.columns[:PAGE_COLUMNS], [row[:PAGE_COLUMNS] for row in whole.rows])
+    text = "\n\n".join(filter(None, (table.markdown(), missed, describe(surroundings))))
     path = ROOT / "docs" / "performance.md"
     head, rest = path.read_text().split(BEGIN)
     _, tail = rest.split(END)

@@ -119,7 +119,7 @@ def main() -> None:
         found.save(arguments.results, surroundings)
         print(f"\n{found.markdown(surroundings)}", flush=True)
         if arguments.page and name == "side_by_side":
-            report.write_page(found.markdown(surroundings).split("\n", 2)[2].strip())
+            report.write_page(found, surroundings)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`make test-device`: run the tests of devices on this machine's accelerator, and record a pass for docs/devices.md.
 
-DEVICE=strict runs them on the strict device (tests/strict), DEVICE=cpu on CPU ranks.
+DEVICE=strict runs them on the strict device (tests/strict), DEVICE=neuron-like where it behaves as TorchNeuron's source
+says, DEVICE=cpu on CPU ranks.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ TESTS_OF_RANKS = (
 )
 TESTS_OF_COMMANDS = ("tests/e2e/test_device.py",)
 """Those that train on the device. All others compare small parts of the code, on the CPU alone."""
+NAMES = {"cpu": "CPU", "strict": "strict device", "neuron-like": "strict device, as TorchNeuron's source says"}
 LARGEST_POOL = 4
 """Ranks of the largest tests: on a machine with fewer accelerators, all ranks share one (tests/shared_device)."""
 
@@ -47,8 +49,8 @@ def tested_device(asked: str) -> tuple[str, str]:
     Raises:
         ConfigError: there is no such device, or torch cannot use it.
     """
-    if asked in ("cpu", "strict"):
-        return asked, {"cpu": "CPU", "strict": "strict device"}[asked]
+    if asked in NAMES:
+        return asked, NAMES[asked]
     device = devices.local_device()
     if device.type == "cpu" or asked not in ("", device.type):
         raise ConfigError(
@@ -90,7 +92,7 @@ def main(arguments: list[str]) -> int:
     git = ("git", "describe", "--always", "--dirty", "--exclude", "*")
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     runs = [(kind, (*TESTS_OF_RANKS, *TESTS_OF_COMMANDS))]
-    if kind not in ("cpu", "strict") and torch.accelerator.device_count() < LARGEST_POOL:
+    if kind not in NAMES and torch.accelerator.device_count() < LARGEST_POOL:
         runs = [("shared", TESTS_OF_RANKS), (kind, TESTS_OF_COMMANDS)]
         name += ", shared by all ranks"
     counts: Counter[str] = Counter()
@@ -102,6 +104,9 @@ def main(arguments: list[str]) -> int:
                 return code
             (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
         counts.update({count: int(suite.attrib[count]) for count in ("tests", "skipped")})
+        counts["refused"] += len(suite.findall(".//property[@name='refused']"))
+    if counts["refused"]:
+        name += f"; {counts['refused']} passed as they were refused"
     row = record(kind, name, counts, commit)
     if arguments:
         print("not recorded: ARGS may have left tests out")

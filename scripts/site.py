@@ -38,7 +38,7 @@ def main() -> None:
             if file.is_file():
                 _copy(file)
     api = PAGES / API.relative_to(ROOT)
-    api.write_text(NAME_OF_API.sub(r"\1\n", api.read_text(encoding="utf-8")), encoding="utf-8")
+    api.write_text(NAME_OF_API.sub(r"::: \2.\3\n", api.read_text(encoding="utf-8")), encoding="utf-8")
     for page in sorted(PAGES.rglob("*.md")):
         _relink(page)
     (PAGES / "llms.txt").write_text("\n".join(_index()) + "\n", encoding="utf-8")

@@ -1,13 +1,15 @@
 """Write the documentation that comes from the code and from results.
 
 These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
-docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, and the signatures in docs/api.md.
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md, and
+docs/environment.md.
 """
 
 import inspect
 import json
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import get_args, get_origin, is_typeddict
@@ -16,9 +18,10 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +30,7 @@ MODEL_PAGE = ROOT / "docs" / "model-keys.md"
 API = ROOT / "docs" / "api.md"
 PORTING = ROOT / "docs" / "porting.md"
 _NAMES_BEGIN, _NAMES_END = "<!-- names:begin -->\n", "<!-- names:end -->\n"
-NAME_OF_API = re.compile(r"<!-- (::: (\S+)\.(\w+)) -->\n.*?<!-- end -->\n", re.DOTALL)
+NAME_OF_API = re.compile(r"<!--(:::(\S+)\.(\w+))-->\n.*?<!--end-->\n", re.DOTALL)
 """A public name of docs/api.md. The site has mkdocstrings write its text in place of the text between the comments."""
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
@@ -39,52 +42,77 @@ _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 INTRODUCTION = """\
 # Configuration
 
-This page lists all keys of a recipe except those of `model`, which have [a page of their own](model-keys.md). Set a
-key in the recipe, or on the command line: `shardwise train RECIPE key=value …`. The default `required` means that a
-recipe must set the key, and `derived` that the default depends on other keys. `make pages` writes both pages from the
-code.
+All keys of a recipe, except those of `model` ([keys of the model](model-keys.md)). A key is set in the recipe, or on
+the command line:
 
-**Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
-also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps of `train.global_batch` ×
-`train.sequence_length` tokens. The dry run and the run's `config.yaml` have the steps.
+```sh
+shardwise train quickstart --nproc 2 train.steps=2M --dry-run | grep -v '^#'
+```
 
-**In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. Put the line
-`# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe in the same folder. Then editors that use
-the YAML language server (VS Code with the YAML extension, Neovim, Emacs, Helix) complete keys, show their meaning and
-mark wrong values. `shardwise train --dry-run` also checks rules about several keys together, such as whether
-`parallel.tensor` divides the number of heads.
+<!-- excerpt -->
+```text
+model:
+  family: llama
+  vocab_size: 1024
+  hidden_size: 128
+  intermediate_size: 256
+  num_hidden_layers: 2
+  num_attention_heads: 4
+...
+train:
+  steps: 977
+  global_batch: 8
+  micro_batch: 8
+  sequence_length: 256
+  eval_every: 90
+optimizer:
+  name: muon
+  lr: 0.025
+  warmup_steps: 8
+...
+```
 
-**Changed most often**, with the pages that explain them:
+A dry run prints the keys that differ from their defaults, and checks rules about several keys together. Below, in brackets
+is the default: `required` means that a recipe must set the key, and `derived` that it depends on other keys.
 
-- the layout: `parallel.tensor`, `parallel.sequence`, `parallel.pipeline`, `parallel.schedule`
-  ([pipeline](pipeline.md)), `optimizer.zero` ([memory](memory.md)); data parallelism takes the ranks that remain
-- the batch: `train.global_batch`, `train.micro_batch`, `train.sequence_length`, `train.recompute`
-- the length: `train.steps`, and `train.stop_after`, which ends a run earlier and leaves the schedule unchanged
-- the optimizer: `optimizer.name` ([optimizers](optimizers.md)), `optimizer.lr`, `optimizer.warmup_steps`,
-  `optimizer.schedule`, `optimizer.max_norm`, `precision.mode` ([precision](precision.md))
-- the data: `data.path`, `data.dataset`, `data.tokenizer`, `data.split` ([data](data.md)), `train.eval_every`
-- checkpoints: `checkpoint.every`, `checkpoint.keep`, `checkpoint.load` ([checkpoints](checkpoints.md))
-- bits: `train.bitwise` ([bit-equal training](bitwise.md)), `train.dropout_mode`
-- speed: `compile.enabled` ([compiled training](compile.md)), `parallel.tensor_overlap`
-  ([communication](communication.md))
+- **Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
+  also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps.
+- **In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. With the line
+  `# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe, editors that use the YAML language
+  server complete keys and mark wrong values.
 """
 
 MODEL_INTRODUCTION = """\
 # Keys of the model
 
-This page lists the keys of the section `model` for each family of models. The other sections are in
-[Configuration](configuration.md). The default `required` means that a recipe must set the key, and `derived` that the
-default depends on other keys. `make pages` writes this page from the code.
+The keys of the section `model`, by family. They have the names of Hugging Face's `config.json`. A recipe shows them:
+
+```sh
+shardwise recipes llama2-tiny | grep -A 8 '^model:' | sed 's/ *#.*//'
+```
+
+```text
+model:
+  family: llama
+  vocab_size: 512
+  hidden_size: 64
+  intermediate_size: 176
+  num_hidden_layers: 8
+  num_attention_heads: 4
+  num_key_value_heads: 4
+  max_position_embeddings: 64
+```
+
+In brackets are the families that have a key, and its default: `required` means that a recipe must set it.
+[Configuration](configuration.md) has the other sections.
+
+`model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder; `model.*` keys that are given
+with it change single values. A field that describes another model than those here is refused, and so is an unknown
+field. If you know that an unknown field changes nothing, leave it out by `model.ignore=[NAME,…]`. This key also applies
+to the `config.json` of `checkpoint.load`, and in `shardwise evaluate` and `shardwise generate`.
 """
 
 NOTES = {
-    "model": """\
-`model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder, instead of the recipe's
-model. `model.*` keys that are given with it change single values. Fields that do not change what the model computes
-(names, tools, text generation, other heads) have no effect. A field that describes another model than those here is
-refused, and so is an unknown field. If you know that an unknown field changes nothing, leave it out by
-`model.ignore=[NAME,…]`. This key also applies to the `config.json` of `checkpoint.load`, and in `shardwise evaluate`
-and `shardwise generate`.""",
     "precision": """\
 [Precision](precision.md) says which dtype each mode has for weights, gradients, masters and moments.""",
     "hooks": """\
@@ -92,14 +120,12 @@ and `shardwise generate`.""",
     "launch": """\
 `launch.timeout` is for every run; all other keys are for `shardwise submit` ([several machines](cluster.md)).""",
     "optimizer": """\
-No step of the warmup or the decay has a learning rate of 0. Step s of the warmup has the rate `lr · s / warmup_steps`,
-so the last step of the warmup has `lr`; without warmup, step 1 has `lr`. The decay would reach `min_lr` one step after
-the last step of the run. With `constant_steps`, the decay ends earlier: the last `constant_steps` steps of the run all
-have `min_lr`, which is 0 by default.
+No step has a learning rate of 0. Step s of the warmup has `lr · s / warmup_steps`; without warmup, step 1 has `lr`. The
+decay would reach `min_lr` one step after the last step of the run, or before the last `constant_steps`, which have it.
 
 `schedule=wsd` (warmup, stable, decay; [arXiv:2404.06395](https://arxiv.org/abs/2404.06395)) stays at `lr` until the
-last `decay_steps` steps, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or
-`sqrt` (1 - √p, [arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
+last `decay_steps`, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or `sqrt` (1 - √p,
+[arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
 
 ```yaml
 optimizer:
@@ -112,11 +138,10 @@ optimizer:
     - {at: 10B, factor: 0.1, shape: sqrt}   # the way from 8B to 10B
 ```
 
-Before the first point the rate is that of the first point, and after the last point that of the last point.
-`shardwise train --dry-run` draws the rates of the whole run.
+A dry run draws the rates. Before the first point and after the last, the rate is theirs.
 
-The table compares the rates of a run of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0. It has the rates of
-shardwise (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it.
+The rates of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0, beside those of `transformers`
+(`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it:
 
 | rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
 |---|---|---|---|---|---|---|---|---|
@@ -128,11 +153,10 @@ shardwise (`cosine`, `linear`), of `transformers` (`get_…_with_warmup`), and o
 | `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 | NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
 
-- The first update of `transformers` has the rate 0. In a run that is one step longer, its step s + 1 has the rate that
-  step s has here. Without warmup, all rates are equal to those here.
-- NeMo's warmup reaches the peak one step later than its `warmup_steps` says. To get NeMo's rates, with or without
-  `constant_steps`, set `optimizer.warmup_steps` to NeMo's number plus 1. Without warmup, all rates are equal to those
-  here. In NVIDIA's own NeMo, the first update of a run with `constant_steps` has the rate 0, as in `transformers`.""",
+- `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step s
+  here. Without warmup, all rates are equal.
+- NeMo: for its rates, set `optimizer.warmup_steps` to its number plus 1. Without warmup, all rates are equal. In NVIDIA's
+  own NeMo, the first update of a run with `constant_steps` has the rate 0.""",
 }
 
 
@@ -159,7 +183,7 @@ def sections(annotation: object) -> list[type[pydantic.BaseModel]]:
 def rows(section: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         assert field.description, f"{prefix}.{name} has no description"
-        yield f"| `{prefix}.{name}` | {default_of(field)} | {field.description} |"
+        yield f"- `{prefix}.{name}` ({default_of(field)}): {field.description}"
         # Of the sections in a list, such as the points of a schedule, the page has one.
         in_list = "" if isinstance(field.annotation, type) else "[]"
         for nested in sections(field.annotation):
@@ -172,10 +196,53 @@ def page() -> str:
     return f"{keys}\nNext: [the keys of the model](model-keys.md), or [data](data.md), for what a run reads.\n"
 
 
+_DEFAULT_IN_TEXT = re.compile(r"; (if there is a window, )?default: (.+)$")
+"""The end of a description that says what a derived default is."""
+
+
 def model_page() -> str:
-    """docs/model-keys.md."""
-    keys = page_of(["model"], MODEL_INTRODUCTION)
-    return f"{keys}\nNext: [your own model](own-model.md), if none of these families is yours.\n"
+    """docs/model-keys.md: what a family is, each key of several families once, and the keys of one family."""
+    families = dict(FAMILIES)
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for family, section in families.items():
+        for name, field in section.model_fields.items():
+            assert field.description, f"model.{name} has no description"
+            default, meaning = default_of(field), field.description
+            if (derived := _DEFAULT_IN_TEXT.search(meaning)) and default == "derived":
+                default, meaning = derived[2], meaning[: derived.start()]
+                meaning += "; the default is that of a model with a window" if derived[1] else ""
+            found.setdefault((name, meaning), {}).setdefault(default, []).append(family)
+    shared, single = [], []
+    for (name, meaning), defaults in found.items():
+        of_key = [family for named in defaults.values() for family in named]
+        row = f"- `model.{name}` ({_of_families(of_key, families)}; {_defaults(defaults)}): {meaning}"
+        (shared if len(of_key) > 1 else single).append(row)
+    kinds = [f"- `{name}`: {_summary(section)}" for name, section in families.items()]
+    parts = [MODEL_INTRODUCTION, "## Families", "", *kinds, ""]
+    for title, keys in (("Keys of several families", shared), ("Keys of one family", single)):
+        parts += [f"## {title}", "", *keys, ""]
+    parts += ["## Your own class", "", _summary(UserModelConfig), "", *rows(UserModelConfig, "model"), ""]
+    return "\n".join([*parts, "Next: [your own model](own-model.md), if none of these families is yours.", ""])
+
+
+def _summary(section: type[pydantic.BaseModel]) -> str:
+    """The docstring of a section of `model`, of a class of one's own its first paragraph."""
+    text = inspect.cleandoc(section.__doc__ or "")
+    return " ".join((text.partition("\n\n")[0] if section is UserModelConfig else text).split())
+
+
+def _of_families(named: Sequence[str], families: Collection[str]) -> str:
+    """The families that have a key, or those that do not where these are fewer."""
+    others = [family for family in families if family not in named]
+    if not others:
+        return "all"
+    return f"all but {', '.join(others)}" if len(others) < len(named) / 2 else ", ".join(named)
+
+
+def _defaults(defaults: Mapping[str, Sequence[str]]) -> str:
+    """The default of most families, and those of the others."""
+    most, *others = sorted(defaults, key=lambda default: -len(defaults[default]))
+    return "; ".join([most, *(f"{default} in {', '.join(defaults[default])}" for default in others)])
 
 
 def page_of(names: list[str], introduction: str) -> str:
@@ -185,15 +252,8 @@ def page_of(names: list[str], introduction: str) -> str:
         parts.append(f"## {name}: {field.description}\n")
         if name in NOTES:
             parts.append(f"{NOTES[name]}\n")
-        # The annotation of `model` names the base class of the families, not each of them.
-        choices = [*FAMILIES.values(), UserModelConfig] if name == "model" else sections(field.annotation)
-        for section in choices:
-            if len(choices) > 1:
-                family = get_args(section.model_fields["family"].annotation)
-                parts.append(f"### {family[0] if family else 'package.module:Class'}\n")
-                parts.append(f"{inspect.cleandoc(section.__doc__ or '')}\n")
-            table = "\n".join(rows(section, name))
-            parts.append(f"| key | default | meaning |\n|---|---|---|\n{table}\n")
+        for section in sections(field.annotation):
+            parts.append("\n".join([*rows(section, name), ""]))
     return "\n".join(parts)
 
 
@@ -209,87 +269,93 @@ def devices_page() -> str:
 
 
 def readers_page() -> str:
-    """docs/readers.md, with what each program computes of each family."""
+    """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    names = list(record["readers"])
-    titles = [f"{r['title']} {r['version']} (`{name}`)" for name, r in record["readers"].items()]
-    lines = [f"| family | {' | '.join(titles)} |", f"|---{'|---' * len(names)}|"]
-    reasons = []
+    lines = ["| `--for` | program | families that it refuses, with its words |", "|---|---|---|"]
+    for name, reader in record["readers"].items():
+        by_words: dict[str, list[str]] = {}
+        for family, of_family in record["lines"].items():
+            if words := of_family[readers.PLAIN].get(name, {}).get("says"):
+                # The class of a family's configuration, and what else the program prints.
+                words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
+                by_words.setdefault(words, []).append(family)
+        told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
+        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
+    by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
-        plain = of_family[readers.PLAIN]
-        able = [name for name in names if readers.is_right(plain.get(name))]
-        ordered = sorted(of_family, key=lambda line: line != readers.PLAIN)
-        for line in ordered:
-            results = of_family[line]
-            if line == readers.PLAIN or any(name in results and not readers.is_right(results[name]) for name in able):
-                label = f"**{family}**" if line == readers.PLAIN else f"{family}, `{line}`"
-                lines.append(f"| {label} | {' | '.join(_result(results.get(name)) for name in names)} |")
-        refused = [f"{name} ({plain[name]['says']})" for name in names if "says" in plain.get(name, {})]
-        if refused:
-            reasons.append(f"- {family}: {'; '.join(refused)}".replace("<", "&lt;"))
-    lines += ["", "Families that a program refuses, with its words:", "", *reasons]
+        able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
+        for key, of_key in of_family.items():
+            found = {name: of_key.get(name) for name in able}
+            refused = ", ".join(name for name, result in found.items() if result and "says" in result)
+            others = ", ".join(
+                _off(name, r) for name, r in found.items() if r and "by" in r and not readers.is_right(r)
+            )
+            if refused or others:
+                untried = ", ".join(name for name, result in found.items() if not result)
+                told = (refused and f"no {refused}", others, untried and f"not tried: {untried}")
+                by_key.setdefault(key, {}).setdefault("; ".join(filter(None, told)), []).append(family)
+    lines.append("")
+    for key, alike in sorted(by_key.items()):
+        lines.append(f"- `{key}`: " + "; ".join(f"{', '.join(families)} ({told})" for told, families in alike.items()))
     behind = rest.partition("<!-- readers:end -->")[2]
     return "\n".join([f"{head}<!-- readers:begin -->", *lines, f"<!-- readers:end -->{behind}"])
 
 
-def _result(result: dict[str, object] | None) -> str:
-    if result is None:
-        return "–"
-    if "says" in result:
-        return "refused"
-    return "right" if readers.is_right(result) else f"{result['by']:.2g}"
+def _off(name: str, result: dict[str, float]) -> str:
+    return f"{name} {result['by']:.2g}"
 
 
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys and by what no key sets."""
-    same: dict[str, list[str]] = {}
-    changed: dict[str, list[str]] = {}
+    """docs/porting.md, with the record of other programs' names, by our keys, and those that no key sets."""
+    by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
-        shown = f"`{name.rpartition(':')[2]}`"
         for target in targets:
             key, _, value = target.partition("=")
-            if formula := FORMULAS.get((name, target)):
-                changed.setdefault(key, []).append(f"`{formula}`: {shown}")
-            elif value:
-                changed.setdefault(key, []).append(f"`{value}`: {shown}")
-            else:
-                same.setdefault(key, []).append(shown)
-    lines = ["| key | names of the same value | our value, for names of another unit or kind |", "|---|---|---|"]
-    for key in dict.fromkeys([*same, *changed]):
-        by_value: dict[str, list[str]] = {}
-        for entry in changed.get(key, []):
-            value, _, shown = entry.partition(": ")
-            by_value.setdefault(value, []).append(shown)
-        others = "; ".join(f"{value}: {', '.join(dict.fromkeys(names))}" for value, names in by_value.items())
-        lines.append(f"| `{key}` | {', '.join(dict.fromkeys(same.get(key, ['–'])))} | {others or '–'} |")
-    lines += ["", "No key sets what these names do:", "", "| names | why, or what instead |", "|---|---|"]
-    for reason in dict.fromkeys(WITHOUT_KEY.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in WITHOUT_KEY.items() if why == reason)
-        lines.append(f"| {', '.join(names)} | {reason} |")
-    lines += ["", "What trains otherwise:", ""]
-    lines += [f"- {program.title}: {program.note}" for program in PROGRAMS.values() if program.note]
+            formula = FORMULAS.get((name, target), value)
+            by_key.setdefault(key, {}).setdefault(formula, {})[f"`{name.rpartition(':')[2]}`"] = None
+    lines = []
+    for key, by_value in by_key.items():
+        # The same value first, then what it becomes where unit or kind differ.
+        parts = [
+            f"{f'`{value}` for ' if value else ''}{', '.join(names)}"
+            for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
+        ]
+        lines.append(f"- `{key}`: {'; '.join(parts)}")
+    lines += ["", "No key sets what these names do:", ""]
+    same_without = "leave it out, a run without it is the same"
+    told = {name: same_without if why.startswith("leave it out") else why for name, why in WITHOUT_KEY.items()}
+    for reason in dict.fromkeys(told.values()):
+        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in told.items() if why == reason)
+        lines.append(f"- {', '.join(names)}: {reason}")
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
 
 def api_page() -> str:
-    """docs/api.md, with the signature and the first paragraph of each public name, and the methods of classes."""
+    """docs/api.md, with the signature and the first paragraph of each public name, and the methods of classes.
+
+    `help` and the site have the types of parameters.
+    """
 
     def written(found: re.Match[str]) -> str:
         value = getattr(import_module(found[2]), found[3])
-        lines = [f"<!-- {found[1]} -->", f"### {found[3]}", "", "```text", _signature(found[3], value), "```", ""]
+        lines = [f"<!--{found[1]}-->", f"### {found[3]}", "", "```text", _signature(found[3], value), "```", ""]
         lines.append(_first_paragraph(value))
         own = vars(value).items() if inspect.isclass(value) else ()
         methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}
         listed = [
-            f"- `{_signature(name, raw, width=10_000)}`: {_first_paragraph(raw)}"
+            f"- `{_call(name, raw)}`: {_first_paragraph(raw)}"
             for name, raw in methods.items()
             if inspect.isfunction(raw) and raw.__doc__
         ]
-        return "\n".join([*lines, *([""] if listed else []), *listed, "<!-- end -->", ""])
+        return "\n".join([*lines, *([""] if listed else []), *listed, "<!--end-->", ""])
 
     return NAME_OF_API.sub(written, API.read_text(encoding="utf-8"))
+
+
+_WIDTH = 80
+"""Columns of a signature's lines."""
 
 
 class _Plain(str):
@@ -298,29 +364,27 @@ class _Plain(str):
     __repr__ = str.__str__
 
 
-def _plain(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter without quotes around its annotation, and without the address of a function."""
-    if isinstance(parameter.annotation, str):
-        parameter = parameter.replace(annotation=_Plain(parameter.annotation))
-    return parameter.replace(default=_Plain("…")) if inspect.isfunction(parameter.default) else parameter
+def _untyped(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter without its annotation, and without a default that is long or an address."""
+    bare = parameter.replace(annotation=parameter.empty)
+    is_long = inspect.isfunction(bare.default) or len(str(bare)) > _WIDTH / 2
+    return bare.replace(default=_Plain("…")) if is_long and bare.default is not bare.empty else bare
 
 
-def _signature(name: str, value: object, width: int = 100) -> str:
-    """A call of a function or class as Python code, or the keywords of a group of them."""
+def _call(name: str, value: object) -> str:
+    """A call of a function, class or method, with the names of its parameters and their defaults."""
     if is_typeddict(value):
         return f"{name}({', '.join(f'{key}=…' for key in value.__annotations__)})"
-    found = inspect.signature(value)
-    own = [_plain(parameter) for name, parameter in found.parameters.items() if name not in ("self", "cls")]
-    returns = found.return_annotation
-    shown = "" if returns is found.empty or inspect.isclass(value) else f" -> {returns}"
-    call = str(found.replace(parameters=own, return_annotation=found.empty))
-    if len(name + call + shown) <= width:
-        return f"{name}{call}{shown}"
-    star = next((place for place, each in enumerate(own) if each.kind is each.KEYWORD_ONLY), None)
-    parts = [str(each) for each in own]
-    if star is not None and not any(each.kind is each.VAR_POSITIONAL for each in own):
-        parts.insert(star, "*")
-    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){shown}"
+    found = inspect.signature(value)  # type: ignore[arg-type]
+    own = [_untyped(each) for each in found.parameters.values() if each.name not in ("self", "cls")]
+    return f"{name}{found.replace(parameters=own, return_annotation=found.empty)}"
+
+
+def _signature(name: str, value: object) -> str:
+    """`_call` in lines of a page; of a function, with what it returns."""
+    returns = None if inspect.isclass(value) else inspect.signature(value).return_annotation  # type: ignore[arg-type]
+    call = _call(name, value) + (f" -> {returns}" if returns else "")
+    return "\n".join(textwrap.wrap(call, _WIDTH, subsequent_indent="    ", break_long_words=False))
 
 
 def _first_paragraph(value: object) -> str:
@@ -334,3 +398,4 @@ if __name__ == "__main__":
     PORTING.write_text(porting_page(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
     MODEL_PAGE.write_text(model_page(), encoding="utf-8")
+    environment_variables.PAGE.write_text(environment_variables.page(), encoding="utf-8")

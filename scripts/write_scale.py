@@ -1,4 +1,4 @@
-"""Write docs/scale.md: two large models from 256 to 16,384 devices, as the planner predicts them."""
+"""Write the tables of docs/scale.md: two large models from 256 to 16,384 devices, as the planner predicts them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ MODELS = {
 KEPT = ["parallel.schedule=interleaved", "parallel.sequence=true", "optimizer.zero=1"]
 NODES = (32, 64, 128, 256, 512, 1024, 2048)
 YEARS = (1.0, 5.0)  # between failures of one device
+USUAL = ", micro-batch 1, recompute selective"  # not shown in the rows
 RESTART = 300.0  # seconds, as the page says
 WRITTEN = 2e9  # bytes a second and node
 
@@ -80,7 +81,7 @@ def own_costs() -> list[str]:
     head = ("ranks", "torch's groups and store", "our start", "save", "resume", "manifest")
     return [
         f"| {' | '.join(head)} |",
-        f"| {' | '.join(['---'] * len(head))} |",
+        "|" + "---|" * len(head),
         *(
             f"| {name} | {' | '.join(f'{one:.2f} s' for one in times)} | {size:,.0f} MB |"
             for name, (*times, size) in zip(names, rows, strict=True)
@@ -89,12 +90,12 @@ def own_costs() -> list[str]:
 
 
 def row(plan: Plan) -> str:
-    """A line of the table."""
+    """A line of the table; all have sequence parallelism and interleaved stages."""
     time = plan.time
     messages = plan.memory.pipeline
     values = (
         f"{plan.cluster.world:,}",
-        plan.text().partition(", ZeRO")[0],
+        re.sub(r" \+ SP|interleaved with | a rank|, ZeRO.*", "", plan.text()).removesuffix(USUAL),
         units.duration(time.total),
         f"{plan.mfu or 0:.1%}",
         f"{units.size(plan.memory.total)} ({units.size(messages)})",
@@ -106,62 +107,26 @@ def row(plan: Plan) -> str:
     return "| " + " | ".join(values) + " |"
 
 
+def with_table(page: str, heading: str, lines: Sequence[str]) -> str:
+    """The page with these lines as the table of a section."""
+    before, title, section = page.partition(f"\n## {heading}\n")
+    rows = "".join(f"{line}\n" for line in lines)
+    return before + title + re.sub(r"(?:^\|.*\n)+", lambda _: rows, section, count=1, flags=re.MULTILINE)
+
+
 def main() -> None:
-    """Write the page."""
+    """Write the tables of the page."""
     years = [f"goodput, {one:g} year{'s' * (one > 1)}" for one in YEARS]
     head = ("devices", "layout", "step", "MFU", "memory (messages)", "bubble", "communication", "checkpoint", *years)
-    lines = [
-        "# Scale on paper",
-        "",
-        "How large can a training become, and what limits it first? `scripts/write_scale.py` writes this page from",
-        "what [the planner](planner.md) predicts for two models on nodes of 8 H100. For each number of devices it",
-        "takes the fastest layout with interleaved stages, sequence parallelism, ZeRO-1 and selective recompute,",
-        "or with full recompute if no layout with selective recompute fits. The global batch is 2,048 sequences at",
-        "every size. No run of this size has been made.",
-        "",
-        "The columns of the tables mean:",
-        "",
-        "- **Memory** is that of the rank that needs most. In brackets is the part of it that holds messages",
-        "  between stages.",
-        "- **Bubble** and **communication** are shares of the step.",
-        "- **Checkpoint** is the time to store one at 2 GB/s from each node, while training goes on.",
-        "- **Goodput** is the share of the time that makes steps which count, if each device fails once in one",
-        "  year, or in five years, on average ([how it is computed](planner.md#days-on-the-calendar)). A restart",
-        "  takes 300 seconds. Checkpoints are written at the interval that is best for this rate of failures.",
-        "",
-        "What limits first, by these figures? Up to 1,024 devices it is memory: about a tenth to a third of it are",
-        "messages that a rank keeps for all micro-batches of a step. From 4,096 devices on it is the batch: fewer",
-        "and fewer micro-batches fill the pipeline and hide the reduction of gradients. At 16,384 devices it is",
-        "also failures and, in our own code, the resume. At every size, a part of MFU is lost because the",
-        "gradients of each micro-batch are added in float32.",
-    ]
+    page = PAGE.read_text(encoding="utf-8")
     for name, (recipe, overrides) in MODELS.items():
-        lines += ["", f"## {name}", "", "| " + " | ".join(head) + " |", "| " + " | ".join(["---"] * len(head)) + " |"]
+        lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         for nodes in NODES:
             plan = fastest(recipe, overrides, nodes)
             lines.append(row(plan) if plan else f"| {nodes * 8:,} | nothing fits |" + " |" * (len(head) - 2))
             sys.stderr.write(f"{lines[-1]}\n")
-    lines += [
-        "",
-        "## Our own code",
-        "",
-        "How long do start, save and resume take in shardwise itself? The table has processor seconds of one",
-        "process for GPT-3 175B with TP 32 and PP 8, from [measurements](../benchmarks/results/startup.md) in",
-        "which one process plays up to 4,096 ranks in turn. The last line was not measured: it has four times the",
-        "figures of the line above it.",
-        "",
-        "- **Start** computes the layout and its costs, and all ranks agree on the configuration.",
-        "- **Save** collects what each rank says about its files, merges it, and writes it as one manifest.",
-        "- **Resume** reads the manifest and tells every rank its part.",
-        "",
-        "The time to read and write weights is not included. The restart of 300 seconds above includes these",
-        "times.",
-        "",
-        *own_costs(),
-        "",
-        "Next: [the planner](planner.md), for what these predictions are worth, and to make your own.",
-    ]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        page = with_table(page, name, lines)
+    PAGE.write_text(with_table(page, "Our own code", own_costs()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A decoder in plain PyTorch: ALiBi attention, a squared-ReLU MLP, RMSNorm before each."""
+"""The decoder of the page: ALiBi attention, a squared-ReLU MLP, RMSNorm."""
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +6,13 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal attention whose scores fall with distance, each head's by its own slope (ALiBi, arXiv:2108.12409)."""
+    """Causal attention whose scores fall with distance (arXiv:2108.12409)."""
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+    ) -> None:
         super().__init__()
         self.head_dim = hidden_size // num_heads
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
@@ -17,18 +21,26 @@ class Attention(nn.Module):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
         position = torch.arange(q.shape[2], device=x.device)
         distance = position.unsqueeze(1) - position
-        bias = (-distance * self.slopes.view(-1, 1, 1)).masked_fill(distance < 0, float("-inf"))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+        bias = -distance * self.slopes.view(-1, 1, 1)
+        bias = bias.masked_fill(distance < 0, float("-inf")).to(q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         return self.out(out.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
     """`down(relu(up(x))²)` (arXiv:2109.08668)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+    ) -> None:
         super().__init__()
         self.up = nn.Linear(hidden_size, intermediate_size)
         self.down = nn.Linear(intermediate_size, hidden_size)
@@ -40,7 +52,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
-    def __init__(self, hidden_size: int, num_heads: int, intermediate_size: int) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        intermediate_size: int,
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(hidden_size, eps=1e-6)
         self.attention = Attention(hidden_size, num_heads)
@@ -66,7 +83,9 @@ class Decoder(nn.Module):
         super().__init__()
         sizes = (hidden_size, num_attention_heads, intermediate_size)
         self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(*sizes) for _ in range(num_hidden_layers))
+        self.blocks = nn.ModuleList(
+            Block(*sizes) for _ in range(num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(hidden_size, eps=1e-6)
         self.head = nn.Linear(hidden_size, vocab_size, bias=False)
         for parameter in self.parameters():
@@ -83,4 +102,5 @@ class Decoder(nn.Module):
         return self.head(self.hidden(ids))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(ids).flatten(0, 1), targets.flatten())
+        logits = self.logits(ids).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten())

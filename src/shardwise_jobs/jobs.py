@@ -13,8 +13,9 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.runs.events import how_it_ended, last_event, seconds_of
+from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_jobs import commands
-from shardwise_jobs.restarts import AttemptEnding, history
+from shardwise_jobs.restarts import AttemptEnding, history, record
 from shardwise_jobs.submission import Submitted, submitted
 
 
@@ -38,6 +39,12 @@ class JobState:
     loss: float | None = None
     seconds: float | None = None
     job: commands.SlurmJob | None = None
+
+    @property
+    def text(self) -> str:
+        """The state, with SLURM's reason if the job waits, and with its kind if it does not train."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.state}{reason}{'' if self.kind == 'train' else f', {self.kind}'}"
 
 
 def states(runs: Path) -> list[JobState]:
@@ -150,23 +157,26 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
 
 
-def cancel_waiting_jobs(run_path: Path) -> list[str]:
-    """Cancel the jobs of a run that wait in SLURM's queue, and those that compile for it; a sentence on each."""
-    texts = []
-    for job in _jobs_before_a_start(run_path):
-        commands.cancel(job.id)
-        activity = "waited in SLURM's queue" if job.state == "PENDING" else "compiled for the run"
-        texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
-    return texts
+def jobs_before_their_runs(folder: Path) -> list[JobState]:
+    """Return the jobs in a folder of runs that wait or run and whose runs have not begun. Raises as `states`."""
+    present = [state for state in states(folder) if state.job is not None and not RunDirectory(state.run).holds_run]
+    return [state for state in present if state.run.resolve().parent == folder.resolve()]
 
 
-def _jobs_before_a_start(run_path: Path) -> list[commands.SlurmJob]:
-    """The jobs of this run that wait in SLURM's queue, and those that compile for it; none where none waits."""
+def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
+    """Cancel the jobs of a run that does not train yet: those that wait, start or compile; a sentence on each."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
-    if not kinds or shutil.which("squeue") is None:
-        return []
-    jobs = [job for job in commands.jobs() if job.id in kinds]
-    is_waiting = any(job.state == "PENDING" for job in jobs)
+    present = commands.jobs() if kinds and shutil.which("squeue") is not None else []
+    jobs = [job for job in present if job.id in kinds and job.state in ("PENDING", "CONFIGURING", "RUNNING")]
+    # The supervisor of a job claims the folder before it starts the training.
+    if RunLock.holder(run_path) is not None and not any(job.state == "PENDING" for job in jobs):
+        return {}
+    texts = {}
     # The training first: it waits for the graphs, and would be found without them.
-    jobs.sort(key=lambda job: kinds[job.id] == "compile")
-    return [job for job in jobs if is_waiting and (job.state == "PENDING" or kinds[job.id] == "compile")]
+    for job in sorted(jobs, key=lambda job: kinds[job.id] == "compile"):
+        commands.cancel(job.id)
+        record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
+        activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
+        activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
+        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}"
+    return texts

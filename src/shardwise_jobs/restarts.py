@@ -18,7 +18,7 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.base.parsing import instances
 from shardwise.runs.folder import JsonLines
 
-How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed"]
+How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
 _NOT_FINITE = "must be finite"
 """Words of the trainer's error on a loss or gradient (`Passes.non_finite_error`)."""
 
@@ -28,8 +28,8 @@ class AttemptEnding:
     """The end of one attempt at a job.
 
     Attributes:
-        how: "stopped" by the user; "preempted" with a warning; "ended by SLURM" without one, or cancelled; "lost node"
-            if a node did not answer, while SLURM let the job run.
+        how: "stopped" by the user, or "cancelled" before it; "preempted" with a warning; "ended by SLURM" without
+            one, or cancelled; "lost node" if a node did not answer, while SLURM let the job run.
         job: number of the job in SLURM.
         requeues: number of times that SLURM had started the job again.
         nodes: number of nodes.

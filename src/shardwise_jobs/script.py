@@ -32,9 +32,17 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
         fewest: fewest nodes of the job.
 
     Raises:
-        ConfigError: neither the configuration nor SLURM tells the number.
+        ConfigError: neither the configuration nor SLURM tells the number, or they contradict each other.
     """
-    known = given or commands.devices_of(gres or "")
+    devices = commands.devices_of(gres or "")
+    if not devices and re.match("(gpu|neuron)(:|$)", gres or ""):
+        raise ConfigError(f"launch.gres ({gres}) must name a whole number of devices, such as gpu:8 or neuron:trn2:16")
+    if given and 0 < devices < given:
+        raise ConfigError(
+            f"launch.ranks_per_node ({given}) must be at most the devices of launch.gres ({gres}), of which there are "
+            f"{devices}: each rank has one"
+        )
+    known = given or devices
     if known:
         return known
     if model_ranks % fewest:

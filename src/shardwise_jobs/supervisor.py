@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from shardwise.base.errors import ConfigError, RunError, StoppedError, see
 from shardwise.base.files import reason_of, write_atomic
 from shardwise.config.launch import LaunchConfig
-from shardwise.launch import stop_requests
+from shardwise.launch import notices, stop_requests
 from shardwise.launch.external_launchers import address_of
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
@@ -236,9 +236,10 @@ class Supervisor:
     def _goes_on(self, ending: AttemptEnding, outcome: AttemptOutcome) -> bool:
         """Return True if another attempt is to be made in this allocation; raises if the job ends without success."""
         if ending.how == "finished":
+            notices.send("end", self._run_path, "finished", 0)
             return False
         if ending.how == "stopped":
-            raise StoppedError(outcome.stopped or "")
+            self._stop(outcome.stopped or "")
         if self._asked is not None:
             cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
             text = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
@@ -256,6 +257,7 @@ class Supervisor:
             # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
             self._requeue(text, decision)
         self._say(f"{text}\n{decision.why}, in the same allocation")
+        notices.send("restart", self._run_path, f"{text}; {decision.why}", ending.exit_code, step=ending.step)
         return True
 
     def _failure_text(self, ending: AttemptEnding, code: int) -> str:
@@ -272,15 +274,25 @@ class Supervisor:
         if self._asked == _WARNING:
             decision = decide(self._endings, self._launch.max_restarts)
             if not decision.starts_again:
-                raise StoppedError(f"{text}\n{decision.why}")
+                self._stop(f"{text}\n{decision.why}")
             self._requeue(text, decision)
+        self._stop(text)
+
+    def _stop(self, text: str) -> NoReturn:
+        """End this start of the job, which nothing starts again by itself."""
+        notices.send("end", self._run_path, text, StoppedError.exit_code)
         raise StoppedError(text)
 
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
-        """Have SLURM queue the job again."""
+        """Have SLURM queue the job again, which may kill this process."""
+        notices.send("restart", self._run_path, f"{text}; {decision.why}", StoppedError.exit_code)
+        notices.wait()
         problem = commands.requeue(self._allocation.job)
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
-        raise StoppedError(f"{text}\n{result} ({decision.why})")
+        text = f"{text}\n{result} ({decision.why})"
+        if problem is not None:
+            self._stop(text)
+        raise StoppedError(text)
 
     def _record_lost_start(self) -> None:
         """Record the start before this one if it left no record: it lost a machine, or was killed."""
@@ -290,7 +302,9 @@ class Supervisor:
         text = "a machine was lost, or the job was preempted without a warning"
         lost = self._ending("ended by SLURM", requeues=requeues - 1, text=text)
         self._record(lost)
-        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+        text = f"SLURM has started the job again: {lost.text}; {_saved(lost)}"
+        self._say(text)
+        notices.send("restart", self._run_path, text)
 
     def _record_killed_supervisor(self) -> bool:
         """Return True if an attempt is to be made, also after a supervisor that was killed; raises after too many."""

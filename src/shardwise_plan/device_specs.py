@@ -93,6 +93,7 @@ FIGURES: dict[str, _Figure] = {
     "restart_seconds": _Figure("reliability.restart", 0, 100_000),
     "storage_gb_per_second": _Figure("reliability.storage", 1e-6, 100_000, 1e9),
     "compared_runs": _Figure("compared_runs", 0, 1e6, is_whole=True),
+    "compared_error": _Figure("compared_error", 0, 0.99),
     **{f"constants.{name}": _Figure(f"constants.{name}", *limits) for name, limits in CONSTANTS.items()},
 }
 """All numbers of a device file, those of a link and the constants with its name before."""
@@ -101,9 +102,10 @@ _TEXTS = ("name", "node_link.topology")
 _NETWORK = ("network.gb_per_second", "network.latency_us", "network.topology")
 _LINKS = ("node_link", "network")
 _OTHER_KEYS = ("type", "accuracy", _PRICE)
+_COMPARED = ("accuracy", "compared_runs", "compared_error")
 _BESIDE_STEPS = {
-    "name", "accuracy", _PRICE, "devices_per_chip", "watts", "failures_per_year", "restart_seconds",
-    "storage_gb_per_second", "compared_runs",
+    "name", _PRICE, "devices_per_chip", "watts", "failures_per_year", "restart_seconds", "storage_gb_per_second",
+    *_COMPARED,
 }  # fmt: skip
 """Keys of a file with which a step takes as long as on its base."""
 _CUDA = torch_type("nvidia")
@@ -184,6 +186,8 @@ class Device:
         reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
         compared_runs: number of published runs on this device that were compared with their predictions.
+        compared_error: size of the error, relative to the measured step, that nine in ten of these runs do not exceed;
+            0: that of all published runs counts.
     """
 
     key: str
@@ -207,6 +211,7 @@ class Device:
     reliability: Reliability = Reliability()
     accuracy: str = ""
     compared_runs: int = 0
+    compared_error: float = 0.0
     fp8: float | None = None
     fp8_matmul_share: float | None = None
     mxfp8_matmul_share: float | None = None
@@ -432,7 +437,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     if not changes.keys() <= _BESIDE_STEPS:
         # Another device's steps were measured.
-        base = {key: value for key, value in base.items() if key not in ("accuracy", "compared_runs")}
+        base = {key: value for key, value in base.items() if key not in _COMPARED}
     return {**base, "name": f"{base['name']} ({device_key})", **changes}
 
 
@@ -453,7 +458,7 @@ def _flat(text: str, where: str) -> dict[str, Any]:
 
 def described(device: Device, constants: Mapping[str, float], source: str) -> str:
     """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
-    flat = {key: value for key, value in device.figures.items() if key not in ("accuracy", "compared_runs")}
+    flat = {key: value for key, value in device.figures.items() if key not in _COMPARED}
     flat |= {f"constants.{name}": figure(value, source) for name, value in constants.items()}
     return dump(flat)
 

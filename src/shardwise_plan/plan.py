@@ -17,7 +17,8 @@ from shardwise_plan.layout_choices import Choice
 from shardwise_plan.run_stages import stages_with_layout
 from shardwise_plan.step_time import StepTime, step_time, timeline_of
 
-_TIGHT = 0.1
+TIGHT = 0.1
+"""Share of a device's memory that must be free for a layout that surely fits."""
 _SAME_TIME = 1.04
 """Ratio of two predicted times up to which a difference in details alone is no reason to list both layouts."""
 
@@ -75,7 +76,7 @@ class Plan:
     @property
     def is_tight(self) -> bool:
         """True if less than a tenth of the device's memory is free."""
-        return self.headroom < _TIGHT * self.cluster.device.memory
+        return self.headroom < TIGHT * self.cluster.device.memory
 
     @property
     def frees_parts(self) -> bool:

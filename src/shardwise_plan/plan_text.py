@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from shardwise.base import units
-from shardwise.config import Config, Layout
+from shardwise.config import Config, Layout, tokens_of_run
 from shardwise.estimates.memory import RESERVED
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster
@@ -13,7 +16,8 @@ from shardwise_plan.plan import Plan, predicted
 def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> PredictedStep:
     """Return the prediction of a dry run for a layout on a cluster, whether or not it fits."""
     plan = predicted(config, layout, cluster)
-    return PredictedStep(str(cluster), predicted_rows(plan), None if plan is None else plan.time.total)
+    seconds, facts = (None, None) if plan is None else (plan.time.total, plan_facts(plan))
+    return PredictedStep(str(cluster), predicted_rows(plan), seconds, facts)
 
 
 def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
@@ -42,3 +46,31 @@ def memory_text(plan: Plan) -> str:
         state = f"does not fit: {units.size(plan.memory.total)} are needed"
     reserve = f"{RESERVED:.0%} of the device's {units.size(plan.cluster.device.memory)}"
     return f"{state} beside a reserve of {reserve} (context, buffers, fragmentation)"
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return the figures of a plan for `--json`."""
+    calendar = plan.calendar
+    price = plan.cluster.device.price
+    return {
+        "layout": asdict(plan.choice),
+        "data": plan.layout.data,
+        "nodes": plan.cluster.nodes,
+        "devices": plan.cluster.world,
+        "step_seconds": plan.time.total,
+        "parts_seconds": dict(plan.time.rows()),
+        "steps": plan.config.train.steps,
+        "tokens": tokens_of_run(plan.config),
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "memory_bytes": plan.memory.total,
+        "headroom_bytes": plan.headroom,
+        "may_not_fit": plan.is_tight,
+        "days": calendar.seconds / 86_400,
+        "goodput": calendar.goodput,
+        "checkpoint_minutes": calendar.interval / 60,
+        "device_hours": plan.device_hours,
+        "cost": plan.cost,
+        "currency": None if price is None else price.currency,
+        "kilowatt_hours": plan.kilowatt_hours,
+    }

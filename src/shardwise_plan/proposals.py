@@ -59,18 +59,33 @@ class Proposal:
         return listing(self.names)
 
 
+def recommended(plans: Sequence[Plan]) -> Plan:
+    """Return the first of the plans that leaves a tenth of the memory free; the first one where none does."""
+    return next((plan for plan in plans if not plan.is_tight), plans[0])
+
+
 def proposals(plans: Sequence[Plan]) -> list[Proposal]:
-    """Return the fastest of the plans, the cheapest and the most robust one; equal ones are one proposal."""
-    fastest = min(plans, key=lambda plan: plan.calendar.seconds)
-    cheapest = min(plans, key=lambda plan: plan.device_hours)
+    """Return the fastest of the plans, the cheapest and the most robust one; equal ones are one proposal.
+
+    Plans that may not fit, since they leave less than a tenth of the memory, are proposed only where no other one is.
+    """
     roomy = [plan for plan in plans if not plan.is_tight]
-    robust = min(roomy or plans, key=lambda plan: all_worse(plan).calendar.seconds)
+    candidates = roomy or plans
+    fastest = min(candidates, key=lambda plan: plan.calendar.seconds)
+    cheapest = min(candidates, key=lambda plan: plan.device_hours)
     room = "at least a tenth of the memory free, and the" if roomy else "no layout has a tenth of the memory free; the"
+    shortest = "the shortest time on the calendar"
+    first = min(plans, key=lambda plan: plan.calendar.seconds)
+    if first.calendar.seconds < fastest.calendar.seconds:
+        shortest += (
+            f" with a tenth of the memory free: layout {plans.index(first) + 1} takes "
+            f"{units.duration(first.calendar.seconds)}, but leaves {units.size(first.headroom)} and may not fit"
+        )
     reasons = {
-        "fastest": (fastest, "the shortest time on the calendar"),
+        "fastest": (fastest, shortest),
         "cheapest": (cheapest, "the fewest device-hours"),
         "most robust": (
-            robust,
+            min(candidates, key=lambda plan: all_worse(plan).calendar.seconds),
             f"{room} shortest time if network, matrix products, devices and steps with ZeRO-2 or ZeRO-3 are all worse "
             "than assumed",
         ),

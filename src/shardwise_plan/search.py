@@ -66,12 +66,14 @@ def search(
     cluster: Cluster,
     *,
     best: int = 10,
+    most: int = 0,
     fixed: Collection[str] = (),
     looked: Callable[[int], object] = int,
 ) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
 
-    `looked` is told how many of `number_of_choices` were looked at.
+    Further ones are looked for, up to `most` in all, until one leaves memory free. `looked` is told how many of
+    `number_of_choices` were looked at.
     """
     if config.shapes is None:
         raise ConfigError(
@@ -89,11 +91,12 @@ def search(
             if kept:
                 bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
     heapq.heapify(bounded)
-    while len(result.plans) < best and bounded:
+    plans = result.plans
+    while bounded and (len(plans) < best or (len(plans) < most and all(plan.is_tight for plan in plans))):
         # No layout that is still to be simulated can be faster than the lowest bound.
         _, _, number, found = heapq.heappop(bounded)
         if isinstance(found, Plan):
-            result.plans.append(found)
+            plans.append(found)
         elif isinstance(closer := next(found, None), Plan):
             heapq.heappush(bounded, (closer.time.total, True, number, closer))
         elif closer is not None:

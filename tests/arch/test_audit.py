@@ -40,6 +40,8 @@ RULES = (
     r"([\w-]+\.(?:py|sh|slurm|json|txt|bin|idx|tar|jpg))\b",  # files
     r"`([\w.-]+)`",  # names in the text
 )
+SHARED = ROOT / "docs/tutorials/all-five.md"
+"""What is the same in all five tutorials: their pages link it."""
 CODE = re.compile(r"(?:\.\. code:.*|::)\n\s*\n((?:(?:   .*)?\n)+)|^```\w*\n([\s\S]*?)^```", re.MULTILINE)
 FLAG = re.compile(r"--\w[\w-]+|[A-Z][A-Z0-9]*_[A-Z0-9_]+|(?:model|trainer|exp_manager)\.[\w.]+")
 
@@ -89,6 +91,8 @@ def test_every_step_is_of_the_tutorial(audit: dict[str, Any], tutorial: str) -> 
 
 def test_its_page_names_every_flag_and_variable(audit: dict[str, Any]) -> None:
     page = (ROOT / audit["page"]).read_text(encoding="utf-8")
+    assert "(all-five.md)" in page
+    page += SHARED.read_text(encoding="utf-8")
     flags = {term for part in ("names", "script") for term in audit[part] if FLAG.fullmatch(term)}
     assert flags
     missing = [flag for flag in sorted(flags) if not re.search(rf"(?<![\w.-]){re.escape(flag)}(?![\w])", page)]

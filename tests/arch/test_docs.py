@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import shardwise as shardwise_package
-from scripts import site
+from scripts import environment_variables, site
 from scripts.write_docs import (
     API,
     DEVICES,
@@ -16,16 +16,19 @@ from scripts.write_docs import (
     NAME_OF_API,
     PAGE,
     PORTING,
+    READERS,
     api_page,
     devices_page,
     model_page,
     page,
     porting_page,
+    readers_page,
 )
 from shardwise.config import load_config, recipe_names
 from tests.arch.source import ROOT, config_fields, headings
 from tests.arch.test_audit import is_command
 from tests.e2e.command import shardwise
+from tests.e2e.test_pages import shape
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -51,6 +54,8 @@ def test_a_script_of_the_page_trains(name: str, tmp_path: Path) -> None:
     done = shardwise(name, at=tmp_path, program=program)
     assert done.code == 0, done.err
     assert "Warning" not in done.err
+    shown = LOOP.partition(f"{SCRIPTS[name]}```\n\n<!-- excerpt -->\n```text\n")[2].partition("```")[0]
+    assert shape(done.out) == shape(shown if name == "zero1.py" else "")
 
 
 def test_readme_keys_exist() -> None:
@@ -62,7 +67,7 @@ def test_readme_keys_exist() -> None:
 
 
 def test_readme_names_the_families_of_the_recipes() -> None:
-    (named,) = re.findall(r"^shardwise recipes +# (.*), published or tiny$", README, re.MULTILINE)
+    (named,) = re.findall(r"^\| recipes \| (.*), published or tiny \|$", README, re.MULTILINE)
     families = {load_config(name).model.family.replace("_", "-") for name in recipe_names()}
     assert {word.lower() for word in re.split(r", | and ", named)} == families
 
@@ -81,6 +86,16 @@ def test_generated_page_is_current() -> None:
     assert DEVICES.read_text(encoding="utf-8") == devices_page(), "run `make pages`"
     assert API.read_text(encoding="utf-8") == api_page(), "run `make pages`"
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
+    assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
+    assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
+
+
+def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> None:
+    record = environment_variables.recorded()
+    assert len(set(record)) == len(record)
+    assert set(record) == environment_variables.read_in_code(), "see scripts/environment_variables.py"
+    assert {"SHARDWISE_CACHE", "RANK", "SLURM_PROCID", "ROLE_RANK", "CC", "TERM"} <= set(record), "each kind of use"
+    assert len(environment_variables.page().split()) < 700
 
 
 def test_the_index_lists_every_page_once_with_a_sentence() -> None:
@@ -95,15 +110,21 @@ def test_the_index_lists_every_page_once_with_a_sentence() -> None:
     assert {"docs/README.md"} | tutorials <= linked, "the README links the index and each tutorial"
 
 
-def test_the_site_has_a_short_menu_and_every_public_name() -> None:
-    """Each page is in the menu, or named as one that others link."""
-    text = (ROOT / "mkdocs.yml").read_text("utf-8")
-    menu = re.findall(r"^ +- [^:]+: (\S+\.md)$", text, re.MULTILINE)
-    assert len(menu) <= 30
-    others = re.findall(r"^  /(docs/\S+)$", text, re.MULTILINE)
-    pages = [path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    assert [page for page in pages if (page in menu) == page.startswith(tuple(others))] == []
-    assert all(any(page.startswith(name) for page in pages) for name in others)
+def test_the_site_has_a_menu_of_all_pages_in_short_sections_and_every_public_name() -> None:
+    """The menu has the sections of docs/README.md, and each page in them."""
+    menu = yaml.safe_load(
+        (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
+    )
+    sections = {title: entries for part in menu for title, entries in part.items() if isinstance(entries, list)}
+    index = (ROOT / "docs/README.md").read_text("utf-8")
+    assert list(sections) == re.findall(r"^## (.+)", index, re.MULTILINE)
+    assert max(len(entries) for entries in sections.values()) <= 12
+    shown = [page for entries in sections.values() for entry in entries for page in entry.values()]
+    assert len(shown) == len(set(shown))
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - {"docs/README.md"} <= set(shown)
+    others = re.findall(r"^  /(\S+)$", text, re.MULTILINE)
+    assert not [name for name in others if name.startswith(("docs", "skills"))], "each page of docs is in the menu"
     named = [found[3] for found in NAME_OF_API.finditer(API.read_text("utf-8"))]
     assert sorted(named) == sorted(set(shardwise_package.__all__) - {"Config"}), (
         "docs/configuration.md has Config's keys"
@@ -113,6 +134,9 @@ def test_the_site_has_a_short_menu_and_every_public_name() -> None:
 @pytest.mark.parametrize("page", sorted((ROOT / "docs/tutorials").glob("*.md")), ids=lambda path: path.stem)
 def test_a_tutorial_says_where_its_data_and_names_are(page: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    if page.name != "all-five.md":
+        assert "all-five.md" in links
+        return
     assert any(link.startswith(("../data.md#", "../data-formats.md#")) for link in links)
     assert "../porting.md" in links
 

@@ -1,4 +1,7 @@
-"""docs/troubleshooting quotes messages as the code writes them and as tests assert them; messages name its entries."""
+"""docs/troubleshooting quotes messages as the code writes them and as tests assert them; messages name its entries.
+
+troubleshooting.yaml has the test that asserts the message of each entry.
+"""
 
 import ast
 import re
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
+import yaml
 
 from shardwise.base.errors import see
 from shardwise.cli import main
@@ -19,6 +23,8 @@ ENTRIES = {
     for page, text in PAGES.items()
     for name, body in re.findall(r"^### (\S+)\n\n(.*?)(?=^##|\Z|^Next:)", text, re.MULTILINE | re.DOTALL)
 }
+
+ASSERTED_BY = yaml.safe_load((ROOT / "tests/arch/troubleshooting.yaml").read_text(encoding="utf-8"))
 
 
 def named(module: ast.AST) -> Iterator[tuple[str, str]]:
@@ -52,7 +58,9 @@ def sites() -> dict[str, list[str]]:
 def test_there_are_entries() -> None:
     assert len(ENTRIES) >= 60
     assert len(ENTRIES) == sum(text.count("\n### ") for text in PAGES.values()), "two entries have one address"
-    assert len({entry.partition("#")[2] for entry in ENTRIES}) == len(ENTRIES), "two entries have one name"
+    names = {entry.partition("#")[2] for entry in ENTRIES}
+    assert len(names) == len(ENTRIES), "two entries have one name"
+    assert set(ASSERTED_BY) == names
 
 
 def test_each_message_that_has_an_entry_names_it_and_each_address_leads_to_one() -> None:
@@ -67,19 +75,18 @@ def test_the_command_line_explains_each_entry(capsys: pytest.CaptureFixture[str]
         assert [line.split()[0] for line in said.split("\n\n")] == ["Message:", "Cause:", "Fix:"]
         # The page's own words, without the addresses of its links.
         body = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", ENTRIES[entry]).removeprefix("> ")
-        words = re.sub(r"<!--.*?-->", "", body).replace("**Cause.**", "Cause:").replace("**Fix.**", "Fix:")
+        words = body.replace("**Cause.**", "Cause:").replace("**Fix.**", "Fix:")
         assert said.removeprefix("Message:").split() == words.split()
 
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_message_is_quoted_as_a_test_asserts_it(name: str) -> None:
-    found = re.fullmatch(
-        r"> (.+)\n\n<!-- asserted-by: (\S+) -->\n\*\*Cause\.\*\* .+\n\*\*Fix\.\*\* .+\n+", ENTRIES[name], re.DOTALL
-    )
-    assert found, f"{name} lacks its message, its test, its cause or its fix"
-    asserted = (ROOT / found[2]).read_text(encoding="utf-8")
+    found = re.fullmatch(r"> (.+)\n\n\*\*Cause\.\*\* .+\n\*\*Fix\.\*\* .+\n+", ENTRIES[name], re.DOTALL)
+    assert found, f"{name} lacks its message, its cause or its fix"
+    test = ASSERTED_BY[name.partition("#")[2]]
+    asserted = (ROOT / test).read_text(encoding="utf-8")
     for part in (part.strip(" ,;(") for part in found[1].split("…")):
-        assert part in asserted or part in asserted.replace("\\", ""), f"{found[2]} asserts no {part!r} of {name}"
+        assert part in asserted or part in asserted.replace("\\", ""), f"{test} asserts no {part!r} of {name}"
 
 
 def test_its_keys_exist() -> None:

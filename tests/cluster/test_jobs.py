@@ -101,7 +101,8 @@ def survivor(slurm: Slurm, tmp_path_factory: pytest.TempPathFactory) -> Submissi
 
     Nodes have one rank each, to save time; in the slow tests they have two.
     """
-    job = Submission(slurm, tmp_path_factory.mktemp("job"), "train.steps=4000", "checkpoint.every=5", *ONE_EACH)
+    keys = ("train.steps=4000", "checkpoint.every=5", "log.notify=[tee -a told.json]")
+    job = Submission(slurm, tmp_path_factory.mktemp("job"), *keys, *ONE_EACH)
     job.wait_for_steps(5)
     slurm.command("scancel", "--signal=USR1", "--batch", job.id)
     job.wait_for_requeue()
@@ -142,6 +143,16 @@ def test_each_start_is_recorded_with_its_cause(survivor: Submission) -> None:
     assert "Traceback" not in log
 
 
+def test_each_start_and_the_end_are_told_by_the_supervisor_alone(survivor: Submission) -> None:
+    told = json.loads(f"[{(survivor.at / 'told.json').read_text().replace('}{', '},{')}]")
+    assert [(notice["event"], notice["exit_code"]) for notice in told] == [("restart", 75), ("restart", 1), ("end", 75)]
+    requeued, killed, stopped = told
+    assert "queue" not in requeued["reason"].partition(";")[0]
+    assert killed["reason"].startswith("rank 1 was killed (SIGKILL")
+    assert "stopped by `shardwise stop`" in stopped["reason"]
+    assert {notice["run"] for notice in told} == {survivor.run.name}
+
+
 def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
     listed = (survivor.at / "jobs.txt").read_text()
     assert re.search(
@@ -160,10 +171,15 @@ def test_jobs_tell_how_it_does_and_did(survivor: Submission) -> None:
 def test_a_job_that_waits_is_listed_with_the_reason_and_cancelled(slurm: Slurm, tmp_path: Path) -> None:
     job = Submission(slurm, tmp_path, *TWO, "launch.sbatch=[--hold]")
     assert re.search(rf"^{job.id} +queued \(JobHeldUser\)", job.shardwise("jobs").succeeded().out, re.MULTILINE)
+    assert re.search(
+        rf"^{job.run.name} +queued \(JobHeldUser\), job {job.id}$", job.shardwise("ls").succeeded().out, re.M
+    )
     again = job.shardwise("submit", "miniature.yaml", *TWO, "--run-dir", job.run).failed(2)
     assert f"is that of job {job.id} (pending): end it by `shardwise stop" in again
     assert job.shardwise("stop", job.run).succeeded().out.startswith(f"job {job.id}, which waited in SLURM's queue, is")
     assert job.id not in slurm.command("squeue", "--noheader", "--format=%i").split()
+    assert re.search(rf"^{job.id} +cancelled ", job.shardwise("jobs").succeeded().out, re.MULTILINE)
+    assert job.run.name not in job.shardwise("ls").succeeded().out
 
 
 def test_what_cannot_run_is_refused_and_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ bash runs the blocks of a page as they are, with a `Reader`'s commands in place 
     ssh               its options are checked
 
 A quick reader starts no ranks: a dry run checks the command of `train` at its own size and number of ranks, and then
-one process trains two steps. It only looks for the scripts that measure, and for TensorBoard's files.
+one process trains two steps, or all of a tiny recipe
+where the page shows the end. It only looks for the scripts that measure, and for TensorBoard's files.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ class Reader:
 
     at: Path
     quick: bool
+    whole: bool = False
+    """A quick reader's training of a tiny recipe takes all steps: the page shows what it prints at its end."""
 
     def shardwise(self, arguments: list[str]) -> Outcome:
         if arguments[0] == "train" and "--dry-run" not in arguments:
@@ -155,7 +158,8 @@ class Reader:
             checked = self._run("-m", "shardwise", *self._newest(arguments), *others, *ranks, "--dry-run")
             if checked.code:
                 return checked
-            return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *ALONE)
+            alone = [key for key in ALONE if not (self.whole and key.startswith("train.stop_after"))]
+            return self._run("-m", "shardwise", *_without_ranks(self._small(arguments)), *alone)
         small = self._small(arguments)
         recipe = small[1]
         if {"train.stop_after=10", "optimizer.name=lamb"} & set(small) and "checkpoint.load" not in str(small):

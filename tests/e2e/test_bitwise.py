@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import miniature, shardwise
+from tests.e2e.test_pages import assert_shown, blocks
 
 KEYS = (
     "train.bitwise=true",
@@ -25,6 +26,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
     shardwise("train", recipe, "--nproc", "2", *layout, *KEYS, "--run-dir", "two", at=tmp_path).succeeded()
     compared = shardwise("compare", "one", "two", "--bits", at=tmp_path).succeeded()
     assert "equal to the bit at all 2 steps with hashes in both" in compared.out
+    assert_shown(blocks("docs/bitwise.md")[0], compared.out)
     replay = ("--from", "2", "--nproc", "2", "parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=2")
     assert "equal to the bit: steps 3 to 4" in shardwise("audit", "two", *replay, at=tmp_path).succeeded().out
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.e2e.command import Outcome, metrics, miniature, shardwise, within
+from tests.e2e.test_pages import assert_shown, blocks
 
 KEYS = (
     "checkpoint.every=2", "log.tensorboard=false", "log.sample_tokens=0", "optimizer.schedule=wsd",
@@ -27,7 +28,7 @@ def page_commands(folder: Path) -> list[list[str]]:
     (text,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     for steps, small in SIZES.items():
         text = text.replace(steps, small)
-    text = text.replace("quickstart", shlex.join([str(miniature(folder)), *KEYS]))
+    text = text.replace("\\\n", "").replace("quickstart", shlex.join([str(miniature(folder)), *KEYS]))
     return [shlex.split(line)[1:] for line in text.splitlines()]
 
 
@@ -44,6 +45,8 @@ def test_the_page_runs(place: Path) -> None:
     within(*short, "--prepare", at=place).succeeded()
     shardwise(*long, at=place).succeeded()
     printed = [within(*look, at=place).succeeded().out for look in looks]
+    (block,) = blocks("docs/branches.md")
+    assert_shown(block, "".join(printed))
     assert "trunk@2" in printed[0]
     assert "trunk@4" in printed[0]
     assert [event["step"] for event in metrics(place / "runs/long", "step")] == [5, 6]

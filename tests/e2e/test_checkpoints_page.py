@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.arch.source import ROOT, config_fields
 from tests.e2e import processes
 from tests.e2e.command import environment, metrics, outcome, start
+from tests.e2e.test_pages import assert_shown, blocks
 from tests.hugging_face import save
 from tests.unit.use.importing import megatron_shards, nemo_shards, neuronx_shards, trainer_files
 
@@ -40,8 +42,11 @@ def write_shards(at: Path) -> None:
         megatron_shards.Source(gpt, megatron_shards.gpt_args(gpt)), at / "megatron/gpt2", "core", tp=2, pp=2
     )
     experiment = at / "nemo_experiments/megatron_gpt/2023-06-10_00-22-42/checkpoints"
-    nemo_shards.write(nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt)), experiment, tp=2, pp=2, xser=True)
-    neuronx_shards.write(save("bert", at / "bert-large-uncased"), at / "output", tp=2, old=True)
+    nemo = nemo_shards.Source(gpt, nemo_shards.gpt_config(gpt))
+    nemo_shards.write(nemo, experiment, tp=2, pp=2, xser=True, moments=(nemo, nemo))
+    bert = save("bert", at / "bert-large-uncased")
+    moments = (dict(bert.state_dict()), dict(bert.state_dict()))
+    neuronx_shards.write(bert, at / "output", tp=2, old=True, moments=moments, dp=None, beside={"global_step": 6})
     trainer_files.save("llama", at / "out").rename(at / "out/checkpoint-500")
 
 
@@ -51,7 +56,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     at = tmp_path_factory.mktemp("page")
     write_shards(at)
     (_, train), (_, stop), *others = BLOCKS
-    job = start(*train.split()[1:], at=at)
+    job = start(*shlex.split(train.replace("\\\n", ""))[1:], at=at)
     try:
         assert processes.wait_for(lambda: (at / RUN / "metrics.jsonl").exists() and metrics(at / RUN, "step"), 120)  # type: ignore[arg-type,return-value]
         said = [follow(stop, "sh", at)]
@@ -59,7 +64,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     finally:
         job.kill()
     assert stopped.code == 75, stopped.err
-    said += [follow(code, language, at) for language, code in others]
+    said = [stopped.out + stopped.err, *said, *(follow(code, language, at) for language, code in others)]
     yield at, said
     shutil.rmtree(at, ignore_errors=True)
 
@@ -77,8 +82,8 @@ def test_the_run_that_was_stopped_goes_on_at_another_layout(followed: Any) -> No
 @pytest.mark.slow
 def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
     _, said = followed
-    (text,) = [out for (language, _), out in zip(BLOCKS[1:], said, strict=True) if language == "python"]
-    commands = next(out for (_, code), out in zip(BLOCKS[1:], said, strict=True) if "shardwise generate" in code)
+    (text,) = [out for (language, _), out in zip(BLOCKS, said, strict=True) if language == "python"]
+    commands = next(out for (_, code), out in zip(BLOCKS, said, strict=True) if "shardwise generate" in code)
     assert text.strip().startswith("In spring"), text
     assert text.strip().removeprefix("In spring").strip() in commands, f"{text!r} is not in\n{commands}"
 
@@ -86,6 +91,8 @@ def test_transformers_and_the_command_write_the_same(followed: Any) -> None:
 @pytest.mark.slow
 def test_the_commands_show_what_the_page_says(followed: Any) -> None:
     at, said = followed
+    for block in blocks("docs/checkpoints.md"):
+        assert_shown(block, next(out for (_, code), out in zip(BLOCKS, said, strict=True) if code == block.code))
     printed = "\n".join(said)
     for expected in ("exp_avg", "step-00000060", "loss"):
         assert expected in printed, f"{expected!r} is not in what the commands printed"
@@ -93,7 +100,7 @@ def test_the_commands_show_what_the_page_says(followed: Any) -> None:
     assert {"model.safetensors", "config.json", "tokenizer.json", "optimizer", "manifest.json"} <= files
     imported = [f"{folder}/step-00000000: " in printed for folder in ("imported", "gpt2", "gpt3", "bert")]
     assert all(imported), imported
-    assert len(list((at / "exported-float32").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
+    assert len(list((at / "exported").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
 
 
 def test_keys_of_the_page_exist() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shlex
 import signal
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import Outcome, imported_first, metrics, shardwise, within
+from tests.e2e.test_pages import assert_shown, blocks
 from tests.unit.data import hdf5_shards
 from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
 
@@ -146,13 +145,6 @@ def test_bad_input_is_one_line(line: str, at: Path) -> None:
     assert not [*at.glob("*out*"), *at.glob(".*out*")]
 
 
-def commands(heading: str) -> list[str]:
-    """The commands of a chapter of docs/data.md."""
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8").partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    return [line for line in "".join(blocks).splitlines() if line.startswith("shardwise ")]
-
-
 def test_what_the_documentation_shows(at: Path, tmp_path: Path) -> None:
     """docs/data.md: from text to runs, which are not started, and a look at what was made."""
     pytest.importorskip("datasets")
@@ -160,14 +152,21 @@ def test_what_the_documentation_shows(at: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("\n".join(texts(400, seed=1)))
     np.arange(1000, dtype="<u2").tofile(tmp_path / "train.bin")
-    lines = commands("Preparing data") + commands("Looking at data")
-    assert len(lines) > 9
-    for line in lines:
-        _, *arguments = shlex.split(line.replace("bert-large-uncased", "gpt2").replace("gpt2", str(at / "vocabulary")))
-        if arguments[0] == "train":
-            arguments += ["model.vocab_size=64", "--dry-run"]
-        done = within(*arguments, at=tmp_path)
-        assert done.code == 0, f"{line}\n{done.err}"
+    for name in ("gpt2", "bert-large-uncased"):
+        (tmp_path / name).symlink_to(at / "vocabulary")
+    shown = [block for block in blocks("docs/data.md") if block.heading in ("Preparing data", "Looking at data")]
+    lines = [[line for line in block.code.replace("\\\n", "").splitlines() if line[:1].isalpha()] for block in shown]
+    assert sum(map(len, lines)) > 9
+    for block, of_block in zip(shown, lines, strict=True):
+        printed = ""
+        for line in of_block:
+            _, *arguments = shlex.split(line)
+            if arguments[0] == "train":
+                arguments += ["model.vocab_size=64", "--dry-run"]
+            done = within(*arguments, at=tmp_path)
+            assert done.code == 0, f"{line}\n{done.err}"
+            printed += done.out
+        assert_shown(block, printed)
 
 
 def test_inspect_fits_a_terminal(at: Path, shards: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e import page_data
 from tests.e2e.command import metrics, shardwise, within
 from tests.e2e.page import run_section
 from tests.e2e.test_evaluate_and_generate import answer
@@ -19,14 +20,14 @@ def evaluated(run: str, at: Path, *options: str) -> dict[str, Any]:
 
 
 def test_text(tmp_path: Path) -> None:
-    _, (trained,) = run_section("Text files", tmp_path)
+    _, (trained,) = run_section("Text files", tmp_path, page_data.text_files)
     assert "data: texts: " in trained.out
     assert " 400 documents" in trained.out
 
 
 def test_hugging_face_datasets(tmp_path: Path) -> None:
     """Text and tokens are trained on; each part of the data is evaluated."""
-    _, (text, tokens) = run_section("Hugging Face datasets", tmp_path)
+    _, (text, tokens) = run_section("Hugging Face datasets", tmp_path, page_data.saved_datasets)
     assert " 400 documents, " in text.out
     assert " 400 rows, " in tokens.out
     assert not (tmp_path / "runs/blocks/checkpoints/step-00000004/tokenizer.json").exists()
@@ -40,7 +41,7 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
 
 def test_token_files(tmp_path: Path) -> None:
     """Rows get the ends that they lack; flat files are evaluated as they lie."""
-    _, (rows, flat, inspected) = run_section("Rows and flat files", tmp_path)
+    _, (rows, flat, inspected) = run_section("Rows and flat files", tmp_path, page_data.token_files)
     assert " 400 rows, " in rows.out
     assert "in 2 files (uint16, as a vocabulary of 512 is" in flat.out
     assert "part-0.npy" not in inspected.err
@@ -50,7 +51,7 @@ def test_token_files(tmp_path: Path) -> None:
 
 def test_streams_go_on(tmp_path: Path) -> None:
     """.jsonl.gz and .parquet are streamed; a run stops, and goes on at another data-parallel degree."""
-    _, (first, _) = run_section("Streams", tmp_path)
+    _, (first, _) = run_section("Streams", tmp_path, page_data.stream)
     assert "data: lines: a stream of 3 files, " in first.out
     run = tmp_path / "runs/lines"
     assert len(metrics(run, "resume")) == 1
@@ -65,12 +66,12 @@ def test_streams_go_on(tmp_path: Path) -> None:
 
 def test_megatrons_files(tmp_path: Path) -> None:
     written, _ = run_section("Megatron's", tmp_path)
-    assert written.out == "201 [  1   2   3   4   5 511] [2 4]\n"
+    assert written == "201 [  1   2   3   4   5 511] [2 4]\n"
 
 
 def test_berts_shards_go_on(tmp_path: Path) -> None:
     """With the same samples: 18 are trained on, so six steps go into a second epoch."""
-    run_section("BERT's", tmp_path)
+    run_section("BERT's", tmp_path, page_data.bert_shards)
     at = tmp_path / "own"
     (at / "shards").mkdir(parents=True)
     first = 0

@@ -12,6 +12,7 @@ import pytest
 
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.e2e.test_pages import assert_shown, blocks
 
 pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.slow
@@ -28,7 +29,7 @@ def commands(folder: Path) -> list[list[str]]:
         assert size in text
         text = text.replace(size, small)
     text = text.replace("train llama-small", shlex.join(["train", str(miniature(folder)), *KEYS, "--nproc", "1"]))
-    return [shlex.split(line)[1:] for line in text.splitlines() if line]
+    return [shlex.split(line)[1:] for line in text.replace("\\\n", "").splitlines() if line]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (program,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     (folder / "write.py").write_text(program, encoding="utf-8")
     assert shardwise("write.py", at=folder, program=(sys.executable,)).code == 0
-    trunk, *branches = commands(folder)[:3]
+    _, trunk, *branches = commands(folder)[:4]
     shardwise(*trunk, at=folder).succeeded()
     for branch in branches:
         shardwise(*branch, "--nproc", "1", at=folder).succeeded()
@@ -66,9 +67,12 @@ def test_tasks_are_scored_on_the_way(place: Path) -> None:
 
 
 def test_the_tree_and_the_scores_are_shown(place: Path) -> None:
-    ls, report, *evaluations = commands(place)[3:]
+    ls, _, _, _, report, *evaluations = commands(place)
     shown = within(*ls, at=place).succeeded().out
     assert shown.count("trunk@4") == 2
+    block = blocks("docs/decayed-model.md")[0]
+    assert block.shown
+    assert_shown(block, shown)
     within(*report, at=place).succeeded()
     for evaluation in evaluations:
         assert "endings" in within(*evaluation, at=place).succeeded().out

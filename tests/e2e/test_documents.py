@@ -1,29 +1,28 @@
 """Documents within a sample, as a user asks for them."""
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.arch.source import ROOT
 from tests.e2e.command import metrics, shardwise, within
+from tests.e2e.test_pages import Block, assert_shown, blocks
 
 
-def command_of(heading: str) -> list[str]:
-    """The arguments of the command in a section of the page."""
-    page = (ROOT / "docs" / "documents.md").read_text(encoding="utf-8")
-    section = page.partition(f"\n## {heading}")[2].partition("\n## ")[0]
-    (command,) = re.findall(r"^```sh\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
-    return shlex.split(command)[1:]
+def command_of(heading: str) -> tuple[Block, list[str]]:
+    """The block in a section of the page, and the arguments of its command."""
+    (block,) = (block for block in blocks("docs/documents.md") if block.heading == heading)
+    return block, shlex.split(block.code.replace("\\\n", ""))[1:]
 
 
 @pytest.mark.slow
 def test_packed_documents_go_on_at_another_layout(tmp_path: Path) -> None:
     """The same bits at the layout that was stopped, and the same losses at another one."""
     tiny = ["model.num_hidden_layers=2", "train.global_batch=4", "train.eval_every=4", "train.eval_batches=2"]
-    arguments = [*command_of("Whole documents in a sample"), *tiny, "log.tensorboard=false"]
+    block, command = command_of("Whole documents in a sample")
+    arguments = [*command, *tiny, "log.tensorboard=false"]
     whole = shardwise(*arguments, "--run-dir", "whole", at=tmp_path).succeeded()
+    assert_shown(block, whole.out)
     assert "; packed by best fit: " in " ".join(whole.out.split())
     for run, changes in (("stopped", []), ("cut", ["parallel.tensor=2"])):
         shardwise(*arguments, "--run-dir", run, "train.stop_after=2", at=tmp_path).succeeded()
@@ -43,7 +42,8 @@ def test_packed_documents_go_on_at_another_layout(tmp_path: Path) -> None:
 def test_the_page_runs_and_layouts_agree(tmp_path: Path) -> None:
     tiny = ["data.dataset=tiny", "train.stop_after=2", "train.eval_every=2", "train.eval_batches=2"]
     tiny += ["model.num_hidden_layers=2", "model.vocab_size=300", "train.global_batch=4", "log.tensorboard=false"]
-    arguments = [*command_of("Documents within a sample"), *tiny]
+    _, command = command_of("Documents within a sample")
+    arguments = [*command, *tiny]
     shardwise(*arguments, "--run-dir", "one", at=tmp_path).succeeded()
     shardwise(*arguments, "--run-dir", "cut", "parallel.tensor=2", "parallel.sequence=true", at=tmp_path).succeeded()
     wanted, found = (

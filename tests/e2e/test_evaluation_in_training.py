@@ -13,6 +13,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
 from tests.e2e.conftest import Trained
+from tests.e2e.test_pages import assert_shown, blocks
 from tests.task_files import write_tasks
 
 TEXT = "The ring of keys — naïve, 键 — was lost in spring, and a song went with it.\n"
@@ -94,7 +95,7 @@ def test_the_page_on_tasks_runs(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/places.yaml").write_text(task, encoding="utf-8")
     (tmp_path / "places.jsonl").write_text(questions, encoding="utf-8")
-    once, cut, training = (shlex.split(line)[1:] for line in commands.splitlines())
+    once, cut, training = (shlex.split(line)[1:] for line in commands.replace("\\\n", "").splitlines())
     recipe = str(miniature(tmp_path))
     # The page trains `runs/tiny` before; here its model is the one that is trained with tasks.
     small = ["train", recipe, *training[2:], "--nproc", "1"]
@@ -103,4 +104,6 @@ def test_the_page_on_tasks_runs(tmp_path: Path) -> None:
     table = within(*once[:1], "runs/tasks", *once[2:], at=tmp_path).succeeded().out
     scores = json.loads(shardwise(*cut[:1], "runs/tasks", *cut[2:], at=tmp_path).succeeded().out)
     assert "|places|" in table.replace(" ", "")
+    (block,) = (each for each in blocks("docs/evaluate-and-generate.md") if each.heading == "Tasks")
+    assert_shown(block, table)
     assert scores["results"]["places"]["acc,none"] in (0.0, 0.5, 1.0)

@@ -1,8 +1,10 @@
 """Runs that fail: the user reads one cause, soon, and nothing goes on running."""
 
+import json
 import os
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -42,12 +44,13 @@ def started(folder: Path, *arguments: str) -> Process:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
-    job = started(tmp_path)
+    job = started(tmp_path, "log.notify=[tee told.json]")
     ranks = processes.ranks(job.pid)
     assert set(ranks) == {0, 1}
     os.kill(ranks[1], signal.SIGKILL)
     err = outcome(job, timeout=SECONDS).failed(1)
-    command = r"shardwise train \S+ train.steps=1000000 train.eval_every=0 parallel.tensor=2 --run-dir run"
+    keys = r"train.steps=1000000 train.eval_every=0 parallel.tensor=2 'log.notify=\[tee told.json\]'"
+    command = rf"shardwise train \S+ {keys} --run-dir run"
     assert re.fullmatch(
         r"FAILED at step [\d,]+: rank 1 was killed \(SIGKILL; usually out of memory\)\.\n"
         r"log: run/logs/rank-0001\.log\n"
@@ -56,6 +59,10 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
         r"see: shardwise explain killed-rank\n",
         err,
     ), err
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert (told["event"], told["run"], told["exit_code"]) == ("failure", "run", 1)
+    assert told["reason"].startswith("rank 1 was killed (SIGKILL")
+    assert f"FAILED at step {told['step']:,}: " in err
     top = shardwise("top", "run", "--once", at=tmp_path).succeeded().out
     assert err in top, f"`top` shows another text:\n{top}"
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
@@ -208,3 +215,12 @@ def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
     # The second: torchrun's own error where the other rank ends just as it is to be killed.
     assert "exitcode  : 2" in said.err or "ProcessLookupError" in said.err, "torchrun must see that the input is wrong"
     assert not (tmp_path / "runs").exists()
+
+
+def test_closed_standard_streams_are_no_fault(tmp_path: Path) -> None:
+    """As a daemon starts programs; the ranks have the launcher's streams."""
+    words = [*ALONE, "train", miniature(tmp_path), "train.steps=1", "optimizer.warmup_steps=0", "parallel.tensor=2"]
+    command = f"{shlex.join([*map(str, words), '--run-dir', 'run'])} <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=SECONDS, check=False)
+    assert done.returncode == 0
+    assert metrics(tmp_path / "run", "step")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, shardwise, within
+from tests.e2e.test_pages import assert_shown, blocks
 
 SMALL = ["log.tensorboard=false", "log.sample_tokens=0", "train.eval_batches=1"]
 STEPS = 12  # more than warm up
@@ -21,7 +22,8 @@ def commands(heading: str) -> list[list[str]]:
     page = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"^```sh\n(.*?)\n```", section, re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line.replace("300", str(STEPS)))[1:] for line in block.splitlines()]
+    text = block.replace("\\\n", "").replace("300", str(STEPS))
+    lines = [shlex.split(line)[1:] for line in text.splitlines()]
     return [[argument.replace("step-00000" + str(STEPS), f"step-{STEPS:08}") for argument in line] for line in lines]
 
 
@@ -29,9 +31,9 @@ def commands(heading: str) -> list[list[str]]:
 def test_the_page_runs(tmp_path: Path) -> None:
     base, tuned, evaluation, chat = commands("From pretraining to a model that answers")
     assert chat[:2] == ["chat", "runs/answers"]
-    for arguments in (base, tuned):
-        shardwise(*arguments, *SMALL, at=tmp_path).succeeded()
-    assert within(*evaluation, at=tmp_path).code == 0
+    _, trained = (shardwise(*arguments, *SMALL, at=tmp_path).succeeded() for arguments in (base, tuned))
+    training, looks = blocks("docs/fine-tuning.md")
+    assert_shown(training, trained.out + within(*evaluation, at=tmp_path).out)
     checkpoint = tmp_path / "runs" / "answers" / "checkpoints" / f"step-{STEPS:08}"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
@@ -50,5 +52,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
 
     inspection, dry_run = commands("Your own conversations")
     (tmp_path / "chat.jsonl").write_text(f"{json.dumps({'messages': MESSAGES})}\n" * 40)
-    assert "⟦Bread.<|endoftext|>⟧" in within(*inspection, at=tmp_path).out
-    assert "chat.jsonl: conversations, 1 file" in within(*dry_run, at=tmp_path).out
+    shown, checked = within(*inspection, at=tmp_path).out, within(*dry_run, at=tmp_path).out
+    assert "⟦Bread.<|endoftext|>⟧" in shown
+    assert "chat.jsonl: conversations, 1 file" in checked
+    assert_shown(looks, shown + checked)

@@ -9,6 +9,7 @@ import pytest
 from shardwise_watch.curves import LOSSES
 from tests.arch.source import ROOT
 from tests.e2e.command import metrics, miniature, shardwise, within
+from tests.e2e.test_pages import blocks
 
 PAGE = (ROOT / "docs" / "outputs.md").read_text(encoding="utf-8")
 
@@ -24,18 +25,15 @@ def test_the_page_names_what_a_loss_may_be_called() -> None:
 
 @pytest.mark.slow
 def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    commands = commands.replace("llama2-tiny", f"{miniature(tmp_path)} train.steps=20 train.eval_every=0")
+    (block,) = blocks("docs/outputs.md")
+    commands = block.code.replace("llama2-tiny", f"{miniature(tmp_path)} train.steps=20 train.eval_every=0")
     *trainings, comparison = (shlex.split(line)[1:] for line in commands.splitlines())
     printed = [shardwise(*training, at=tmp_path).succeeded().out for training in trainings]
     printed.append(within(*comparison, at=tmp_path).succeeded().out)
     assert [event["step"] for event in metrics(tmp_path / "runs/one", "step")] == [5, 10, 15, 20]
     assert (tmp_path / "loss.svg").exists()
     shapes = {shape(line) for text in printed for line in text.splitlines()}
-    shown = [
-        line
-        for block in re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-        for line in block.splitlines()
-    ]
-    assert len(shown) == 11
+    assert block.shown is not None
+    shown = re.sub(r"\\\n +|^\.\.\.\n", "", block.shown, flags=re.MULTILINE).splitlines()
+    assert len(shown) == 10
     assert [line for line in shown if shape(line) not in shapes] == [], "the page shows lines that are not printed"

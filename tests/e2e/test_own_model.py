@@ -28,6 +28,8 @@ from tests.arch.source import ROOT, config_fields
 from tests.dist import dense
 from tests.dist.test_families import gradients_of
 from tests.e2e.command import ALONE, Outcome, metrics, shardwise
+from tests.e2e.test_pages import assert_shown
+from tests.e2e.test_pages import blocks as page_blocks
 
 EXAMPLE = ROOT / "examples" / "own_model"
 PLAIN, SHARDED = ((EXAMPLE / name).read_text(encoding="utf-8") for name in ("plain.py", "sharded.py"))
@@ -91,9 +93,9 @@ def test_the_page_shows_the_recipe_as_it_is() -> None:
     assert shown == {section: whole[section] for section in shown}
 
 
-def test_the_page_shows_verify_as_it_is() -> None:
-    (block,) = (block for block in blocks("python") if block.startswith("# examples/own_model/verify.py\n"))
-    assert block.partition("\n")[2] == (EXAMPLE / "verify.py").read_text(encoding="utf-8")
+def test_the_page_links_its_files() -> None:
+    for name in ("plain.py", "sharded.py", "own.yaml", "verify.py"):
+        assert f"[{name}](../examples/own_model/{name})" in STEPS
 
 
 def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
@@ -134,7 +136,7 @@ class Followed:
         return load_config(str(self.at / RECIPE))
 
 
-COMMANDS = "".join(blocks("sh")).splitlines()
+COMMANDS = "".join(blocks("sh")).replace("\\\n", "").splitlines()
 PROGRAMS = {
     "shardwise": ALONE,
     "python": (sys.executable,),
@@ -178,9 +180,15 @@ def test_verify_compares_both_models(followed: Followed) -> None:
     (wrapper,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
     (followed.at / "wrapped.py").write_text(wrapper)
     others = [line for line in COMMANDS if line not in followed.outcomes]
-    *said, _, _, _, compared = [follow(line, followed.at).out for line in others]
+    first, *said, _, _, _, compared, wrapped = [follow(line, followed.at).out for line in others]
     assert len(said) == 2
     assert "both     5 steps" in compared
+    page = [block for name in ("own-model", "own-model-options") for block in page_blocks(f"docs/{name}.md")]
+    of_curves, of_verify, _, of_wrapped = page
+    trained = "".join(outcome.out for outcome in followed.outcomes.values())
+    for block, out in ((of_curves, trained + first), (of_verify, "".join(said)), (of_wrapped, wrapped)):
+        assert block.shown
+        assert_shown(block, out)
     assert [re.findall(r"dp=\d, tp=\d", text) for text in said] == [["dp=1, tp=1"], ["dp=2, tp=2"]]
     for text in said:
         (worst,) = re.findall(r"differ by at most (\S+)", text)
@@ -351,7 +359,7 @@ def test_a_mistake_is_told_before_any_rank_starts(mistake: str, tmp_path: Path) 
 def test_what_only_the_ranks_can_see_is_told_once(tmp_path: Path) -> None:
     shutil.copytree(EXAMPLE, tmp_path / "examples" / "own_model")
     sharded = tmp_path / "examples/own_model/sharded.py"
-    head = "sw.ParallelLMHead(hidden_size, vocab_size, **options)"
+    head = "sw.ParallelLMHead(hidden_size, vocab_size, **cut)"
     assert head in SHARDED
     sharded.write_text(SHARDED.replace(head, "nn.Linear(hidden_size, vocab_size)"))
     said = shardwise("train", RECIPE, "parallel.tensor=2", at=tmp_path).failed(2)

@@ -13,11 +13,12 @@ import pytest
 
 from shardwise.config import Config
 from shardwise.verify.layouts import Cell
-from shardwise.verify.tolerance import Differences
+from shardwise.verify.tolerance import ChoiceDifferences, Differences
 from shardwise.verify.verification import CellOutcome, Verification
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.e2e.command import imported_first, outcome, shardwise, start, within
+from tests.e2e.test_pages import assert_shown, blocks
 
 PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
 FAULTS = """
@@ -54,16 +55,26 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"\d\.\de-\d\d|\b0\b|\d\.\d{6}", "#", text).split())
 
 
-def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a training: all layouts differ by the same numbers."""
+def without_training(monkeypatch: pytest.MonkeyPatch, differences: Differences) -> None:
+    """All layouts differ by the same numbers."""
 
     def verify(_config: Config, cells: Sequence[Cell], _folder: Path) -> Verification:
-        outcomes = [CellOutcome(cell, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"), ()) for cell in (*cells, Cell())]
-        return Verification((4.8, 4.7), outcomes)
+        outcomes = [CellOutcome(cell, differences, ()) for cell in (*cells, Cell())]
+        return Verification((4.8, 4.7), outcomes, choices=differences.choices.differing)
 
     monkeypatch.setattr("shardwise.verify.verification.verify", verify)
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_training(monkeypatch, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"))
     arguments, shown = on_the_page()
     assert plain(within(*arguments, at=tmp_path).succeeded().out) == shown
+
+
+def test_the_page_shows_the_choices_of_a_sparse_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, block = blocks("docs/verify.md")
+    without_training(monkeypatch, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g", choices=ChoiceDifferences(3)))
+    assert_shown(block, within(*shlex.split(block.code)[1:], at=tmp_path).succeeded().out)
 
 
 @pytest.mark.slow

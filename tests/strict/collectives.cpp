@@ -145,7 +145,9 @@ struct StrictBackend final : c10d::Backend {
     TORCH_CHECK(t.is_contiguous(), "strictccl: tensors must be contiguous, not of strides ", t.strides());
     if (!device || !device->has_index()) device = t.device();
     TORCH_CHECK(*device == t.device(), "strictccl: this communicator is of ", *device, ", the tensor of ", t.device());
-    return inside(t).clone();
+    Tensor bytes = inside(t).clone();
+    if (kLikeNeuron) narrow(bytes);
+    return bytes;
   }
   // Takes tensors from the program; what may still be read, as a message that is sent, stays as it is.
   Tensors lend(const Tensors& tensors, bool arrives, std::vector<Loan>& loans, bool readable = false) {
@@ -174,13 +176,19 @@ struct StrictBackend final : c10d::Backend {
   WorkPtr in_place(Op op, Tensors& tensors, Call call) {
     std::vector<Loan> loans;
     auto bytes = lend(tensors, true, loans);
-    return start(op, std::move(loans), [=, this]() mutable { call(*gloo, bytes)->wait(); });
+    return start(op, std::move(loans), [=, this]() mutable {
+      call(*gloo, bytes)->wait();
+      if (kLikeNeuron) for (auto& t : bytes) narrow(t);
+    });
   }
   template <class Call>
   WorkPtr apart(Op op, const Tensors& outs, const Tensors& ins, Call call) {
     std::vector<Loan> loans;
     auto in = lend(ins, false, loans), out = lend(outs, true, loans);
-    return start(op, std::move(loans), [=, this]() mutable { call(*gloo, out, in)->wait(); });
+    return start(op, std::move(loans), [=, this]() mutable {
+      call(*gloo, out, in)->wait();
+      if (kLikeNeuron) for (auto& t : out) narrow(t);
+    });
   }
   // The part may be this rank's own slice of the whole, and nothing else of it.
   void check_sizes(const Tensor& whole, const Tensor& part) {
@@ -190,10 +198,14 @@ struct StrictBackend final : c10d::Backend {
                 "strictccl: the part overlaps the whole and is not its slice ", rank_);
   }
 
+  // TorchNeuron has no kernel for tensors without elements; its broadcast and all-to-all return at once.
+  static void refuse_empty(const Tensor& t) { TORCH_CHECK(!kLikeNeuron || t.numel(), "No implementation could handle operation: tensors cannot be empty"); }
+
   WorkPtr broadcast(Tensors& t, const c10d::BroadcastOptions& o) override {
     return in_place(Op::BROADCAST, t, [o](auto& g, Tensors& x) { return g.broadcast(x, o); });
   }
   WorkPtr allreduce(Tensors& t, const c10d::AllreduceOptions& o) override {
+    refuse_empty(t.at(0));
     return in_place(Op::ALLREDUCE, t, [o](auto& g, Tensors& x) { return g.allreduce(x, o); });
   }
   WorkPtr reduce(Tensors& t, const c10d::ReduceOptions& o) override {
@@ -220,11 +232,11 @@ struct StrictBackend final : c10d::Backend {
     });
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
-    check_sizes(out, in);
+    check_sizes(out, in), refuse_empty(in);
     return apart(Op::_ALLGATHER_BASE, {out}, {in}, [o](auto& g, Tensors& y, Tensors& x) { return g._allgather_base(y[0], x[0], o); });
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    check_sizes(in, out);
+    check_sizes(in, out), refuse_empty(in);
     return apart(Op::_REDUCE_SCATTER_BASE, {out}, {in}, [o](auto& g, Tensors& y, Tensors& x) { return g._reduce_scatter_base(y[0], x[0], o); });
   }
   // Of one tensor each: so compiled graphs call them.
@@ -275,10 +287,7 @@ struct StrictBackend final : c10d::Backend {
     batch_loans.insert(batch_loans.end(), loans.begin(), loans.end());
     return c10::make_intrusive<StrictWork>(rank_, Op::COALESCED, std::shared_future<void>(), std::vector<Loan>{});
   }
-  WorkPtr send(Tensors& tensors, int to, int tag) override {
-    TORCH_CHECK_NOT_IMPLEMENTED(!kLikeNeuron, "strictccl: no messages of two ranks");
-    return message(true, tensors, to, tag);
-  }
+  WorkPtr send(Tensors& tensors, int to, int tag) override { return message(true, tensors, to, tag); }
   WorkPtr recv(Tensors& tensors, int from, int tag) override { return message(false, tensors, from, tag); }
   void startCoalescing() override { batching = true; }
   WorkPtr endCoalescing() override {

@@ -193,6 +193,12 @@ void narrow(const Tensor& t) {
   if (t.scalar_type() == at::kDouble) t.copy_(t.to(at::kFloat));
 }
 
+// What a kernel reads of a device's tensor: the bits stay as they are where they were copied to.
+Tensor narrowed(const Tensor& t) {
+  if (t.scalar_type() == at::kLong) return t.to(at::kInt).to(at::kLong);
+  return t.scalar_type() == at::kDouble ? t.to(at::kFloat).to(at::kDouble) : t;
+}
+
 struct Generator final : c10::GeneratorImpl {
   explicit Generator(Index index, at::Generator cpu = at::make_generator<at::CPUGeneratorImpl>())
       : GeneratorImpl(Device(kType, index), DispatchKeySet(DispatchKey::PrivateUse1)), cpu(std::move(cpu)) {}
@@ -340,7 +346,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < n; ++i)
     if (writes(schema.arguments()[i])) mapped(outer[i], [](const Tensor& t) { return refuse_change(t), t; });
   std::vector<IValue> inner;
-  for (const auto& value : outer) {
+  for (size_t i = 0; i < n; ++i) {
+    const auto& value = outer[i];
+    const bool computes = kLikeNeuron && !schema.arguments()[i].alias_info();
     TORCH_CHECK(!value.isStorage(), schema.operator_name(), " takes a storage: strict has no kernel for it");
     if (value.isGenerator()) {
       auto g = value.toGenerator();
@@ -348,7 +356,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       inner.emplace_back(cpu_generator(g));
       draws = false;
     } else {
-      inner.push_back(value.isDevice() ? IValue(Device(c10::DeviceType::CPU)) : mapped(value, [&](const Tensor& t) { return call.in(t); }));
+      inner.push_back(value.isDevice() ? IValue(Device(c10::DeviceType::CPU)) : mapped(value, [&](const Tensor& t) {
+        return computes && t.defined() && t.is_privateuseone() ? narrowed(call.in(t)) : call.in(t);
+      }));
     }
   }
   torch::jit::drop(*stack, n);
@@ -358,8 +368,11 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::optional<Draws> drawing;
     if (draws && !(kLikeNeuron && schema.name() == "aten::native_dropout")) drawing.emplace(call.index);
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
-    if (kLikeNeuron)
-      for (const auto& value : *stack) mapped(value, [](const Tensor& t) { return narrow(t), t; });
+    for (size_t r = 0; kLikeNeuron && r < schema.returns().size(); ++r) {
+      const auto* alias = schema.returns()[r].alias_info();
+      if (!alias || alias->isWrite())  // a view computes nothing
+        mapped((*stack)[stack->size() - schema.returns().size() + r], [](const Tensor& t) { return narrow(t), t; });
+    }
   }
   call.follow_resizes();
   for (size_t i = 0; i < n; ++i) {

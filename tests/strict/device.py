@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections import Counter
@@ -108,7 +109,59 @@ def _make_backend(options: Any, _: Any) -> Any:
         if world.supports_splitting:
             world.perform_nocolor_split(bound)
     gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
-    return _library.make_backend(gloo, options.group_id)
+    made = _library.make_backend(gloo, options.group_id)
+    if not _is_like_neuron():
+        return made
+    inner = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
+    inner._register_backend(torch.device("strict"), dist.ProcessGroup.BackendType.CUSTOM, made)
+    return _NeuronGroup(inner, options.global_ranks_in_group or [*range(options.group_size)])
+
+
+_COLLECTIVES = ("allreduce", "broadcast", "reduce", "gather", "scatter", "barrier")
+_COLLECTIVES += ("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "reduce_scatter")
+_COLLECTIVES += ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base")
+# The names that some of them have since torch 2.13.
+_COLLECTIVES += ("all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single")
+_COLLECTIVES += ("reduce_scatter_single_coalesced", "all_to_all_single")
+
+
+class _NeuronGroup(dist.ProcessGroup):
+    """A group as TorchNeuron's: a subclass of torch's with these methods, and without any backend below it.
+
+    What it does not have, such as messages, torch looks for in a backend, and finds none.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, ranks: list[int]) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self._inner = inner
+        self._ranks = ranks
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("strict")]
+
+    def _get_backend(self, _device: torch.device) -> dist.ProcessGroup:
+        return self
+
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        if name.startswith(("alltoall", "all_to_all")) and not self._has_all_to_all():
+            raise RuntimeError(f"No implementation could handle operation {name}: unsupported world size {self.size()}")
+        if name == "barrier" and self.size() != dist.get_world_size():
+            raise NotImplementedError("Barrier is implemented only for default group")
+        return getattr(self._inner, name)(*args, **options)
+
+    def _has_all_to_all(self) -> bool:
+        """Whether its all-to-all takes this group (torch_neuronx/python_ops/xla_ops/all_to_all_xla.py).
+
+        It also wants the other ranks of the job in groups of this size that begin at multiples of it.
+        """
+        ranks, size = self._ranks, len(self._ranks)
+        return (size in (4, 8, 16) or size % 32 == 0) and ranks[0] % size == 0 and ranks[-1] - ranks[0] == size - 1
+
+
+for _name in _COLLECTIVES:
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(_NeuronGroup, _name, functools.partialmethod(_NeuronGroup._call, _name))
 
 
 # ---- what torch and programs expect of `torch.strict`

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
-from shardwise.layers.dropout import Dropout, DropoutKey
-from tests.dist import cells
+from shardwise.layers.dropout import Dropout, DropoutKey, Place
+from shardwise.train.build import build_trainer
+from shardwise.train.evaluation import evaluate_rounds
+from tests.dist import bits, cells
 from tests.dist.cells import Cell, small
+from tests.dist.dense import mesh as shared_mesh
+from tests.dist.training import make_config, make_data
 from tests.e2e.command import metrics, miniature, shardwise
 from tests.rank_pool import RankError, RankPool
 from tests.strict import build, ranks
@@ -79,6 +84,70 @@ def test_a_pipeline_is_refused_without_messages(strict: Strict) -> None:
     (cell,) = small(Cell("llama", schedule="1f1b", pipeline=2))
     with pytest.raises(RankError, match=r"ConfigError: parallel.pipeline \(2\) needs messages from rank"):
         strict(2, "neuron").run(ranks.losses, cell, STEPS)
+
+
+def test_ring_attention_is_refused_without_messages(strict: Strict) -> None:
+    (cell,) = small(Cell("llama", context=2, context_keys="ring"))
+    with pytest.raises(RankError, match=r"ConfigError: parallel.context_keys \(ring\) needs messages .*=gather, or"):
+        strict(2, "neuron").run(ranks.losses, cell, STEPS)
+
+
+WIDE = 2**40 + 1
+
+
+def wide_numbers() -> tuple[list[int], list[int], list[int], list[float]]:
+    """What 64 bits are for, reduced over two ranks: largest numbers, sums, sums on the device, sums of fractions."""
+    device = torch.device("strict", torch.accelerator.current_device_index())
+    world = Group.world()
+    numbers = [WIDE * (world.rank + 1), -WIDE]
+    sums = torch.tensor(numbers, device=device)
+    fractions = torch.tensor([1.0 + 2.0**-40], dtype=torch.float64)
+    return (
+        collectives.reduce_numbers(numbers, world),
+        collectives.reduce_numbers(numbers, world, op="sum"),
+        collectives.all_reduce_(sums, world).tolist(),
+        collectives.all_reduce_(fractions, world).tolist(),
+    )
+
+
+def test_numbers_of_64_bits_are_reduced_on_the_host(strict: Strict) -> None:
+    sums = [3 * WIDE, -2 * WIDE]
+    assert strict(2, "neuron").run(wide_numbers) == [([2 * WIDE, -WIDE], sums, sums, [2.0 + 2.0**-39])] * 2
+
+
+def keeps(device: str) -> Tensor:
+    """The mask of samples whose numbers need 64 bits."""
+    samples = torch.tensor([WIDE, 3], device=device)
+    key = DropoutKey(1, 2, samples, 0, "invariant")
+    return key.keep(torch.arange(8, device=device), 16, 0.5, Place(0, 0)).cpu()
+
+
+def test_invariant_masks_of_samples_beyond_32_bits(strict: Strict) -> None:
+    assert torch.equal(strict(2, "neuron").run(keeps, "strict")[0], keeps("cpu"))
+
+
+def counted(targets: int) -> dict[str, int]:
+    """What an evaluation counts of two micro-batches of so many targets."""
+    trainer = build_trainer(make_config(), shared_mesh(1), make_data())
+    first = trainer.feed.at(0)[0]
+    batch = replace(first, counts_K=torch.full_like(first.counts_K, targets))
+    trainer.feed.close()
+    found = evaluate_rounds(trainer.model, [[batch]] * 2, ("lm",), trainer.mesh)
+    return dict(found.counted)
+
+
+def test_an_evaluation_counts_tokens_beyond_24_bits(strict: Strict) -> None:
+    targets = 2**24 + 1
+    assert strict(2, "neuron").run(counted, targets) == [{"lm": 4 * targets}] * 2
+
+
+def test_bitwise_layouts_have_the_bits_and_hashes_of_one_device(strict: Strict) -> None:
+    (cell,) = small(Cell("llama", tensor=2, sequence=True, mode="mixed", bitwise=True))
+    one = strict(1, "neuron").run(bits.train, cell.alone)[0]
+    for rank, found in enumerate(strict(2, "neuron").run(bits.train, cell)):
+        assert (found.losses, found.norms, found.evaluation) == (one.losses, one.norms, one.evaluation), f"rank {rank}"
+        for name, weight in found.weights.items():
+            assert torch.equal(weight, one.weights[name]), name
 
 
 @pytest.mark.slow

@@ -24,12 +24,16 @@ SIZES = {name: size for name, size in MODEL.items() if name not in ("family", "n
 def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], list[torch.Tensor], list[str]]:
     """Losses, the gathers that are under way after each step, the parameters at the end, and events of the last step.
 
-    A gather is told by the number of its last parameter, -1 if it has vectors alone; an event is a block's end or the
-    wait for the counted targets.
+    A gather is told by the number of the unit that first reads its last parameter, -1 if it has vectors alone. The
+    first unit is the model, which has BERT's pooler and head transform. An event is a block's end or the wait for the
+    counted targets.
     """
     trainer = make_trainer(config)
     gathers, losses, late = trainer.optimizer.gathers, [], []
-    numbers = {p: number for number, p in enumerate(trainer.model.parameters())}
+    numbers: dict[torch.Tensor, int] = {}
+    for number, parameters in enumerate(units(trainer.model).values()):
+        for p in parameters:
+            numbers.setdefault(p, number)
     events: list[str] = []
     wait = Pending.wait
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from shardwise.base.errors import ConfigError
+
 
 def accelerators(dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> tuple[str, int]:
     """The kind and number of the accelerators that this process may use; ("cpu", 0) without any.
@@ -211,10 +213,13 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     The driver lists a chip's physical cores under /sys; Trainium2 joins two into a logical core unless
     `NEURON_LOGICAL_NC_CONFIG` says otherwise. Drivers that do not list them are older than Trainium2, and a Trainium1
     chip has 2 cores.
+
+    Raises:
+        ConfigError: one of these variables is no number, or no list of numbers.
     """
-    if cores := visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", "")):
+    if cores := visible_cores():
         return len(cores)
-    if number := os.environ.get("NEURON_RT_NUM_CORES"):
+    if number := _setting("NEURON_RT_NUM_CORES", r"[1-9]\d*", "a number of cores"):
         return int(number)
     physical = 0
     for chip in chips:
@@ -222,10 +227,24 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
         physical += int(listed.read_text()) if listed.is_file() else 2
     cores_per_chip = physical // len(chips)
     default = "2" if cores_per_chip == 8 else "1"
-    return physical // int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", default))
+    joined = _setting("NEURON_LOGICAL_NC_CONFIG", "[12]", "1, or 2 to join two cores")
+    return physical // int(joined or default)
 
 
-def visible_cores(text: str) -> list[int]:
-    """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; none if it is empty."""
-    spans = [part.split("-") for part in text.split(",") if part]
+def visible_cores() -> list[int]:
+    """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; none if it is empty or not set.
+
+    Raises:
+        ConfigError: it is no list of numbers and ranges.
+    """
+    listed = _setting("NEURON_RT_VISIBLE_CORES", r"\d+(-\d+)?(,\d+(-\d+)?)*", "a list of cores, such as 0-3,8")
+    spans = [part.split("-") for part in listed.split(",") if part]
     return [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]
+
+
+def _setting(name: str, pattern: str, meaning: str) -> str:
+    """The value of an environment variable; empty if it is not set. Raises ConfigError: it does not fit the pattern."""
+    value = os.environ.get(name, "")
+    if value and not re.fullmatch(pattern, value):
+        raise ConfigError(f"{name} ({value}) must be {meaning}: change it, or unset it")
+    return value

@@ -28,6 +28,10 @@ _PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
 # alone after a colon are a port.
 _LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
+# The path of a webhook is its password. The addresses of `log.notify` may stand in a list, of YAML too.
+_NOTIFIED = r"\bnotify\b.*(?:\n\s*-.*)*"
+_WEB_PATH = rf"""(?i)(\bhttps?://)(?:[^/?#\s'"]*@)?([^/?#@\s'"<>,\]]+)[/?#](?!{_MARK})[^\s'"<>,\]]+"""
+
 # Variables that decide how, how fast and where a run works. SLURM and MPI pass secret keys in variables with the same
 # prefix as harmless ones, so of theirs only the variables that are named here are recorded.
 _FAMILIES = (
@@ -64,7 +68,14 @@ def redacted(text: str) -> str:
     if ":/" in text or "=" in text:
         for query in (_WEB_QUERY, _OTHER_QUERY, _PARAMETER):
             text = re.sub(query, rf"\g<1>{REDACTED}", text)
+    if "notify" in text and "://" in text:
+        text = re.sub(_NOTIFIED, lambda found: hosts_alone(found[0]), text)
     return re.sub(_LOGIN, REDACTED, text) if "://" in text else text
+
+
+def hosts_alone(text: str) -> str:
+    """`text` with no more than scheme and host of the web addresses in it."""
+    return re.sub(_WEB_PATH, rf"\1\2/{REDACTED}", text)
 
 
 def has_query(url: str) -> bool:
@@ -112,7 +123,10 @@ def without_secrets(value: Any) -> Any:
     """A value of JSON or YAML without secrets: those of keys that are named as such, and what `redacted` hides."""
     if isinstance(value, Mapping):
         hidden = {key for key, inner in value.items() if isinstance(inner, str) and _is_secret_key(str(key))}
-        return {str(key): REDACTED if key in hidden else without_secrets(inner) for key, inner in value.items()}
+        shown = {str(key): REDACTED if key in hidden else without_secrets(inner) for key, inner in value.items()}
+        if isinstance(targets := shown.get("notify"), list):
+            shown["notify"] = [hosts_alone(str(target)) for target in targets]
+        return shown
     if isinstance(value, list):
         is_command = all(isinstance(inner, str) for inner in value)
         return redacted_arguments(value) if is_command else [without_secrets(inner) for inner in value]

@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(arguments: list[str]) -> int:
+    _open_closed_streams()
     take_any_character()
     keep_own()
     try:
@@ -93,6 +94,15 @@ def _exit_code(arguments: list[str]) -> int:
         # The reader, such as `head`, has gone; Python's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Let standard streams that the caller has closed, as `>&-` does, lead nowhere, in child processes too."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 def take_any_character() -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, nearest_name
 from shardwise.base.terminal import width_of_prose, wrapped
 from shardwise.cli import output
+from shardwise.cli.help import add_json
 
 _PAGES = Path(__file__).parent / "troubleshooting"
 """Links to docs/troubleshooting; in a wheel, the files themselves."""
@@ -51,6 +52,7 @@ def entries() -> dict[str, Entry]:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="the name at the end of the message, or the message")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,10 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"{_PAGES} holds no troubleshooting pages: install shardwise again, or run it where docs/troubleshooting is"
         )
+    if arguments.name is None and arguments.json:
+        output.json({"entries": [asdict(entry) for entry in known.values()]})
+        return 0
     if arguments.name is None:
         output.table([(entry.name, entry.message) for entry in known.values()], ("NAME", "message"))
         return 0
     entry = _entry_of(arguments.name, known)
+    if arguments.json:
+        output.json(asdict(entry))
+        return 0
     texts = {"Message": entry.message, "Cause": entry.cause, "Fix": entry.fix}
     paragraphs = ["\n".join(wrapped(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
     output.raw("\n\n".join(paragraphs))

@@ -6,7 +6,7 @@ What is printed may come from a stranger's file, so a character that a terminal 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.base.errors import visible
@@ -25,6 +25,15 @@ def json(value: Any, *, indent: int | None = 2) -> None:
     from shardwise.runs.folder import json_text
 
     raw(json_text(value, indent=indent, ascii=True))
+
+
+def answer(facts: Mapping[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Print what a command found or did: its facts as one JSON object, or the lines that tell them."""
+    if as_json:
+        json(facts)
+        return
+    for told in lines:
+        line(told)
 
 
 def text(text: str) -> str:

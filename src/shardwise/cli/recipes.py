@@ -21,8 +21,9 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
 from shardwise.base.registered import provided
 from shardwise.cli import output
-from shardwise.cli.help import add_overrides
-from shardwise.config import dump_yaml, recipe_names, recipe_text
+from shardwise.cli.help import add_json, add_overrides
+from shardwise.config import dump_yaml, recipe_name, recipe_names, recipe_text
+from shardwise.config.recipe_files import parse_yaml
 
 _NEEDED = {
     "model": "model.config=FOLDER",
@@ -44,12 +45,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--write", metavar="FILE", type=Path, help="write the recipe to FILE, which must not exist yet")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of recipes, for editors")
+    add_json(parser, ", of the list or of NAME")
 
 
 def run(arguments: argparse.Namespace) -> int:
     name: str | None = arguments.name
     target: Path | None = arguments.write
     if arguments.source is not None:
+        if arguments.json:
+            raise ConfigError(f"--json must go without --from ({arguments.source}), which tells what carries over")
         if arguments.schema or (name is not None and "=" not in name):
             raise ConfigError(f"--from {arguments.source} goes with --write and key=value alone")
         return _from_other(arguments.source, [*([name] if name else []), *arguments.overrides], target)
@@ -68,20 +72,28 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--write {target} needs the NAME of the recipe to copy: shardwise recipes NAME --write FILE"
             )
-        output.table([(known, _summary(known)) for known in recipe_names()])
+        recipes = [{"name": known, "summary": _summary(known, recipe_text(known))} for known in recipe_names()]
+        if arguments.json:
+            output.json({"recipes": recipes})
+        else:
+            output.table([[*recipe.values()] for recipe in recipes])
         return 0
     text = recipe_text(name)
-    if target is None:
+    if target is not None:
+        write_new(target, text, "--write")
+    if arguments.json:
+        facts = {"name": recipe_name(name), "summary": _summary(name, text), "recipe": parse_yaml(text, name)}
+        output.json({**facts, "path": target and str(target)})
+    elif target is None:
         output.raw(output.text(text.removesuffix("\n")))
-        return 0
-    write_new(target, text, "--write")
-    output.line(f"wrote {target}; train it with: shardwise train {target}")
+    else:
+        output.line(f"wrote {target}; train it with: shardwise train {target}")
     return 0
 
 
-def _summary(name: str) -> str:
+def _summary(name: str, text: str) -> str:
     """The first line of the recipe's opening comment."""
-    return recipe_text(name).partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
+    return text.partition("\n")[0].removeprefix("#").strip().removeprefix(f"{name}:").strip()
 
 
 def _from_other(source: str, overrides: list[str], target: Path | None) -> int:

@@ -42,7 +42,7 @@ from shardwise.config import (
 )
 from shardwise.launch import output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
-from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import RunDirectory, check_place
 
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
@@ -95,6 +95,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
     )
     parser.add_argument("--nodes", metavar="N", type=int, help="with --device: machines (default: 1)")
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -185,6 +186,8 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
     """
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
+    if arguments.json and not arguments.dry_run:
+        raise ConfigError("--json must go with --dry-run: `shardwise monitor` prints the state of a run as JSON")
     if arguments.device is None:
         if arguments.nodes is not None:
             raise ConfigError("--nodes must go with --device: the nodes of a run are those of its launcher")
@@ -247,6 +250,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
 
+        with problems:
+            check_place(run_path)
         continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
     problems.require_none(input_problems)
@@ -268,6 +273,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         full=arguments.full,
         recipe_config=config,
         own=own,
+        as_json=arguments.json,
     )
     output.raw(output.text(text))
     if input_problems:
@@ -517,9 +523,11 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     """Train on several local ranks."""
+    from shardwise.launch import notices
     from shardwise.launch.local import EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved
 
+    notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
     imports = ["shardwise.pipeline.schedule"] * (config.parallel.pipeline > 1)
     imports += [*_COMPILER, "shardwise.train.compile.run_graphs"] * config.compile.enabled

@@ -111,15 +111,6 @@ def _has_no_capitals(value: object) -> bool:
     return value == value.lower() if isinstance(value, str) else not isinstance(value, list | tuple)
 
 
-def utf8_text(text: str) -> str:
-    """A text of the command line or of a name of the system, whichever encoding Python has.
-
-    Raises:
-        UnicodeError: the bytes are not UTF-8.
-    """
-    return text.encode("utf-8", "surrogateescape").decode()
-
-
 def _hashable(value: Any) -> Any:
     """A value whose hash is equal for equal values; mappings and lists, which have none, are replaced at any depth."""
     if isinstance(value, dict):

@@ -44,6 +44,8 @@ FACTS: dict[str, str] = {name: fact for fact, names in _RECORD["facts"].items() 
 """Another program's name → the fact on the model's family that it tells, or `fact=value` for a switch."""
 FACT_WORDS: dict[str, Any] = _RECORD["fact_words"]
 FAMILY_FACTS: dict[str, dict[str, Any]] = _RECORD["families"]
+VARIABLES: list[str] = _RECORD["variables"]
+"""Variables of a script's environment that count as settings, in lower case."""
 SECTIONS: dict[str, str] = _RECORD["sections"]
 ACTIONS: dict[str, str] = _RECORD["actions"]
 COMMANDS: dict[str, str] = _RECORD["commands"]

@@ -17,6 +17,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import keys_text
+from shardwise.base.notice_targets import target_problem
 from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
@@ -511,6 +512,13 @@ class LogConfig(Section):
         description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
         "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
     )
+    notify: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
+        description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
+        "env:NAME is an address in an environment variable, which no file or message shows (docs/watching.md)",
+    )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
@@ -542,6 +550,12 @@ class LogConfig(Section):
             shown = repr(value) if isinstance(value, str) else str(value).lower()
             needs = "must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
             reject([f"log.profile ({shown}) {needs}"])
+        return value
+
+    @field_validator("notify")
+    @classmethod
+    def _targets_can_be_told(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        reject([problem for problem in map(target_problem, value) if problem is not None])
         return value
 
     def name_problems(self) -> list[str]:

@@ -51,10 +51,6 @@ def _call(group: Group, operation: Callable[_P, _R], /, *args: _P.args, **kwargs
         spans.append((start, mark(group.message_device)))
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def check_divides(tensor: Tensor, dim: int, group: Group) -> None:
     """Raise a ValueError if the group cannot cut a dim, the first or the last, into equal parts."""
     length = tensor.shape[dim]
@@ -122,30 +118,33 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
     Where the group `adds_in_tree`, a sum of floating-point numbers is that of `tree_sum`.
     """
     if group.size > 1:
-        if group.adds_in_tree and op == "sum" and tensor.is_floating_point():
+        if group.adds_in_tree and op == "sum" and tensor.is_floating_point() and not group.narrows(tensor):
             return _tree_all_reduce_async(tensor, group, overlap=False).wait()
         if torch.compiler.is_compiling():
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
-        group.count("all_reduce", _bytes(tensor))
+        group.count("all_reduce", tensor.nbytes)
         _all_reduce_now(tensor, group, op)
     return tensor
 
 
 def _all_reduce_now(tensor: Tensor, group: Group, op: str) -> None:
-    if _is_sent_to_all(tensor, group):
+    if group.narrows(tensor):
+        _all_reduce_on_host(tensor, group, op)
+    elif group.sends_to_all(tensor):
         _small_all_reduce(tensor, group, op, overlap=False).wait()
     else:
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
         _call(group, dist.all_reduce, tensor, op=reduce_op, group=group.process_group)
 
 
-_SMALL_BYTES = 2**16  # of a tensor whose messages cost their latency and not their length
-_FEW_RANKS = 8  # more would each connect to all others, and send many copies
-
-
-def _is_sent_to_all(tensor: Tensor, group: Group) -> bool:
-    """True if a tensor is sent to all ranks at once: with gloo, one step of a ring takes as long as all messages."""
-    return group.scatter_by_all_to_all and group.size <= _FEW_RANKS and 0 < _bytes(tensor) <= _SMALL_BYTES
+def _all_reduce_on_host(tensor: Tensor, group: Group, op: str) -> None:
+    """Reduce on the host, in place: each rank gets the numbers of all, which travel as bytes."""
+    local = tensor.reshape(1, -1).view(torch.uint8).to(group.message_device)
+    everyone = torch.empty((group.size, local.shape[1]), dtype=torch.uint8, device=local.device)
+    _start_all_gather(local, group, everyone, overlap=False)
+    by_rank = everyone.cpu().view(tensor.dtype)
+    reduced = by_rank.amax(0) if op == "max" else tree_sum(by_rank) if group.adds_in_tree else by_rank.sum(0)
+    tensor.copy_(reduced.view(tensor.shape))
 
 
 def _send_to_all(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
@@ -177,8 +176,8 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
         return Pending(tensor)
     if group.adds_in_tree and tensor.is_floating_point():
         return _tree_all_reduce_async(tensor, group, overlap=True)
-    group.count("all_reduce", _bytes(tensor))
-    if _is_sent_to_all(tensor, group):
+    group.count("all_reduce", tensor.nbytes)
+    if group.sends_to_all(tensor):
         return _small_all_reduce(tensor, group, "sum", overlap=True)
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
     return Pending(tensor, cast(dist.Work, work), group=group)
@@ -189,8 +188,8 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
 
     The bytes are those of a ring, but for a small tensor: a reduce-scatter, and once it is waited for, an all-gather.
     """
-    if not torch.compiler.is_compiling() and _is_sent_to_all(tensor, group):
-        group.count("all_reduce", _bytes(tensor))
+    if not torch.compiler.is_compiling() and group.sends_to_all(tensor):
+        group.count("all_reduce", tensor.nbytes)
         return _small_all_reduce(tensor, group, "sum", overlap=overlap)
     flat = tensor.reshape(-1)
     run = -(-flat.numel() // group.size)
@@ -200,9 +199,9 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
         parts = traced_all_to_all(padded, group.size, group.graph_name)
         gathered = traced_all_gather(tree_sum(parts.view(group.size, run)), group.size, group.graph_name)
         return Pending(tensor.copy_(gathered[: flat.numel()].view_as(tensor)))
-    group.count("all_reduce", _bytes(tensor))
+    group.count("all_reduce", tensor.nbytes)
     parts = torch.empty_like(padded)
-    work = _call(group, dist.all_to_all_single, parts, padded, group=group.process_group, async_op=overlap)
+    work = _exchange(parts, padded, group, overlap=overlap)
 
     def finish() -> None:
         total = tree_sum_(parts.view(group.size, run))
@@ -225,13 +224,13 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
         return gathered if out is None else out.copy_(gathered)
     if out is None:
         out = local.new_empty((local.shape[0] * group.size, *local.shape[1:]))
-    group.count("all_gather", _bytes(out))
+    group.count("all_gather", out.nbytes)
     _start_all_gather(local.contiguous(), group, out, overlap=False)
     return out
 
 
 def _start_all_gather(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
-    if _is_sent_to_all(local, group):
+    if group.sends_to_all(local):
         return _send_to_all(local, group, out, overlap=overlap)
     work: dist.Work | None = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=overlap)
     return work
@@ -241,7 +240,7 @@ def all_gather_async(local: Tensor, group: Group, *, out: Tensor) -> Pending:
     """Start an all-gather into `out`."""
     if group.size == 1:
         return Pending(out)
-    group.count("all_gather", _bytes(out))
+    group.count("all_gather", out.nbytes)
     return Pending(out, _start_all_gather(local, group, out, overlap=True), group=group)
 
 
@@ -271,13 +270,13 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     """Start a reduce-scatter into `out`, which may be this rank's own slice of `x`."""
     if group.size == 1:
         return Pending(out)
-    group.count("reduce_scatter", _bytes(x))
+    group.count("reduce_scatter", x.nbytes)
     if not group.scatter_by_all_to_all:
         work = _call(group, _reduce_scatter_into, out, x, group=group.process_group, async_op=overlap)
         return Pending(out, work if overlap else None, group=group)
     # gloo: each rank sends every other rank its run and sums what it receives, in rank order (see `Group`).
     parts = torch.empty_like(x)
-    work = _call(group, dist.all_to_all_single, parts, x, group=group.process_group, async_op=overlap)
+    work = _exchange(parts, x, group, overlap=overlap)
 
     def finish() -> None:
         by_rank = parts.view(group.size, *out.shape)
@@ -298,17 +297,28 @@ def all_to_all(
     """
     if sent is not None and arriving is not None and group.sends_equal_runs:
         return _all_to_all_of_equal_runs(x, group, sent, arriving)
-    group.count("all_to_all", _bytes(x))
+    group.count("all_to_all", x.nbytes)
     rows = len(x) if arriving is None else sum(arriving)
     out = x.new_empty((rows, *x.shape[1:]))
-    runs = None if arriving is None else list(arriving), None if sent is None else list(sent)
-    _call(group, dist.all_to_all_single, out, x.contiguous(), *runs, group=group.process_group)
+    runs = () if sent is None or arriving is None else (list(arriving), list(sent))
+    _exchange(out, x.contiguous(), group, *runs)
     return out
+
+
+def _exchange(out: Tensor, x: Tensor, group: Group, *runs: list[int], overlap: bool = False) -> dist.Work | None:
+    """Start an all-to-all; where the backend has none of these ranks, each gets the equal runs of all."""
+    if group.has_all_to_all:
+        options = {"group": group.process_group, "async_op": overlap}
+        return cast("dist.Work | None", _call(group, dist.all_to_all_single, out, x, *runs, **options))
+    everyone = x.new_empty((len(x) * group.size, *x.shape[1:]))
+    _call(group, _all_gather_into, everyone, x, group=group.process_group)
+    out.copy_(everyone.view(group.size, group.size, -1)[:, group.rank].reshape(out.shape))
+    return None
 
 
 def _all_to_all_of_equal_runs(x: Tensor, group: Group, sent: Sequence[int], arriving: Sequence[int]) -> Tensor:
     """Return what `all_to_all` does, by runs that are all as long as the longest one of any rank."""
-    (longest,) = reduce_numbers([max(*sent, *arriving)], group)
+    (longest,) = reduce_numbers([max(1, *sent, *arriving)], group)
     padded = x.new_zeros((group.size, longest, *x.shape[1:]))
     for row, run in zip(padded, x.split(list(sent)), strict=True):
         row[: len(run)] = run
@@ -320,7 +330,7 @@ def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
 
     The ranks' tensors have one shape. x may be read meanwhile.
     """
-    group.count("send", _bytes(x))
+    group.count("send", x.nbytes)
     x = x.contiguous()
     arrived = torch.empty_like(x)
     source, target = (group.ranks[(group.rank + step) % group.size] for step in (-distance, distance))
@@ -333,7 +343,7 @@ def shift_async(x: Tensor, group: Group, distance: int) -> Pending:
 def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
     """Copy the tensor of the rank at index `source` of the group to all, in place."""
     if group.size > 1:
-        group.count("broadcast", _bytes(tensor))
+        group.count("broadcast", tensor.nbytes)
         _call(group, dist.broadcast, tensor, src=group.ranks[source], group=group.process_group)
     return tensor
 
@@ -393,7 +403,7 @@ def broadcast_object(value: _R, group: Group) -> _R:
 
 def send(tensor: Tensor, group: Group, to: int) -> Pending:
     """Start sending to the rank at index `to` of the group."""
-    group.count("send", _bytes(tensor))
+    group.count("send", tensor.nbytes)
     tensor = tensor.contiguous()
     work = dist.isend(tensor, dst=group.ranks[to], group=group.process_group)
     return Pending(tensor, cast(dist.Work, work), group=group)
@@ -429,8 +439,7 @@ def exchange_async(
         incoming = _all_to_all_of_equal_runs(outgoing, group, sent_bytes, received_bytes)
     else:
         group.count("all_to_all", max(len(outgoing), len(incoming)))
-        runs = received_bytes, sent_bytes
-        work = dist.all_to_all_single(incoming, outgoing, *runs, group=group.process_group, async_op=True)
+        work = _exchange(incoming, outgoing, group, received_bytes, sent_bytes, overlap=True)
 
     def finish() -> None:
         for slot, tensor in _slots(incoming, received):
@@ -441,14 +450,14 @@ def exchange_async(
 
 def _slot_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor on the wire, with the padding that lets any dtype follow."""
-    return -(-_bytes(tensor) // 8) * 8
+    return -(-tensor.nbytes // 8) * 8
 
 
 def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor with the view of the buffer that holds it."""
     start = 0
     for tensor in chain.from_iterable(tensors):
-        yield buffer[start : start + _bytes(tensor)].view(tensor.dtype).view(tensor.shape), tensor
+        yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
         start += _slot_bytes(tensor)
 
 
@@ -461,10 +470,6 @@ def barrier(group: Group) -> None:
 #
 # Each is the gradient of its partner, so that gradients of gradients are right too. What is joined or split, all ranks
 # use alike.
-
-
-def _copied(x: Tensor, _group: Group) -> Tensor:
-    return x.view_as(x)
 
 
 def _reduced(x: Tensor, group: Group) -> Tensor:
@@ -481,7 +486,7 @@ def _split(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 _PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
-    "copy": (_copied, "reduce"),
+    "copy": (lambda x, _: x.view_as(x), "reduce"),
     "reduce": (_reduced, "copy"),
     "gather": (all_gather, "scatter_sum"),
     "scatter_sum": (reduce_scatter, "gather"),

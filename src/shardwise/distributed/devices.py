@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -100,11 +100,19 @@ def begin_use(device: torch.device) -> None:
 
 
 def show_one_core(device: torch.device) -> None:
-    """Leave this rank one of the NeuronCores that all ranks are shown: TorchNeuron takes one for each process."""
-    variable = "NEURON_RT_VISIBLE_CORES"
-    cores = visible_cores(os.environ.get(variable, ""))
-    if device.type != "cpu" and len(cores) > 1:
-        os.environ[variable] = str(cores[device.index])
+    """Leave this rank one of the NeuronCores that all ranks are shown: TorchNeuron takes one for each process.
+
+    Raises:
+        ConfigError: there are several, and fewer than ranks.
+    """
+    cores = visible_cores() if device.type != "cpu" else []
+    if 1 < len(cores) <= device.index:
+        raise ConfigError(
+            f"NEURON_RT_VISIBLE_CORES ({os.environ['NEURON_RT_VISIBLE_CORES']}) must name a core for each rank of this "
+            f"machine, and has {len(cores)}: rank {device.index} has none; start fewer ranks, or show more cores"
+        )
+    if len(cores) > 1:
+        os.environ["NEURON_RT_VISIBLE_CORES"] = str(cores[device.index])
 
 
 def require_build_for(kind: str) -> None:
@@ -130,9 +138,35 @@ def backend(device: torch.device) -> str:
     return dist.get_default_backend_for_device(device)
 
 
-def sends_equal_runs(backend_name: str) -> bool:
-    """True if an all-to-all of a process-group backend takes runs of one length only, as TorchNeuron's does."""
+def is_neuron(backend_name: str) -> bool:
+    """True for TorchNeuron's process groups: they bind no device, and their all-to-all takes runs of one length only."""
     return backend_name == "neuron"
+
+
+def has_all_to_all(backend_name: str, ranks: Sequence[int]) -> bool:
+    """True if a process-group backend has an all-to-all of these ranks of the job.
+
+    TorchNeuron's is for 4, 8, 16 or a multiple of 32 neighbours, of which the first is a multiple of their number.
+    """
+    size = len(ranks)
+    are_neighbours = ranks[0] % size == 0 and [*ranks] == [*range(ranks[0], ranks[0] + size)]
+    return not is_neuron(backend_name) or (are_neighbours and (size in (4, 8, 16) or size % 32 == 0))
+
+
+def lacks_messages(error: BaseException) -> bool:
+    """True if an exception says that a process group sends nothing from rank to rank.
+
+    Torch says so of a group such as TorchNeuron's of April 2026, which has collectives and no backend below them.
+    """
+    return isinstance(error, NotImplementedError) or "No backend type associated" in str(error)
+
+
+def without_messages(key: str, device: torch.device, instead: str, error: Exception) -> str:
+    """The sentence on a key with its value that needs what the copy of TorchNeuron's source of April 2026 has not."""
+    return (
+        f"{key} needs messages from rank to rank, which the library of this device ({device.type}) does not send: "
+        f"{error}; set {instead}, or install a release of it that does"
+    )
 
 
 def name(device: torch.device) -> str:
@@ -301,6 +335,8 @@ def total_memory(device: torch.device) -> int | None:
 
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """True if the device multiplies matrices of this dtype."""
+    if dtype == torch.float64:
+        return widest_dtype(device) == dtype
     try:
         matrix = torch.zeros(2, 2, dtype=dtype, device=device)
         return (matrix @ matrix).dtype == dtype

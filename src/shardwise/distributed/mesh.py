@@ -23,6 +23,7 @@ import torch.distributed as dist
 # Its functions' defaults capture the world's process group where it is first imported after the group was made, and a
 # gloo group that something still holds at interpreter exit aborts the process. Imported before, they capture nothing.
 import torch.distributed.nn.functional
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
@@ -61,6 +62,10 @@ class Meter:
             self.spans.clear()
 
 
+_SMALL_BYTES = 2**16  # of a tensor whose messages cost their latency and not their length
+_FEW_RANKS = 8  # more would each connect to all others, and send many copies
+
+
 class Group:
     """Ranks that communicate along one axis of the mesh, and this rank's place among them.
 
@@ -79,6 +84,7 @@ class Group:
         called: the number of collectives that this rank has called, and the kind of the last one.
         scatter_by_all_to_all: True if `reduce_scatter` is made of an all-to-all and a sum.
         sends_equal_runs: True if the backend's all-to-all takes runs of one length only.
+        has_all_to_all: True if the backend has an all-to-all of these ranks.
         message_device: device of numbers that the host sends; without an index, this process's current device.
         graph_name: name of the process group in compiled graphs; torch's own name until `share_graphs`.
     """
@@ -103,7 +109,9 @@ class Group:
         # "cpu:gloo,cuda:nccl"; after a bare init_process_group() torch's `get_backend` says "undefined".
         backends = dist.get_backend_config(process_group).split(",") if process_group else ["cpu:none"]
         self.scatter_by_all_to_all = self.adds_in_tree or all(backend.endswith(":gloo") for backend in backends)
-        self.sends_equal_runs = any(devices.sends_equal_runs(backend.rpartition(":")[2]) for backend in backends)
+        names = [backend.rpartition(":")[2] for backend in backends]
+        self.sends_equal_runs = any(map(devices.is_neuron, names))
+        self.has_all_to_all = all(devices.has_all_to_all(name, self.ranks) for name in names)
         device_types = [backend.split(":")[0] for backend in backends]
         self.message_device = torch.device("cpu" if "cpu" in device_types else device_types[0])
 
@@ -124,6 +132,15 @@ class Group:
     def parts(self) -> int:
         """The parts of a sum that each rank computes: 1 where the order of sums is free."""
         return 1 if self.grain is None else self.grain // self.size
+
+    def sends_to_all(self, tensor: Tensor) -> bool:
+        """True if a tensor is sent to all ranks at once: with gloo, a step of a ring takes as long as all messages."""
+        return self.scatter_by_all_to_all and self.size <= _FEW_RANKS and 0 < tensor.nbytes <= _SMALL_BYTES
+
+    def narrows(self, tensor: Tensor) -> bool:
+        """True if numbers of 64 bits would be reduced by a device that computes in 32."""
+        device = self.message_device if tensor.device.type == "cpu" else tensor.device
+        return tensor.itemsize == 8 and not torch.compiler.is_compiling() and not devices.has_wide_integers(device)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -493,7 +510,7 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     limit = timedelta(seconds=timeout)
     backend = devices.backend(device)
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
-    bound_device = device if device.type != "cpu" else None
+    bound_device = device if device.type != "cpu" and not devices.is_neuron(backend) else None
     # Costly to import, for the ranks of a job.
     from shardwise.distributed import rendezvous
 

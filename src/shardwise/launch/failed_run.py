@@ -14,7 +14,8 @@ from pathlib import Path
 from shardwise.base import errors
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
 from shardwise.base.redaction import redacted, redacted_arguments
-from shardwise.launch.environment import REPLAY, Rank
+from shardwise.launch import notices
+from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, error_text, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
@@ -87,11 +88,16 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
         resume: command that continues the run; None if it is unknown.
         steps: steps that were done, as the ranks' heartbeats show them.
     """
+    is_recorded = run is not None and _is_recorded(RunDirectory(run), began)
+    # Once for all ranks; where torchrun starts them again, that is told.
+    if run is not None and not is_recorded and not may_restart():
+        told = {"step": steps} if steps else {}
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **told)
     if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
         return failure.told
     directory = RunDirectory(run)
     # A rank that lost another one names no cause: what that one has recorded stays.
-    if failure.waited and _is_recorded(directory, began):
+    if failure.waited and is_recorded:
         return failure.told
     # The block has a line for the log.
     lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise.base.errors import ConfigError, StoppedError, see
-from shardwise.launch import output, stop_requests
+from shardwise.launch import notices, output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.runs import folder
 
@@ -196,6 +196,7 @@ def _leave(place: Rank | None, code: int) -> NoReturn:
 
         # Before the exit: the launcher takes exit code 0 without this mark for user code that called `os._exit(0)`.
         report_done(place)
+    notices.wait()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwise.distributed import collectives
+from shardwise.base.errors import ConfigError
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 
 
@@ -41,10 +42,19 @@ def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield this rank and its x, then the rank before it and x of that rank, and so on.
 
     Each tensor is passed on to the next rank, and the next one arrives, while it is used.
+
+    Raises:
+        ConfigError: the device's library sends no messages.
     """
     for distance in range(group.size):
         is_last = distance + 1 == group.size
-        arriving = None if is_last else collectives.shift_async(x, group, 1)
+        try:
+            arriving = None if is_last else collectives.shift_async(x, group, 1)
+        except (NotImplementedError, RuntimeError) as error:
+            if not devices.lacks_messages(error):
+                raise
+            key = "parallel.context_keys (ring)"
+            raise ConfigError(devices.without_messages(key, x.device, "parallel.context_keys=gather", error)) from error
         yield (group.rank - distance) % group.size, x
         if arriving is not None:
             x = arriving.wait()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.config import ModelConfig
 from shardwise.config.routing import SUMS, Routing
-from shardwise.distributed import collectives
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.experts import Experts, experts_of
 
@@ -83,16 +83,18 @@ class ExpertTotals:
         Loads are exact up to 2^24 rows of an expert.
         """
         most = max(routing.experts for routing in self._routings.values())
-        totals = torch.zeros(len(self._routings), most + len(SUMS), dtype=torch.int64, device=self._mesh.device)
+        device = self._mesh.device
+        place = device if devices.has_wide_integers(device) else torch.device("cpu")
+        totals = torch.zeros(len(self._routings), most + len(SUMS), dtype=torch.int64, device=place)
         for row, layer in self._rows.items():
             # Tensor-parallel ranks have the same rows.
             if self._mesh.tp.rank == 0:
                 totals[row, : len(layer.loads)] = layer.loads
-            totals[row, most:] = (layer.sums * _PARTS).round()
+            totals[row, most:] = (layer.sums.to(place) * _PARTS).round()
         collectives.all_reduce_(totals, self._mesh.world)
         for row, layer in self._rows.items():
-            layer.loads_of_batch = totals[row, : len(layer.loads)]
-        return torch.cat([totals[:, :most].float(), totals[:, most:].float() / _PARTS], dim=1)
+            layer.loads_of_batch = totals[row, : len(layer.loads)].to(device)
+        return torch.cat([totals[:, :most].float(), totals[:, most:].float() / _PARTS], dim=1).to(device)
 
     def record(self, totals: Sequence[float]) -> ExpertRecord | None:
         """Return the record of the numbers of `take`, on the host; None if no token came by an expert."""

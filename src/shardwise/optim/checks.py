@@ -75,7 +75,7 @@ def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
 # ---- the same parameters on all ranks
 
 
-def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, device: torch.device) -> None:
+def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> None:
     """Require the same parameters in the same order on all ranks of `group`; one all-reduce of a digest.
 
     Raises:
@@ -87,8 +87,8 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group, devi
     digest = hashlib.blake2b("\n".join(descriptions).encode(), digest_size=8).digest()
     # 63 bits, so that the number and its negative are int64.
     number = int.from_bytes(digest, "little") >> 1
-    digests = torch.tensor([number, -number], device=device)
-    if torch.equal(collectives.all_reduce_(digests.clone(), group, op="max"), digests):
+    digests = [number, -number]
+    if collectives.reduce_numbers(digests, group) == digests:
         return  # the largest digest of any rank is also the smallest
     by_rank = collectives.all_gather_objects(descriptions, group)
     differing_rank = next(rank for rank, texts in enumerate(by_rank) if texts != by_rank[0])
@@ -147,7 +147,7 @@ def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
-def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks, device: torch.device) -> None:
+def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
     """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
 
     Collective over tensor parallelism. Data parallelism spreads the values of its own first rank afterwards.
@@ -160,7 +160,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks, device: to
     tensor = ranks.tensor
     if tensor.size == 1 or not uncut:
         return
-    require_same_parameters([{"params": uncut}], tensor, device)
+    require_same_parameters([{"params": uncut}], tensor)
     values = [p.detach() for p in uncut]
     for number, (value, first) in enumerate(zip(values, _of_first_rank(values, tensor), strict=True)):
         if not torch.equal(value, first):

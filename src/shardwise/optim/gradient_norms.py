@@ -201,7 +201,9 @@ def _exact_sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> 
 
     # A part at a time, as `take` may copy it in a wider dtype. Parts have whole atoms, and are not too short.
     parts = (part for run in runs for part in run.split(max(chunk_elements(run.bucket), 1 << 20)))
-    squares = [exact_sums.atom_squares(take(part), atom) for part in parts]
+    # The bins of an exact sum need float64: without it on the device, the host adds.
+    wide = (taken if devices.widest_dtype(taken.device) == torch.float64 else taken.cpu() for taken in map(take, parts))
+    squares = [exact_sums.atom_squares(values, atom) for values in wide]
     terms = torch.cat(squares)
     runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
     return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)

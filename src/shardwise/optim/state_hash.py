@@ -34,6 +34,8 @@ class StateSums:
     def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> None:
         self._optimizer = optimizer
         self._mesh = mesh
+        # Sums are of 64-bit integers.
+        self._device = mesh.device if devices.has_wide_integers(mesh.device) else torch.device("cpu")
         # Ranks with copies of a piece leave it to the first.
         self._slices = [part for part in state_slices(model, optimizer) if part.piece.copies.rank == 0]
         self._keys: dict[bool, _Keys] = {}
@@ -57,7 +59,7 @@ class StateSums:
             for states in _by_width(flats[part.bucket]):
                 targets += [numbers[state, part.piece.name] for state in states]
                 values.append(self._sums(part, list(states.values())))
-        sums = torch.zeros(len(keys), dtype=torch.int64, device=self._mesh.device)
+        sums = torch.zeros(len(keys), dtype=torch.int64, device=self._device)
         if values:
             sums.index_add_(0, devices.to_device(torch.tensor(targets), sums.device), torch.cat(values))
         collectives.all_reduce_(sums, self._mesh.world)
@@ -84,14 +86,14 @@ class StateSums:
         sizes = [part.box.size[dim] for dim in order] or [1]
         views = [flat[part.start : part.start + part.box.numel].view(sizes) for flat in flats]
         by_dimension = [self._factors_of(last - dim, part.piece.shape[dim])[part.box.slices[dim]] for dim in order] or [
-            torch.ones(1, dtype=torch.int64, device=self._mesh.device)
+            torch.ones(1, dtype=torch.int64, device=self._device)
         ]
         rows = max(1, chunk_elements(part.bucket) // (len(flats) * math.prod(sizes[1:])))
         sums: Tensor | int = 0
         for start in range(0, sizes[0], rows):
             bits = torch.stack([view[start : start + rows] for view in views])
-            if part.bucket.on_host:
-                bits = devices.to_device(bits, self._mesh.device)
+            if bits.device.type != self._device.type:
+                bits = devices.to_device(bits, self._device) if part.bucket.on_host else bits.cpu()
             x = _integers(bits)
             for factor in (*by_dimension[:0:-1], by_dimension[0][start : start + rows]):
                 x = x.mul_(factor).sum(dim=-1)
@@ -103,7 +105,7 @@ class StateSums:
         """The factors of a dimension, on the device."""
         if (dim, count) not in self._factors:
             signed = torch.from_numpy(factors(dim, count).view("<i8"))
-            self._factors[dim, count] = signed.to(self._mesh.device)
+            self._factors[dim, count] = signed.to(self._device)
         return self._factors[dim, count]
 
 

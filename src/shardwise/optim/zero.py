@@ -191,12 +191,12 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         mesh = self._ranks.mesh
         checks.require_plain((p for options in groups for p in options["params"]), has_mesh=mesh is not None)
         device = self._device
-        checks.require_same_parameters(groups, self.group, device)
+        checks.require_same_parameters(groups, self.group)
         if issubclass(self._inner_class, SliceOptimizer):
             for options in groups:
                 for shape in {piece.shape for p in options["params"] for piece in of_or_whole(p).pieces}:
                     self._inner_class.require_tensor(shape, options)
-        checks.take_first_values(groups, self._ranks, device)
+        checks.take_first_values(groups, self._ranks)
         self._partial.append(PartialGradients([bucket for options in groups for bucket in self._move(options)]))
         if self.tensor.size > 1:
             self._uncut = checks.UncutGradients(self.param_groups, self.buckets, self._ranks, device)

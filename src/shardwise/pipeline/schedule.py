@@ -118,14 +118,11 @@ class Pipeline:
                     return_outputs=False,
                 )
             self.clock.end()
-        except NotImplementedError as error:
-            failure = ConfigError(
-                f"parallel.pipeline ({self._mesh.pp.size}) needs messages from rank to rank, which the library of this "
-                f"device ({self._mesh.device.type}) does not send: {error}; set parallel.pipeline=1, or install a "
-                "release of it that does"
-            )
         except Exception as error:  # noqa: BLE001  torch wraps what a stage raised in a text of its own
             failure = next((module.raised for module in self._submodules if module.raised is not None), None)
+            if failure is None and devices.lacks_messages(error):
+                key = f"parallel.pipeline ({self._mesh.pp.size})"
+                failure = ConfigError(devices.without_messages(key, self._mesh.device, "parallel.pipeline=1", error))
             failure = failure or self._lost(error) or error
         finally:
             for module in self._submodules:

@@ -119,6 +119,19 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
     return path
 
 
+def check_place(path: Path) -> None:
+    """Require that a folder can be made at `path`, or written, and leave all as it is.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    with _making(path):
+        parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        number = errno.ENOTDIR if not parent.is_dir() else errno.EACCES if not os.access(parent, os.W_OK) else 0
+        if number:
+            raise OSError(number, os.strerror(number))
+
+
 @contextlib.contextmanager
 def _making(path: Path) -> Iterator[None]:
     """Turn a failure to make `path` into a sentence for the user."""

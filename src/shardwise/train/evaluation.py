@@ -81,8 +81,8 @@ def evaluate_rounds(
 ) -> Evaluation:
     """Mean losses over micro-batches, without dropout; collective, equal on every rank.
 
-    Sums are kept in float64 where the device has it, so that only the rounding of float32 within a micro-batch depends
-    on how samples are cut into micro-batches and over ranks.
+    Sums are kept in float64, on the host where the device has none, so that only the rounding of float32 within a
+    micro-batch depends on how samples are cut into micro-batches and over ranks.
 
     Args:
         rounds: micro-batches that go through the model together; every rank has the same number of them.
@@ -95,7 +95,8 @@ def evaluate_rounds(
     K = len(objectives)
     terms_NK: list[Tensor] = []
     # Losses [K], numbers of targets [K], right answers [K], the number of tokens [1] and of bytes [1].
-    sums = torch.zeros(3 * K + 2, dtype=devices.widest_dtype(mesh.device), device=mesh.device)
+    place = mesh.device if devices.widest_dtype(mesh.device) == torch.float64 else torch.device("cpu")
+    sums = torch.zeros(3 * K + 2, dtype=torch.float64, device=place)
     device_bytes_V = None if bytes_V is None else devices.to_device(torch.from_numpy(bytes_V), mesh.device)
     # Sequence parallelism leaves each rank a part of each sample between blocks.
     sequence_parts = mesh.tp.size if parallel is not None and parallel.sequence else 1
@@ -107,23 +108,23 @@ def evaluate_rounds(
             batch = micro_batches[number]
             if is_scored and isinstance(part, Bert) and part.part.is_last:
                 out, correct_K = part.scores(**batch.inputs, x=x)
-                sums[2 * K : 3 * K] += correct_K
+                sums[2 * K : 3 * K] += correct_K.to(place)
             else:
                 out = batch.result(part, batch.call_of(part, x)())
             if gives_losses(part):
                 terms_NK.append(out)
-                sums[:K] += out
-                sums[K : 2 * K] += batch.counts_K
+                sums[:K] += out.to(place)
+                sums[K : 2 * K] += batch.counts_K.to(place)
                 if is_scored:
-                    sums[-2] += batch.tokens()
+                    sums[-2] += batch.tokens().to(place)
                 if device_bytes_V is not None:
-                    sums[-1] += batch.bytes(device_bytes_V)
+                    sums[-1] += batch.bytes(device_bytes_V).to(place)
             return out
 
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         relay(model, parallel, mesh, compute, [(length // sequence_parts, samples) for length, samples in shapes])
     collectives.all_reduce_(collectives.all_reduce_(sums, mesh.replicas), mesh.pp)
-    sums = sums.cpu().double()  # one transfer for all sums; the division is in float64 for any device
+    sums = sums.cpu()  # one transfer for all sums
     if mesh.dp.grain is not None:
         sums[:K] = _exact_sums(terms_NK, K, mesh)
     has_answers = is_scored and isinstance(model[0] if isinstance(model, Stages) else model, Bert)

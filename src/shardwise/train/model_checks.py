@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.config import Config, ModelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
-from shardwise.distributed import collectives
+from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import further_gradients, placements
 from shardwise.models.batch_first import PLAIN_MODULE
@@ -113,7 +113,9 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
     problems = []
     # One exchange for each group, whatever the number of its tensors.
     for group, entries in by_group.items():
-        everyone = collectives.all_gather(torch.stack([digest for _, digest in entries]).unsqueeze(0), group)
+        # As halves: not every device compares or sends 64-bit integers.
+        halves = torch.stack([digest for _, digest in entries]).view(torch.int32).to(mesh.device)
+        everyone = collectives.all_gather(halves.unsqueeze(0), group)
         differs = (everyone != everyone[0]).any(dim=-1).any(dim=0)
         for column in torch.nonzero(differs).flatten().tolist()[:1]:
             digests = everyone[:, column]
@@ -133,7 +135,8 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
 def _digest(tensor: Tensor) -> Tensor:
     """Two sums over the bits, one of them weighted by position: both a changed and an exchanged element show."""
     bits = tensor.contiguous().view(_WIDTH_TO_INTEGER[tensor.element_size()]).flatten()
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    bits = bits if devices.has_wide_integers(bits.device) else bits.cpu()
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].long()
         sums[0] += part.sum()

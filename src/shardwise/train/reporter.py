@@ -26,6 +26,7 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
+from shardwise.launch import notices
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.experiment_trackers import ExperimentTrackers
@@ -186,6 +187,8 @@ class Reporter:
         self._show_start(steps_before, end_of_all, epochs)
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
+        if totals is None:
+            notices.begin(self.run.path)
         if totals is None and (text := no_trace_text(self.config.log, steps_before, end_of_all)) is not None:
             self.message(text)
 
@@ -328,10 +331,13 @@ class Reporter:
         if record.step == 1 and (text := mean_text(self.config.model, self.config.hooks.loss, record.loss)) is not None:
             self.warning(text)
         if self._spike.begins(record.loss_spike):
-            self.warning(
-                f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "
-                f"above the mean of the {SMOOTHED_STEPS} steps before{see('training#loss-spike')}"
+            text = (
+                f"the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations above the mean of the "
+                f"{SMOOTHED_STEPS} steps before"
             )
+            self.warning(f"step {record.step:,}: {text}{see('training#loss-spike')}")
+            if self.rank == 0:
+                notices.send("spike", self.run.path, text, step=record.step, loss=record.loss)
         slow = record.straggler
         if slow is not None and self._slow.begins(slow.relative, slow.rank):
             self.warning(
@@ -431,6 +437,8 @@ class Reporter:
         if steps is not None and self._step < steps[-1]:
             self._report_trace()
         self._event("stop", step=self._step, reason=reason)
+        if self.rank == 0:
+            notices.end(self.run.path, reason)
 
     def __enter__(self) -> Reporter:
         return self

@@ -23,7 +23,7 @@ from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, Bl
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
 from shardwise.estimates.memory import neediest_stage
-from shardwise.launch import heartbeat, stop_requests
+from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
 from shardwise.train.build import (
@@ -70,6 +70,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
         RunError: training failed.
         StoppedError: the run was asked to stop, and all is saved.
     """
+    notices.set_up(config.log.notify)
     devices.use_expandable_segments()
     join(timeout=config.launch.timeout)
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)

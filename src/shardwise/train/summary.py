@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
@@ -32,6 +33,7 @@ from shardwise.models import parameter_counts
 from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.runs.folder import json_text
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -51,11 +53,13 @@ class PredictedStep:
         cluster: the machines in words.
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
         seconds: time of a step; None if it is not known.
+        facts: figures as `shardwise plan --json` has them; None if they are not known.
     """
 
     cluster: str
     rows: Sequence[tuple[str, str]]
     seconds: float | None
+    facts: Mapping[str, Any] | None = None
 
 
 def dry_run(
@@ -71,6 +75,7 @@ def dry_run(
     full: bool = False,
     recipe_config: Config | None = None,
     own: OwnShapes | None = None,
+    as_json: bool = False,
 ) -> str:
     """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
@@ -83,6 +88,7 @@ def dry_run(
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
         own: what was counted of a model of the user's own; None: nothing, or a model of a family.
+        as_json: return the facts as JSON instead.
     """
     summary = _Summary(config, layout, accelerator)
     sized = summary
@@ -104,14 +110,23 @@ def dry_run(
     lines = [f"{recipe}: a dry run, nothing was started", "", *(f"{name:<14} {value}" for name, value in rows)]
     lines += ["", f"learning rate: {config.optimizer.schedule}", *_rate_curve(config.optimizer, config.train.steps)]
     comments = "\n".join(f"# {line}".rstrip() for line in lines)
-    recorded = (recipe_config or config).recorded()
-    if full:
-        return f"{comments}\n\n# all keys\n{dump_yaml(recorded)}".rstrip()
-    differing = config.run.without_defaults(recorded)
-    if config.data.key != "data.dataset":
-        # That of the recipe, in whose place other data are read.
-        differing.get("data", {}).pop("dataset", None)
-    return f"{comments}\n\n# keys that differ from their defaults (--full shows all)\n{dump_yaml(differing)}".rstrip()
+    keys, title = (recipe_config or config).recorded(), "all keys"
+    if not full:
+        keys, title = config.run.without_defaults(keys), "keys that differ from their defaults (--full shows all)"
+        if config.data.key != "data.dataset":
+            # That of the recipe, in whose place other data are read.
+            keys.get("data", {}).pop("dataset", None)
+    if as_json:
+        facts = {"recipe": recipe, "device": device, **sized.facts(own), "prediction": None, "keys": keys}
+        facts |= {"continues": [*map(_fact, continued)], "inputs": [*map(_fact, inputs)]}
+        facts |= {} if predicted is None else {"device": predicted.cluster, "prediction": predicted.facts}
+        return json_text(facts, indent=2, ascii=True)
+    return f"{comments}\n\n# {title}\n{dump_yaml(keys)}".rstrip()
+
+
+def _fact(row: tuple[str, str]) -> dict[str, str]:
+    """A row that is known as text alone."""
+    return {"name": row[0].strip(), "text": row[1]}
 
 
 def start_rows(
@@ -223,6 +238,31 @@ class _Summary:
             sharding += ", no effect with DP 1"
         is_plain = self.layout.world == 1 and sharding == "ZeRO-1"
         return self.layout.product() if is_plain else f"{self.layout.product()}, {sharding}"
+
+    def facts(self, own: OwnShapes | None) -> dict[str, Any]:
+        """The figures of the rows; None where they are not known for a model of the user's own."""
+        from shardwise.estimates.communication import step_transfers, wire_bytes
+
+        config, layout, train, memory = self.config, self.layout, self.config.train, self.memory
+        wire = wire_bytes(step_transfers(config, layout, self.accelerator, pipeline_rank=self.rank))
+        return {
+            "layout": asdict(layout) | {"data": layout.data, "zero": config.optimizer.zero},
+            "global_batch": train.global_batch,
+            "micro_batch": train.micro_batch,
+            "accumulation": layout.accumulation(train),
+            "steps": train.steps,
+            "tokens_per_step": train.global_batch * train.sequence_length,
+            "tokens": tokens_of_run(config),
+            "parameters": parameter_counts.parameter_count(config.model) if own is None else own.parameters,
+            "precision": asdict(config.precision.resolved(self.accelerator)) | {"matmul": config.precision.matmul},
+            "flops_per_token": _token_flops(config) if own is None else own.token_flops,
+            "memory_bytes": None if memory is None else memory.total,
+            "parts_memory_bytes": None if memory is None else dict(memory.rows()),
+            "host_memory_bytes": offloaded_bytes(config, layout, self.accelerator),
+            "checkpoint_bytes": checkpoint_bytes(config, self.accelerator),
+            "communication_bytes": wire and {f"{axis} {kind}": size for (axis, kind), size in wire.items()},
+            "learning_rate": str(config.optimizer.schedule),
+        }
 
     def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""

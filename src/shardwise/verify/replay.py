@@ -114,7 +114,8 @@ def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | Non
         values["train"]["skip_batches"] = 0
         values["checkpoint"]["resume"] = "auto"
     values["log"] |= {
-        "every": 1, "state_hash_every": 1, "tensorboard": False, "trackers": [], "sample_tokens": 0, "profile": None,
+        "every": 1, "state_hash_every": 1, "tensorboard": False, "trackers": [], "notify": [], "sample_tokens": 0,
+        "profile": None,
     }  # fmt: skip
     values["hooks"] |= {"callbacks": []}
     target.write_config(dump_yaml(config_from(values).recorded()))

@@ -69,7 +69,7 @@ def _list(states: list[jobs.JobState], *, as_json: bool) -> None:
 def _row(state: jobs.JobState) -> tuple[str, ...]:
     return (
         state.id,
-        _state(state),
+        state.text,
         "" if state.step is None else f"{state.step:,}",
         "" if state.seconds is None else f"{state.seconds:.3g}",
         "" if state.loss is None else f"{state.loss:.4f}",
@@ -77,12 +77,6 @@ def _row(state: jobs.JobState) -> tuple[str, ...]:
         "" if state.job is None else str(state.job.nodes),
         _near(state.run),
     )
-
-
-def _state(state: jobs.JobState) -> str:
-    """A job's state with SLURM's reason if it waits, and with its kind if it does not train."""
-    reason = f" ({state.reason})" if state.reason else ""
-    return f"{state.state}{reason}{'' if state.kind == 'train' else f', {state.kind}'}"
 
 
 def _near(run: Path) -> str:
@@ -94,7 +88,7 @@ def _near(run: Path) -> str:
 def _show(state: jobs.JobState) -> None:
     all_endings = history(state.run)
     endings = [ending for ending in all_endings if ending.job == state.id]
-    rows = [("job", state.id), ("state", _state(state)), ("run", str(state.run))]
+    rows = [("job", state.id), ("state", state.text), ("run", str(state.run))]
     if state.job is not None:
         limit = f"{state.job.elapsed} of {state.job.limit}"
         nodes = state.job.node_list or f"{state.job.nodes} asked for"
@@ -132,7 +126,7 @@ def _log(state: jobs.JobState, *, is_followed: bool) -> None:
     elif log.exists():
         output.raw(output.text(log.read_text(encoding="utf-8", errors="replace").removesuffix("\n")))
     else:
-        output.line(f"job {state.id} has written no log yet: it is {_state(state)}")
+        output.line(f"job {state.id} has written no log yet: it is {state.text}")
 
 
 _POLL_SECONDS = 0.5

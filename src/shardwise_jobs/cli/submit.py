@@ -17,13 +17,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, Problems, RunError, listing
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
+from shardwise.cli.help import add_json
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.config.recipe_files import is_model
@@ -34,6 +36,9 @@ from shardwise_jobs import commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
 from shardwise_plan.device_specs import Cluster, cluster
+
+if TYPE_CHECKING:
+    from shardwise_plan.plan import Plan
 
 _KEYS = ("partition", "account", "time", "constraint", "gres")
 _TRAINS_TOKENIZER = (
@@ -67,6 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="interrupt the job after its first steps as a preemption does, show that it resumes, and end it",
     )
     parser.add_argument("--ssh", metavar="HOST[:DIR]", help="submit on HOST, in the same folder or in DIR")
+    add_json(parser, " of the job, ask nothing and follow no log")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,25 +90,33 @@ def run(arguments: argparse.Namespace) -> int:
     # The job reads the copy of the recipe in its folder: it may wait for days, and the user edits the original.
     job = replace(job, recipe=str(job.run_path / submission.RECIPE))
     try:
-        output.table([*_rows(job, checked), ("files", _files_text(job, arguments))])
+        rows, plan = _rows(job, checked)
+        rows.append(("files", _files_text(job, arguments)))
         scripts = [compile_script(job), job_script(job)] if arguments.precompile else [job_script(job)]
-        for script in scripts:
-            output.line()
-            output.raw(redacted(script))
+        facts: dict[str, Any] = {}
+        if arguments.json:
+            facts = _facts(job, checked.layout, rows, plan) | {"scripts": [*map(redacted, scripts)]}
+        else:
+            output.table(rows)
+            for script in scripts:
+                output.line()
+                output.raw(redacted(script))
+        told = []
         if arguments.write_only:
             script_path = submission.write_inputs(job, scripts[0], recipe_text(recipe))
-            output.line(f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}")
-            return 0
-        if not arguments.dry_run and (arguments.yes or _is_wanted()):
-            return _submit(job, arguments)
+            facts |= {"written": str(script_path)}
+            told = [f"nothing was submitted; submit it by: sbatch {shlex.quote(str(script_path))}"]
+        elif not arguments.dry_run and (arguments.yes or _is_wanted()):
+            return _submit(job, arguments, facts)
+        elif not arguments.dry_run:
+            told = ["nothing was submitted"]
+        output.answer(facts, told, as_json=arguments.json)
+        return 0
     finally:
         if run_path is None and not arguments.dry_run:
             # The folder that was reserved is removed only while it is empty: otherwise a job uses it.
             with contextlib.suppress(OSError):
                 name.rmdir()
-    if not arguments.dry_run:
-        output.line("nothing was submitted")
-    return 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -124,6 +138,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
     elif not arguments.dry_run:
         commands.require()
+        if arguments.json and not arguments.yes:
+            raise ConfigError("--json must go with -y, --dry-run or --write-only: it asks nothing")
         if not arguments.yes and not sys.stdin.isatty():
             raise ConfigError("-y must be given where no terminal can ask whether to submit")
 
@@ -230,15 +246,16 @@ def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tup
     return [("warning", text)]
 
 
-def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
-    """Collect the rows that the user reads before the script."""
+def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan | None]:
+    """Collect the rows that the user reads before the script; and the prediction, if `--device` asks for one."""
     layout = checked.layout
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = list(checked.warnings)
+    plan = None
     if machines is not None:
-        from shardwise_plan.cli.rows import RANGE, range_text
+        from shardwise_plan.cli.rows import error_text, range_text
         from shardwise_plan.plan import predicted
         from shardwise_plan.plan_text import memory_text, predicted_rows
 
@@ -246,13 +263,31 @@ def _rows(job: JobPlan, checked: _Checked) -> list[tuple[str, str]]:
         plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
         if plan is not None and (ranges := range_text(plan)):
-            rows.append(("  range", f"{ranges} on the calendar, {RANGE}: so far are published steps off"))
+            rows.append(("  range", f"{ranges} on the calendar, {error_text(plan)}: so far are published steps off"))
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
             warnings.append(("warning", f"memory {memory_text(plan)}"))
-    return [*rows, *checked.inputs, *warnings]
+    return [*rows, *checked.inputs, *warnings], plan
+
+
+def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
+    """Return what the rows tell, for `--json`."""
+    from shardwise_plan.plan_text import plan_facts
+
+    limit = job.config.launch.time
+    return {
+        "run": str(job.run_path),
+        "nodes": job.nodes,
+        "ranks_per_node": job.ranks_per_node,
+        "layout": asdict(layout) | {"data": layout.data, "zero": job.config.optimizer.zero},
+        "time_limit_seconds": None if limit is None else commands.seconds(limit),
+        "prediction": None if plan is None else plan_facts(plan),
+        "rows": [{"name": name.strip(), "text": text} for name, text in rows],
+        "warnings": [text for name, text in rows if name == "warning"],
+        **dict.fromkeys(("written", "job", "compile_job", "log", "resumed_step")),
+    }
 
 
 def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
@@ -297,8 +332,9 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
 
 
-def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
-    """Write the run's folder and submit what it holds."""
+def _submit(job: JobPlan, arguments: argparse.Namespace, facts: dict[str, Any]) -> int:
+    """Write the run's folder and submit what it holds; with `--json` sentences are messages."""
+    say = output.progress if arguments.json else output.line
     script = submission.write_inputs(job, job_script(job), recipe_text(arguments.recipe))
     options = []
     compiling = None
@@ -306,9 +342,7 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
         if arguments.precompile:
             compiling = commands.submit(compile_script(job))
             submission.record(job.run_path, compiling, "compile")
-            output.line(
-                f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log"
-            )
+            say(f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log")
             # By the second option SLURM cancels a training whose compilation failed, which else would wait for ever.
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
         number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
@@ -323,11 +357,13 @@ def _submit(job: JobPlan, arguments: argparse.Namespace) -> int:
     submission.record(job.run_path, number, "train")
     RunDirectory(job.run_path).mark_latest()
     log = job_log(job.run_path, number)
-    output.line(f"job {number}; its log: {log}")
+    say(f"job {number}; its log: {log}")
     if arguments.rehearse_preemption:
-        return rehearse(number, job.run_path)
-    if not arguments.detach:
+        facts["resumed_step"] = rehearse(number, job.run_path, say)
+    elif not (arguments.detach or arguments.json):
         follow(log, number, job.run_path)
+    if arguments.json:
+        output.json({**facts, "written": str(script), "job": number, "compile_job": compiling, "log": str(log)})
     return 0
 
 
@@ -357,18 +393,18 @@ _QUEUE_SECONDS = 3600.0
 _ASK_SECONDS = 5.0
 
 
-def rehearse(job: str, run_path: Path) -> int:
-    """Interrupt a job after its first steps, wait until it has resumed, end it, and tell what was seen.
+def rehearse(job: str, run_path: Path, say: Callable[[str], None] = output.line) -> int:
+    """Interrupt a job after its first steps, wait until it has resumed, end it, and return the step it resumed from.
 
     Raises:
         RunError: the job did not train, was not queued again, or did not resume.
     """
     _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
-    output.line(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
+    say(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
     commands.warn(job)
     _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
     saved = newest_checkpoint(run_path)
-    output.line(f"it saved step {saved:,} and was queued again")
+    say(f"it saved step {saved:,} and was queued again")
     resumed = RunDirectory(run_path)
     asked = time.monotonic()
 
@@ -384,8 +420,8 @@ def rehearse(job: str, run_path: Path) -> int:
     commands.cancel(job)
     if event["step"] != saved:
         raise RunError(f"job {job} resumed after step {event['step']:,}, and had saved step {saved:,}")
-    output.line(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
-    return 0
+    say(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
+    return saved
 
 
 def _await(condition: Callable[[], bool], job: str, seconds: float, action: str) -> None:

@@ -14,7 +14,7 @@ from shardwise.cli import output
 from shardwise.cli.run_preparation import is_finished
 from shardwise.cli.train import with_batch
 from shardwise.config import check_layout, load_config
-from shardwise.launch import stop_requests
+from shardwise.launch import notices, stop_requests
 from shardwise.runs.folder import RunLock
 from shardwise_jobs import commands, supervisor
 
@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{see('jobs#run-folder-gone')}"
         )
     config = load_config(recipe, overrides)
+    notices.set_up(config.log.notify)
 
     def refusal(world: int) -> str | None:
         try:

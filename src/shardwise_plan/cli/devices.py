@@ -11,7 +11,8 @@ from shardwise.cli import output
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer, steps_text
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import objective_of
+from shardwise_plan.plan_text import plan_facts
+from shardwise_plan.proposals import objective_of, recommended
 
 
 def named_devices(text: str) -> list[str]:
@@ -61,7 +62,7 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
         except ConfigError as error:
             problems[device] = str(error)
             continue
-        plans[device] = chosen.result.plans[0]
+        plans[device] = recommended(chosen.result.plans)
         output.progress(f"{device}: {rows.duration(plans[device].calendar.seconds)} with {plans[device].text()}")
         if remark := chosen.remarks["unused"]:
             unused[device] = remark
@@ -75,7 +76,7 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
         plans = dict(sorted(plans.items(), key=lambda pair: objective_of(pair[1], objective)))
     steps = steps_text([*plans.values()])
     if arguments.json:
-        facts = {name: rows.plan_facts(plan) | {"accuracy": rows.accuracy_text(plan)} for name, plan in plans.items()}
+        facts = {name: plan_facts(plan) | {"accuracy": rows.accuracy_text(plan)} for name, plan in plans.items()}
         output.json({"devices": facts, "problems": problems, "steps": steps, "unused": unused})
         return
     if steps:
@@ -102,6 +103,6 @@ def _show(plans: Sequence[Plan]) -> None:
     for plan in plans:
         cells = rows.figures(plan)
         ranges = rows.range_text(plan)
-        further = f"{plan.text()}; {rows.hours_text(plan)}{f'; {ranges}, {rows.RANGE}' if ranges else ''}"
+        further = f"{plan.text()}; {rows.hours_text(plan)}{f'; {ranges}, {rows.error_text(plan)}' if ranges else ''}"
         table.append((str(plan.cluster), [*cells, *[""] * (len(head) - len(cells))], further))
     rows.blocks(head, table, "devices", 2)

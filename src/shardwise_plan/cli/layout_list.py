@@ -14,14 +14,15 @@ from shardwise.models.parameter_counts import active_parameter_count, parameter_
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import proposals, sensitivities
+from shardwise_plan.plan_text import plan_facts
+from shardwise_plan.proposals import proposals, recommended, sensitivities
 from shardwise_plan.search import Search
 
 
 def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     """Print the answer; `name` is that of the recipe."""
     result = answer.result
-    best = listed[0]
+    best = recommended(listed)
     for sentence in (what_is_trained(name, best), *answer.sentences):
         rows.prose(sentence)
     output.line()
@@ -31,7 +32,8 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
         on = units.counted(plan.cluster.world, "device")
         price = f", {rows.cost_text(plan)}" if plan.cost is not None else ""
         time = rows.duration(plan.calendar.seconds)
-        rows.prose(f"{proposal.title.capitalize()}: layout {number} on {on}, {time}{price}", "  ")
+        doubt = " (may not fit)" if plan.is_tight else ""
+        rows.prose(f"{proposal.title.capitalize()}{doubt}: layout {number} on {on}, {time}{price}", "  ")
         output.line(f"  {plan.text().partition(', ')[0]}")
         rows.prose(f"  Why: {proposal.reason}.", "  ")
     output.line()
@@ -48,7 +50,8 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
         rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()
     ranges = rows.range_text(best)
-    consequence = f": layout 1 takes {ranges}, {rows.RANGE}" if ranges else ""
+    place = listed.index(best) + 1
+    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)}" if ranges else ""
     for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
         rows.prose(sentence)
 
@@ -83,15 +86,16 @@ def drop_reasons(result: Search) -> list[tuple[int, str]]:
 
 def notes(listed: Sequence[Plan]) -> list[str]:
     """Return what the list assumes, and what its words mean."""
-    best = listed[0]
+    best = recommended(listed)
+    layout = f"layout {listed.index(best) + 1}"
     changed = [
         f"{rows.duration(case.seconds)} if {case.assumption}"
         for case in sensitivities(best)[:-1]
         if case.seconds > best.calendar.seconds
     ]
     sentences = [
-        f"A step of layout 1: {best.time.shares()}",
-        f"Layout 1 takes {', '.join(changed)}.",
+        f"A step of {layout}: {best.time.shares()}",
+        f"{layout.capitalize()} takes {', '.join(changed)}.",
         f"Network: {rows.network_text(best)}, of one device in one direction.",
         f'"time" = on the calendar, with {rows.calendar_text(best)}.',
     ]
@@ -99,11 +103,11 @@ def notes(listed: Sequence[Plan]) -> list[str]:
         sentences.append(price)
     if best.kilowatt_hours is not None:
         sentences.append(
-            f"Energy of layout 1: {best.kilowatt_hours:,.0f} kWh, at {best.cluster.device.watts:,.0f} W for each "
+            f"Energy of {layout}: {best.kilowatt_hours:,.0f} kWh, at {best.cluster.device.watts:,.0f} W for each "
             "device, without hosts, network and cooling."
         )
     if text := experts_text(best.config, best.layout, best.cluster.device.is_accelerator):
-        sentences.append(f"Experts of layout 1: {text}.")
+        sentences.append(f"Experts of {layout}: {text}.")
     sentences += rows.warnings(listed)
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')
@@ -113,7 +117,8 @@ def notes(listed: Sequence[Plan]) -> list[str]:
     ]
     if on_host := offloaded_bytes(best.config, best.layout, best.cluster.device.is_accelerator):
         sentences.append(
-            f"Layout 1 needs {units.size(on_host)} of the host's memory for each rank, which is not checked."
+            f"{layout.capitalize()} needs {units.size(on_host)} of the host's memory for each rank, which is not "
+            "checked."
         )
     return sentences
 
@@ -125,6 +130,7 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
         {
             "names": list(proposal.names),
             "layout": listed.index(proposal.plan) + 1,
+            "may_not_fit": proposal.plan.is_tight,
             "reason": proposal.reason,
             "sensitivity_seconds": {case.assumption: case.seconds for case in sensitivities(proposal.plan)},
         }
@@ -136,7 +142,8 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
         "refused": dict(result.refused),
         "slower": result.slower,
         **answer.remarks,
+        "recommended": listed.index(recommended(listed)) + 1,
         "proposals": proposed,
-        "plans": [*map(rows.plan_facts, listed)],
+        "plans": [*map(plan_facts, listed)],
         "accuracy": rows.accuracy_text(listed[0]),
     }

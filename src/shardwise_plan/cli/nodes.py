@@ -16,16 +16,18 @@ from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.models.parameter_counts import flops_per_token
-from shardwise_plan.cli.rows import MOST_RATIO, cost_text, duration, has_range
+from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
 from shardwise_plan.device_specs import Cluster, cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import Objective, objective_of
+from shardwise_plan.proposals import Objective, objective_of, recommended
 from shardwise_plan.search import Search, search
 
 _SECONDS_OF = {"minute": 60, "hour": 3600, "day": 86_400, "week": 7 * 86_400}
 _MOST_PLANS = 30
 """Layouts of the list before those that differ in details are left out."""
+_MOST_TIGHT = 100
+"""Layouts that are looked at until one leaves memory free."""
 _NODE_COUNTS = sorted({2**power for power in range(15)} | {3 * 2**power for power in range(13)})
 """Numbers of nodes that are tried first: 1, 2, 3, 4, 6, 8, 12, 16 and so on, up to 16,384."""
 _EXACT_NODES = 32
@@ -70,7 +72,7 @@ class Machines:
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
-        return search(config, on, best=best, fixed=fixed, looked=self.work.advance)
+        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance)
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,12 @@ class Answer:
         result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
         remarks: sentences, or None: `steps` has those on each number of devices where the recipe does not say them,
             `budget` how many nodes a budget needs, `unused` that fewer devices of each node need fewer device-hours.
+        compared: the plan to choose on each number of nodes that was looked at.
     """
 
     result: Search
     remarks: Mapping[str, str | None]
+    compared: Sequence[Plan]
 
     @property
     def sentences(self) -> list[str]:
@@ -124,12 +128,14 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
     results = []
     for on in clusters:
         results.append(machines.search(config, on, fixed, _MOST_PLANS))
-        for plan in results[-1].plans[: len(clusters) > 1]:
+        if len(clusters) > 1 and results[-1].plans:
+            plan = recommended(results[-1].plans)
             output.progress(f"{units.counted(on.nodes, 'node')}: {duration(plan.calendar.seconds)} with {plan.text()}")
     if not any(result.plans for result in results):
         raise ConfigError([nodes_of.why_none(result, nodes) for result, nodes in zip(results, counts, strict=True)])
     for result in results:
         _require_end(result)
+    compared = nodes_of.tried() or [recommended(result.plans) for result in results if result.plans]
     joined = Search()
     for result in results:
         joined.plans += result.plans
@@ -137,8 +143,9 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.refused += result.refused
         joined.too_large += result.too_large
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
-    unused = _unused_devices(joined.plans[0], config, machines, fixed)
-    return Answer(joined, {"steps": steps_text(joined.plans), "budget": budget, "unused": unused})
+    unused = _unused_devices(recommended(joined.plans), config, machines, fixed)
+    remarks = {"steps": steps_text(joined.plans), "budget": budget, "unused": unused}
+    return Answer(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
 
 
 def _require_end(result: Search) -> None:
@@ -201,12 +208,12 @@ def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Colle
 
 
 def _fastest(config: Config, machines: Machines, on: Cluster, fixed: Collection[str]) -> Plan | None:
-    """Return the fastest plan on a cluster; None if no layout fits, or none is valid there."""
+    """Return the fastest plan on a cluster that leaves memory free, or else the fastest one; None if no layout fits."""
     try:
         plans = machines.search(config, on, fixed, 1).plans
     except ConfigError:
         return None
-    return plans[0] if plans and plans[0].calendar.ends else None
+    return recommended(plans) if plans and plans[0].calendar.ends else None
 
 
 class _Nodes:
@@ -313,8 +320,9 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     enough = plan.cluster
     verb = "trains" if enough.nodes == 1 else "train"
     sentence = f"{units.counted(enough.nodes, 'node')} of {enough.per_node} {verb} it in {budget}"
-    late = f"if steps take {MOST_RATIO - 1:.0%} longer than predicted"
-    safe = nodes_of.fewest(limit / MOST_RATIO) if has_range(plan) else None
+    _, most = ratios(plan)
+    late = f"if steps take {most - 1:.0%} longer than predicted"
+    safe = nodes_of.fewest(limit / most) if has_range(plan) else None
     if safe is not None and safe.cluster == enough:
         sentence += f", even {late}"
     else:

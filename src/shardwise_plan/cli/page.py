@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from markupsafe import Markup
 
 from shardwise import __version__
 from shardwise.base import units
+from shardwise.base.terminal import wrapped
 from shardwise.pipeline.timeline import Timeline
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.layout_list import drop_reasons, notes, what_is_trained
 from shardwise_plan.cli.nodes import Answer
-from shardwise_plan.plan import Plan
+from shardwise_plan.plan import TIGHT, Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
 from shardwise_watch import report
+from shardwise_watch.report import chart
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
 """Numbers of the page's colours (`page.css` of the report)."""
@@ -25,18 +28,28 @@ _MOST_ACTIONS = 12_000
 """Largest number of passes that a timeline shows, from the beginning of the step."""
 _LEAST_PART = 0.001
 """Share from which on a part is shown."""
+_LARGEST_DOT = 8.5
+"""Radius of the dot of the dearest layout, in pixels."""
+_CHART_COLUMNS = 60
+"""Characters of a line below a chart."""
+_MOST_TIMES = 5
+"""Numbers of nodes are drawn that take less than so many times the time of the answer."""
+_GIB = 2**30
+_UNITS = ((86_400.0, " d"), (3600.0, " h"), (60.0, " min"), (1.0, " s"))
 _WIDTH = 1000
 _ROW = 16
 _LEFT = 52
 
 
-def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
+def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, commands: Mapping[str, Sequence[str]]) -> str:
     """Return the page as HTML.
 
     Args:
         name: name of the recipe.
         answer: the layouts that were searched for.
         listed: layouts of the list, in its order.
+        chosen: the layout of the answer, one of them.
+        commands: title and commands that write its recipe and train it.
     """
     folders = [Path(__file__).parent, Path(report.__file__).parent]
     environment = jinja2.Environment(
@@ -46,45 +59,126 @@ def page(name: str, answer: Answer, listed: Sequence[Plan]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    best = listed[0]
     proposed = proposals(listed)
-    ranges = rows.range_text(best)
     return environment.get_template("plan_page.html").render(
-        title=f"{name} on {best.cluster}",
-        subject=what_is_trained(name, best),
+        title=f"{name} on {chosen.cluster}",
+        subject=what_is_trained(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
         sentences=answer.sentences,
         version=__version__,
-        accuracy=" ".join(rows.accuracy([best], f": layout 1 takes {ranges}" if ranges else "")),
+        accuracy=" ".join(rows.accuracy([chosen])),
+        layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
+        doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
+        tiles=_tiles(chosen),
+        commands=commands,
+        size=chart.SMALL,
+        left=chart.LEFT,
+        chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
+        charts=_charts(answer, listed, proposed, chosen),
         proposals=[_proposal(proposal, listed) for proposal in proposed],
         sensitivity=_sensitivity(proposed),
-        timeline=_timeline(best),
+        timeline=_timeline(chosen, listed.index(chosen) + 1),
         memories=[_memory(proposal) for proposal in proposed],
-        names=["devices", "tokens/s", *rows.figure_names(best), "bubble", "communication", "device-hours"],
+        names=["devices", "tokens/s", *rows.figure_names(chosen), "bubble", "communication", "device-hours"],
         rows=[_row(plan) for plan in listed],
         dropped=drop_reasons(answer.result),
         notes=notes(listed),
     )
 
 
+def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what a user asks first of a plan: names, values, and what to know of them."""
+    cluster = plan.cluster
+    time, _, price = rows.range_text(plan).partition(" and ")
+    free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
+    tiles = [
+        ("time on the calendar", rows.duration(plan.calendar.seconds), time),
+        ("price", rows.cost_text(plan), price),
+        ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
+        ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
+        ("free memory", units.size(plan.headroom), free),
+        ("step", units.step_duration(plan.time.total), "" if plan.mfu is None else f"MFU {plan.mfu:.1%}"),
+    ]
+    return [tile for tile in tiles if tile[1]]
+
+
 def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
     plan = proposal.plan
-    tiles = [
-        ("devices", f"{plan.cluster.world:,}"),
-        ("time on the calendar", rows.duration(plan.calendar.seconds)),
-        ("step", units.step_duration(plan.time.total)),
-        ("free memory", units.size(plan.headroom)),
-        ("goodput", f"{plan.calendar.goodput:.1%}"),
-    ]
-    if plan.cost is not None:
-        tiles.append(("price", rows.cost_text(plan)))
-    if plan.kilowatt_hours is not None:
-        tiles.append(("energy", f"{plan.kilowatt_hours:,.0f} kWh"))
     return {
-        "title": proposal.title.capitalize(),
+        "title": f"{proposal.title.capitalize()}{' (may not fit)' if plan.is_tight else ''}",
         "layout": f"{listed.index(plan) + 1}: {plan.text()}",
-        "tiles": tiles,
+        "tiles": [(name, value) for name, value, _ in _tiles(plan)],
         "reason": f"{proposal.reason[0].upper()}{proposal.reason[1:]}",
     }
+
+
+def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[dict[str, Any]]:
+    """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
+    found = answer.result.plans
+    longest = max(plan.calendar.seconds for plan in found)
+    unit, suffix = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
+    device, price = chosen.cluster.device, chosen.cluster.device.price
+    name_of_price = "device-hours" if price is None else f"price in {price.currency}"
+    looks = {id(proposal.plan): f"c{number}" for number, proposal in enumerate(proposed)}
+    numbers = {id(plan): number for number, plan in enumerate(listed, 1)}
+
+    def dot(plan: Plan, look: str, y: float, label: str, title: str, radius: float = 4) -> dict[str, Any]:
+        x = plan.calendar.seconds / unit
+        return {"x": x, "y": y, "look": look, "label": label, "lines": _told(plan, title), "radius": radius}
+
+    # Proposals lie in front, and before them what is listed.
+    layouts = [
+        dot(
+            plan,
+            looks.get(id(plan), "rest" if number else "rest pale"),
+            plan.memory.total / _GIB,
+            str(number),
+            f"Layout {number}: " if number else "Not listed: ",
+            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))),
+        )
+        for plan in sorted(found, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
+        for number in [numbers.get(id(plan), "")]
+    ]
+    legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
+    legend.append(("rest", "others"))
+    band: list[float] = []
+    if any(plan.is_tight for plan in found):
+        band = [(device.memory * (1 - share) - chosen.reserve) / _GIB for share in (TIGHT, 0)]
+        legend.append(("full", "may not fit: less than a tenth of the memory is free"))
+    note = f"To the right: time on the calendar. Upward: memory of a device. Area of a dot: {name_of_price}."
+    charts = [_chart("Layouts", layouts, (suffix, " GiB"), band) | {"legend": legend, "note": note}]
+    # A search for a budget begins with one node, whose years would leave no room for the answer.
+    sizes = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * chosen.calendar.seconds]
+    if len(sizes) > 1:
+        dots = []
+        for plan in sizes:
+            is_beaten = any(o.calendar.seconds < plan.calendar.seconds and _price(o) < _price(plan) for o in sizes)
+            look = "c0" if plan.cluster == chosen.cluster else "rest pale" if is_beaten else "rest"
+            nodes = units.counted(plan.cluster.nodes, "node")
+            dots.append(dot(plan, look, _price(plan), f"{plan.cluster.nodes:,}", f"{nodes}: "))
+        legend = [("c0", f"the answer: {units.counted(chosen.cluster.nodes, 'node')}")]
+        note = f"To the right: time on the calendar. Upward: {name_of_price}. Rings: another number is faster for less."
+        charts.append(_chart("Numbers of nodes", dots, (suffix, ""), []) | {"legend": legend, "note": note})
+    return charts
+
+
+def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
+    """Return a chart of dots, of which those between the two values of `band` are doubtful."""
+    area, axes = chart.axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
+    return {"title": title, "dots": dots, "band": band, "area": area, "axes": Markup(axes)}
+
+
+def _price(plan: Plan) -> float:
+    return plan.device_hours if plan.cost is None else plan.cost
+
+
+def _told(plan: Plan, title: str) -> list[str]:
+    """Return a plan in lines below a chart."""
+    degrees, _, details = plan.text().partition(", ")
+    price = rows.cost_text(plan) or rows.hours_text(plan)
+    time = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}, {price}"
+    doubt = " (may not fit)" if plan.is_tight else ""
+    memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free{doubt}"
+    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), time, memory]
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
@@ -100,7 +194,7 @@ def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
     return table
 
 
-def _timeline(plan: Plan) -> dict[str, Any]:
+def _timeline(plan: Plan, number: int) -> dict[str, Any]:
     steps = plan.timeline()
     shown = max(1, _MOST_ACTIONS // len(steps.ranks))
     kinds = dict.fromkeys(timed.action.kind for actions in steps.ranks for timed in actions)
@@ -109,7 +203,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         text += f", the first {shown:,} of each"
     total = plan.time.total
     return {
-        "number": 1,
+        "number": number,
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
         "drawing": Markup(_drawing(steps, shown)),

@@ -12,6 +12,7 @@ run is compared with its prediction, and --write FILE writes a device file with 
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,14 +35,16 @@ from shardwise_plan.cli.nodes import Answer, Machines, answer, node_counts, seco
 from shardwise_plan.cli.rows import range_text
 from shardwise_plan.device_specs import MOST_FAILURES, shipped_text
 from shardwise_plan.plan import Plan, distinct
-from shardwise_plan.proposals import OBJECTIVES
+from shardwise_plan.proposals import OBJECTIVES, recommended
 from shardwise_plan.run_stages import run_with_layout
 
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
+_SEARCHED = ("device", "nodes", "objective", "price", "budget", "failures", "restart")
+"""Options that say what is searched; `--tokens` is a key."""
 _OPTIONS = (
-    "recipe", "overrides", "device", "tokens", "nodes", "objective", "price", "budget", "failures", "restart", "why",
-    "all", "write", "layout", "show_device", "calibrate", "output", "json", "html", "plot",
+    "recipe", "overrides", "tokens", *_SEARCHED, "why", "all", "write", "layout", "show_device", "calibrate", "output",
+    "json", "html", "plot",
 )  # fmt: skip
 
 
@@ -183,7 +186,11 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.html is not None:
         from shardwise_plan.cli.page import page  # costly to import, for a page alone
 
-        files.write_new(arguments.html, page(recipe_name(recipe), chosen, listed), "--html")
+        target = arguments.write or Path("planned.yaml")
+        plan = listed[arguments.layout - 1] if arguments.layout else recommended(listed)
+        training, replaced = _training(target, recipe, devices[0], plan)
+        commands = {f"Write its recipe and train it{replaced}": [f"{_command(arguments)} --write {target}", training]}
+        files.write_new(arguments.html, page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
         output.progress(f"wrote {arguments.html}")
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
@@ -242,10 +249,14 @@ def _without_details(plans: Sequence[Plan]) -> list[Plan]:
     numbers = Counter[int]()
     most = max(2, _MOST_ROWS // len({plan.cluster.nodes for plan in different}))
     listed = []
+    roomy = set[int]()
     for plan in different:
-        numbers[plan.cluster.nodes] += 1
-        if numbers[plan.cluster.nodes] <= most:
+        nodes = plan.cluster.nodes
+        numbers[nodes] += 1
+        # The first one that leaves memory free is listed in any case: it is proposed.
+        if numbers[nodes] <= most or not (plan.is_tight or nodes in roomy):
             listed.append(plan)
+        roomy |= set() if plan.is_tight else {nodes}
     return listed
 
 
@@ -292,7 +303,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     """
     choice = ""
     if number is None:
-        number = next((row for row, plan in enumerate(plans, 1) if not plan.is_tight), 1)
+        number = plans.index(recommended(plans)) + 1
         choice = ", the first that leaves a tenth of the memory free" if number > 1 else ""
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
@@ -309,18 +320,33 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
         # The list assumes the interval that costs least; of a training of seconds it would be 0.
         values.setdefault("checkpoint", {})["every_minutes"] = max(0.1, round(plan.calendar.interval / 60, 1))
     files.write_new(path, text + dump_yaml(values), "--write")
+    command, replaced = _training(path, recipe, device, plan)
+    ranges = range_text(plan)
+    doubt = f", which leaves {units.size(plan.headroom)} of memory and may not fit" if plan.is_tight else ""
+    predicted = f" with layout {number}{choice}{doubt}{f', predicted to take {ranges}' if ranges else ''}"
+    output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")
+
+
+def _training(path: Path, recipe: str, device: str, plan: Plan) -> tuple[str, str]:
+    """Return the command that trains a written recipe, and what is to be replaced in it."""
     nodes = plan.cluster.nodes
     command = f"shardwise train {path}"
     if nodes > 1:
         command = f"shardwise submit {path} --nodes {nodes} --device {device}"
         command += f" launch.ranks_per_node={plan.cluster.per_node}"
-    replaced = ""
     if plan.config.names_no_data:
-        command += f" {own_data(recipe)}"
-        replaced = " (replace YOUR_… by the paths of your data)"
-    ranges = range_text(plan)
-    predicted = f" with layout {number}{choice}{f', predicted to take {ranges}' if ranges else ''}"
-    output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")
+        return f"{command} {own_data(recipe)}", " (replace YOUR_… by the paths of your data)"
+    return command, ""
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """Return the command line that plans the same layouts again."""
+    options = []
+    for name in (*_SEARCHED, "all", "layout"):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:
+            options += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(["shardwise", "plan", arguments.recipe, *arguments.overrides, *options])
 
 
 _COLOURS = {"forward": "#4477aa", "backward": "#66ccaa", "input": "#ccbb44", "weight": "#ee8866"}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
 from shardwise.cli import output
-from shardwise.config import tokens_of_run
 from shardwise_plan.goodput import best_interval
 from shardwise_plan.plan import Plan
 
@@ -22,10 +19,6 @@ _LEAST_WHOLE_COST = 100
 _ACCURACY_PAGE = "docs/planner.md#how-far-off-it-is"
 _PUBLISHED_ERROR = 0.14
 """Size of the error, relative to the measured step, that nine in ten published runs do not exceed: see the page."""
-LEAST_RATIO = 1 / (1 + _PUBLISHED_ERROR)
-MOST_RATIO = 1 / (1 - _PUBLISHED_ERROR)
-"""Ratio of the measured to the predicted time at the two ends of this error."""
-RANGE = f"{LEAST_RATIO - 1:+.0%} to {MOST_RATIO - 1:+.0%}"
 _PUBLISHED_ACCURACY = (
     f"nine in ten published steps on A100 to GB300 and Trainium1 were predicted within {_PUBLISHED_ERROR:.0%}"
 )
@@ -172,11 +165,23 @@ def range_text(plan: Plan) -> str:
     """Return times and prices of a training with the error of published runs; empty if these do not count."""
     if not has_range(plan):
         return ""
-    least, most = (plan.calendar.seconds * ratio for ratio in (LEAST_RATIO, MOST_RATIO))
-    text = f"{duration(least)} to {duration(most)}"
+    least, most = ratios(plan)
+    text = f"{duration(plan.calendar.seconds * least)} to {duration(plan.calendar.seconds * most)}"
     if plan.cost is None:
         return text
-    return f"{text} and {plan.cost * LEAST_RATIO:,.0f} to {plan.cost * MOST_RATIO:,.0f} {_currency(plan)}"
+    return f"{text} and {plan.cost * least:,.0f} to {plan.cost * most:,.0f} {_currency(plan)}"
+
+
+def error_text(plan: Plan) -> str:
+    """Return the error of published runs, such as `-12% to +16%`."""
+    least, most = ratios(plan)
+    return f"{least - 1:+.0%} to {most - 1:+.0%}"
+
+
+def ratios(plan: Plan) -> tuple[float, float]:
+    """Return the ratios of the measured to the predicted time at the two ends of the error of published runs."""
+    error = plan.cluster.device.compared_error or _PUBLISHED_ERROR
+    return 1 / (1 + error), 1 / (1 - error)
 
 
 def accuracy_text(plan: Plan) -> str:
@@ -185,6 +190,9 @@ def accuracy_text(plan: Plan) -> str:
     if plan.config.known_shapes.any_routing is not None:
         return _SPARSE_ACCURACY
     published = _PUBLISHED_ACCURACY if device.compared_runs else _NOT_COMPARED
+    if device.compared_error:
+        runs = f"{device.compared_runs} published steps on {device.name}"
+        published = f"nine in ten of {runs} were predicted within {device.compared_error:.0%}"
     if not device.accuracy:
         return published
     # The sentence of a file is on one device.
@@ -205,28 +213,3 @@ def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
     ]
     sentences[-1] += f"{consequence} ({_ACCURACY_PAGE})"
     return sentences
-
-
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    calendar = plan.calendar
-    return {
-        "layout": asdict(plan.choice),
-        "data": plan.layout.data,
-        "nodes": plan.cluster.nodes,
-        "devices": plan.cluster.world,
-        "step_seconds": plan.time.total,
-        "parts_seconds": dict(plan.time.rows()),
-        "steps": plan.config.train.steps,
-        "tokens": tokens_of_run(plan.config),
-        "tokens_per_second": plan.tokens_per_second,
-        "mfu": plan.mfu,
-        "memory_bytes": plan.memory.total,
-        "headroom_bytes": plan.headroom,
-        "days": calendar.seconds / 86_400,
-        "goodput": calendar.goodput,
-        "checkpoint_minutes": calendar.interval / 60,
-        "device_hours": plan.device_hours,
-        "cost": plan.cost,
-        "currency": _currency(plan) or None,
-        "kilowatt_hours": plan.kilowatt_hours,
-    }

@@ -5,12 +5,12 @@ optimizer's state, the step and the rates are imported too: DEST becomes the fol
 DEST/imported.yaml --run-dir DEST` goes on. Otherwise the checkpoint is of step 0, and `checkpoint.load` starts from its
 weights.
 
-With --from SOURCE is the folder of a sharded checkpoint. torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2 and
-3, Llama and Qwen 3 models) and megatron (Megatron-LM's `torch_dist` format: GPT-2, Llama and Qwen models) are imported
-with the state of AdamW, the step and the rates. Of megatron's `torch` format, neuronx-nemo-megatron (GPT and Llama
-models; FOLDER/NAME.ckpt if the ranks' folders hold several) and neuronx-distributed (Llama, GPT-NeoX and BERT models)
-the optimizer's state is left out. The shards of all ranks are combined. Pickled files are opened in a way that runs no
-code in them. The command needs memory for only some rows of a tensor.
+With --from SOURCE is the folder of a sharded checkpoint of torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2
+and 3, Llama and Qwen 3 models), megatron (GPT-2, Llama and Qwen models), neuronx-nemo-megatron (GPT and Llama models;
+FOLDER/NAME.ckpt if the ranks' folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The state
+of AdamW, the step and the rates are imported too, if they are there, but of Megatron-LM's `torch` format. The shards of
+all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory for only
+some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import shlex
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.cli.help import count
+from shardwise.cli.help import add_json, count
 from shardwise.config.recipe_files import dump_yaml, parse_value
 from shardwise.runs.folder import RunDirectory
 
@@ -118,6 +119,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tokens", metavar="N", type=_from_0, help="tokens that SOURCE was trained on (default: as SOURCE says)"
     )
     add_max_shard_size(parser)
+    add_json(parser)
 
 
 def _from_0(text: str) -> int:
@@ -130,22 +132,37 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise_use.importing.hugging_face import write_checkpoint
 
     opened = _open(arguments)
+    if arguments.weights_only:
+        opened = replace(opened, progress=None)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
         output.progress(f"note: {note}")
     done = write_checkpoint(opened, root, max_shard_bytes)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
-    output.line(
+    lines = [
         f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "
         f"{counted(done.files, 'file')}, {size(done.bytes)}"
-    )
+    ]
+    facts = {
+        "checkpoint": str(done.folder),
+        "family": opened.config.family,
+        "parameters": opened.parameters,
+        "dtype": opened.dtype,
+        "source_layout": dict(opened.layout),
+        "files": done.files,
+        "bytes": done.bytes,
+        "step": 0,
+        "notes": list(opened.notes),
+    }
     if opened.progress is not None:
-        _tell_progress(opened, opened.progress, done.folder, run_folder)
-        return 0
-    if arguments.kind != _HUB:
-        output.line("weights alone are imported: the state of the optimizer and of the schedule is left out")
-    output.line(f"start from it: shardwise train RECIPE checkpoint.load={done.folder}")
+        facts |= _told_progress(opened, opened.progress, done.folder, run_folder, lines)
+    else:
+        facts["command"] = f"shardwise train RECIPE checkpoint.load={done.folder}"
+        if arguments.kind != _HUB:
+            lines.append("weights alone are imported: the state of the optimizer and of the schedule is left out")
+        lines.append(f"start from it: {facts['command']}")
+    output.answer(facts, lines, as_json=arguments.json)
     return 0
 
 
@@ -186,12 +203,15 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
     return replace(progress, samples=samples, tokens=progress.tokens if tokens is None else tokens)
 
 
-def _tell_progress(opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None) -> None:
-    """Print how far the training came and the command that goes on, whose keys are written into the run's folder."""
+def _told_progress(
+    opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None, lines: list[str]
+) -> dict[str, Any]:
+    """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
-    output.line(
+    states = sorted({weight.state for weight in progress.states})
+    lines.append(
         f"after step {progress.step:,}, {counted(progress.samples or 0, 'sample')} and {tokens}, with the optimizer's "
-        f"{listing(sorted({weight.state for weight in progress.states}), 'and')}"
+        f"{listing(states, 'and')}"
     )
     model = opened.config.model_dump(mode="json", exclude_defaults=True)
     values: dict[str, dict[str, Any]] = {"model": {"family": opened.config.family, **model}}
@@ -202,11 +222,13 @@ def _tell_progress(opened: ForeignModel, progress: ForeignProgress, folder: Root
     recipe = (run_folder or Path()) / _RECIPE
     write_atomic(recipe, dump_yaml(values))
     words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in keys.items()]
-    output.line(f"keys that carry the training over, in {recipe}: {shlex.join(words)}")
+    lines.append(f"keys that carry the training over, in {recipe}: {shlex.join(words)}")
     place = ["RUN", f"checkpoint.path={str(folder).rpartition('/')[0]}"] if run_folder is None else [str(run_folder)]
     missing = [f"{key}=N" for key in ("train.global_batch", "train.sequence_length") if key not in keys]
     command = shlex.join(["shardwise", "train", str(recipe), "--run-dir", *place, "data.path=DATA", *missing])
-    output.line(f"go on: {command}")
+    lines.append(f"go on: {command}")
+    counts = {"step": progress.step, "samples": progress.samples or 0, "tokens": progress.tokens}
+    return {**counts, "states": states, "recipe": str(recipe), "keys": keys, "command": command}
 
 
 def _require_fitting(arguments: argparse.Namespace) -> None:
@@ -244,17 +266,19 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     source = user_path(arguments.source)
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
-    drift = bool(arguments.allow_drift)
+    drift, weights_only = bool(arguments.allow_drift), arguments.weights_only
     if arguments.kind == _NEURONX:
         with keys_renamed(_KEYS):
-            opened = open_neuronx(source, user_path(arguments.config), allow_drift=drift, ignore=ignore)
+            opened = open_neuronx(
+                source, user_path(arguments.config), allow_drift=drift, ignore=ignore, weights_only=weights_only
+            )
     elif arguments.kind == _TITAN:
         with keys_renamed(_KEYS):
-            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=arguments.weights_only)
+            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=weights_only)
     elif arguments.kind == _OLMO:
-        opened = open_olmo_core(source, weights_only=arguments.weights_only)
+        opened = open_olmo_core(source, weights_only=weights_only)
     else:
-        open_shards = open_megatron if arguments.kind == _MEGATRON else open_nemo
+        open_shards = open_megatron if arguments.kind == _MEGATRON else partial(open_nemo, weights_only=weights_only)
         opened = open_shards(source, arguments.vocab_size or vocabulary, allow_drift=drift)
     if vocabulary is not None and vocabulary > opened.config.vocab_size:
         raise ConfigError(

@@ -36,7 +36,7 @@ from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
 from shardwise_use.importing.megatron_model import NO_TOKENS, NO_WEIGHTS, canonical, count_layers, described, role_name
 from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
-from shardwise_use.importing.torch_dcp import is_dcp
+from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp
 
 RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
@@ -72,7 +72,7 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
 
 def combined(
     states: RankStates,
-    folder: Path,
+    folder: Path | str,
     vocab_size: int | None,
     rank_names: tuple[str, str],
     *,
@@ -142,7 +142,7 @@ def _open(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _common_arguments(states: RankStates, folder: Path) -> tuple[dict[str, Any], int]:
+def _common_arguments(states: RankStates, folder: Path | str) -> tuple[dict[str, Any], int]:
     """The arguments and the checkpoint version, which must be the same in all files."""
     first = next(iter(states.values()))
     args = dict(vars(first["args"]))
@@ -165,7 +165,7 @@ def _common_arguments(states: RankStates, folder: Path) -> tuple[dict[str, Any],
 
 
 def _degrees(
-    args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path, rank_names: tuple[str, str]
+    args: Mapping[str, Any], ranks: set[tuple[int, int]], folder: Path | str, rank_names: tuple[str, str]
 ) -> tuple[int, int]:
     """Tensor- and pipeline-parallel degree; every rank of them must have a file."""
     tensor = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or max(t for t, _ in ranks) + 1
@@ -216,14 +216,14 @@ def _chunk_keys(states: RankStates, where: str) -> list[str]:
     return keys
 
 
-def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor]:
+def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> dict[str, Tensor | LazyTensor]:
     """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | LazyTensor] = {}
     for name, value in _flattened(state):
         if NO_WEIGHTS.fullmatch(name):
             continue
         role = role_name(name, first)
-        if role is None or not isinstance(value, Tensor) or role in tensors:
+        if role is None or not isinstance(value, Tensor | LazyTensor) or role in tensors:
             unknown[name] = None
         else:
             tensors[role] = value

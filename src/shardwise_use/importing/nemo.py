@@ -4,12 +4,15 @@
     SOURCE/mp_rank_TT/NAME.ckpt                   tensor-parallel rank TT
     SOURCE/tp_rank_TT_pp_rank_PPP/NAME.ckpt       and pipeline stage PPP
     ….ckpt.tensors/tensor_N.pt                    with save_xser: its tensors, to which the .ckpt refers by number
+    …/optim/dp_rank_DDD/NAME-optimizer_states.ckpt     beside a .ckpt, with wrap_with_zero: see optimizer_shards.py
 
 As collections/nlp/parts/nlp_overrides.py and serialization.py write them. NAME is such as
-megatron_gpt--step=100-consumed_samples=3200.0. A file holds the weights under "state_dict", the model's configuration
-under "hyper_parameters", and what a training needs beside them. The weights are cut and named almost as those of
-Megatron-LM, so each file is turned into one of Megatron-LM, and the configuration into its arguments. The names and
-defaults of the configuration are those of collections/nlp/models/language_modeling/megatron_gpt_model.py.
+megatron_gpt--step=100-consumed_samples=3200.0, with -last at the end of both names for a last checkpoint. A file holds
+the weights under "state_dict", the model's configuration under "hyper_parameters", the state of the rates under
+"lr_schedulers" and, without wrap_with_zero, that of the optimizer under "optimizer_states". The weights are cut and
+named almost as those of Megatron-LM, so each file is turned into one of Megatron-LM, and the configuration into its
+arguments. The names and defaults of the configuration are those of
+collections/nlp/models/language_modeling/megatron_gpt_model.py.
 """
 
 from __future__ import annotations
@@ -26,12 +29,15 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron import combined
+from shardwise_use.importing.megatron_model import NO_WEIGHTS
+from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
 from shardwise_use.importing.tensor_parallel_shards import rank_paths
 
 _SHOWN = 6
 
 _RANK = re.compile(r"mp_rank_(\d{2,})|tp_rank_(\d{2,})(?:_pp_rank_(\d{3,}))?")
 _RANK_NAMES = ("mp_rank_{:02d}", "tp_rank_{:02d}_pp_rank_{:03d}")
+_SAMPLES = re.compile(r"consumed_samples=(\d+)")
 # A list of names among the weights.
 _BUFFERS = "untrained_buffer_names"
 # A value of the configuration may be the name of another key, as OmegaConf writes it.
@@ -55,21 +61,36 @@ _ALLOWED_VALUES = {
 """Keys, misspelled as in NeMo → values that a model may have; the first one is the default."""
 
 
-def open_nemo(source: Path, vocab_size: int | None = None, *, allow_drift: bool = False) -> ForeignModel:
-    """The model in a checkpoint of neuronx-nemo-megatron.
+def open_nemo(
+    source: Path, vocab_size: int | None = None, *, allow_drift: bool = False, weights_only: bool = False
+) -> ForeignModel:
+    """The model in a checkpoint of neuronx-nemo-megatron, with its progress where the state of AdamW is there.
 
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
         vocab_size: number of tokens without padding, which no checkpoint tells.
         allow_drift: the first of several replicas is taken although others differ.
+        weights_only: the step and the optimizer's state are left out.
 
     Raises:
         ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
         is wrong; or its files are not safe to open.
     """
     folder, files = _files(source)
-    states = {rank: _as_megatron(file) for rank, file in files.items()}
-    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+    saved = {rank: _opened(file) for rank, file in files.items()}
+
+    def combine(where: str, tensors: ByName) -> ForeignModel:
+        states = {rank: _as_megatron(str(files[rank]), saved[rank], found) for rank, found in tensors.items()}
+        return combined(states, where, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+
+    return combined_with_progress(
+        str(folder),
+        combine,
+        lambda: {rank: _weights(file, saved[rank]) for rank, file in files.items()},
+        None if weights_only else _optimizers(files, saved),
+        {rank: (file, _parameters(saved[rank])) for rank, file in files.items()},
+        lambda _: _training(files[min(files)], saved[min(files)]),
+    )
 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
@@ -93,8 +114,8 @@ def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
     return folder, {rank: path / chosen for rank, path in ranks.items() if (path / chosen).is_file()}
 
 
-def _as_megatron(path: Path) -> dict[str, Any]:
-    """The content of a rank's file, as Megatron-LM would have written it."""
+def _opened(path: Path) -> dict[str, Any]:
+    """The content of a rank's file, which has weights and a configuration."""
     saved = pickled.load(path)
     state = saved.get("state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
@@ -103,15 +124,59 @@ def _as_megatron(path: Path) -> dict[str, Any]:
     config = parameters.get("cfg") if isinstance(parameters, dict) else None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold the model's configuration under 'hyper_parameters', 'cfg': it is missing")
-    tensors = {name: pickled.followed(value, path) for name, value in state.items() if name != _BUFFERS}
+    return {**saved, "cfg": config}
+
+
+def _as_megatron(where: str, saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a rank's file, as Megatron-LM would have written it, with these tensors."""
+    # Version 3 cuts the fused Q, K and V by groups, as neuronx-nemo-megatron does.
+    args = argparse.Namespace(**_arguments(saved["cfg"], where))
+    return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}
+
+
+def _weights(path: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A rank's weights."""
+    tensors = {name: pickled.followed(value, path) for name, value in _parameters(saved).items()}
     no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if no_tensors:
         raise ConfigError(
             f"{path} must hold tensors alone under 'state_dict', and {listing(no_tensors, most=_SHOWN)} is none"
         )
-    # Version 3 cuts the fused Q, K and V by groups, as neuronx-nemo-megatron does.
-    args = argparse.Namespace(**_arguments(config, str(path)))
-    return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}
+    return tensors
+
+
+def _parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank's weights, in its order, without buffers."""
+    state = saved["state_dict"]
+    buffers = {_BUFFERS, *state.get(_BUFFERS, ())}
+    return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(name)}
+
+
+def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, Any]]) -> Found:
+    """The states of the optimizer, of which the programs have one."""
+    found: Found = {}
+    for rank, file in files.items():
+        name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
+        paths = {int(path.parent.name[len("dp_rank_") :]): path for path in file.parent.glob(f"optim/dp_rank_*/{name}")}
+        states = {data: (path, pickled.load(path)) for data, path in paths.items()}
+        states = states or {0: (file, saved[rank].get("optimizer_states"))}
+        found |= {rank: {data: (path, held[0]) for data, (path, held) in states.items() if held}}
+    return found if any(found.values()) else {}
+
+
+def _training(file: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of the training; `saved`: the content of a rank's file."""
+    config = saved["cfg"]
+    lengths = ((config.get("data") or {}).get("seq_length"), config.get("encoder_seq_length"))
+    consumed = _SAMPLES.search(file.name)
+    return {
+        "step": saved.get("global_step"),
+        "scheduler": next(iter(saved.get("lr_schedulers") or ()), {}),
+        "given": (config.get("optim") or {}).get("sched") or {},
+        "batch": config.get("global_batch_size"),
+        "length": next((length for length in lengths if type(length) is int), None),
+        "samples": int(consumed[1]) if consumed else None,
+    }
 
 
 def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -4,9 +4,14 @@
     SOURCE/model/….pt.tensors/tensor_N.pt                with xser: its tensors, to which the .pt refers by number
     SOURCE/tp_rank_TT_pp_rank_PP/checkpoint.pt           of releases before 0.6 and of BERT's script, under "model"
     SOURCE/tp_rank_TT_pp_rank_PP, ….tensors/tensor_N.pt  of these with xser
+    SOURCE/optim/dp_rank_DD_tp_rank_TT_pp_rank_PP.pt     AdamW's state (optimizer_shards.py); without ZeRO-1 of DD = 00
+    SOURCE/optim/full_tp_rank_TT_pp_rank_PP.pt           by optimizer/convert_zero_checkpoints.py, of all DD
+    SOURCE/optim.dp_rank_DD.tp_rank_TT                   of the GPT-NeoX scripts; of BERT's it is under "optimizer"
+    SOURCE/scheduler.pt, SOURCE/user_content.pt          rates; step and arguments. Older ones are beside "model"
 
-As its trainer/checkpoint.py and parallel_layers/checkpointing.py write them. A layer has the same number on every
-pipeline stage. The model code says what the fused tensors of a rank are (modeling_llama_nxd.py, modules/qkv_linear.py):
+As its trainer/checkpoint.py, optimizer/zero_redundancy_optimizer.py and parallel_layers/checkpointing.py write them. A
+layer has the same number on every pipeline stage. The model code says what the fused tensors of a rank are
+(modeling_llama_nxd.py, modules/qkv_linear.py):
 
     gate_up_proj                        [gate; up]
     qkv_proj.weight                     [q; k; v]
@@ -25,8 +30,9 @@ tensor tells whether a rank has it whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -37,10 +43,18 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.optimizer_shards import (
+    MASTERS,
+    ByName,
+    Found,
+    Rank,
+    combined_with_progress,
+)
 from shardwise_use.importing.tensor_parallel_shards import Shards, drift, rank_paths, require_ranks
 from shardwise_use.importing.torch_dcp import LazyTensor
 
 _RANK = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt|tp_rank_(\d{2,})_pp_rank_(\d{2,})")
+_OPTIMIZER = re.compile(r"(?:(?:optim\.)?dp_rank_(\d{2,})|full)[._]tp_rank_(\d{2,})(?:_pp_rank_(\d{2,})\.pt)?")
 _OLD_FILE = "checkpoint.pt"
 _STARTED = "checkpoint"
 _DONE = "done"
@@ -52,15 +66,21 @@ _VOCABULARY = re.compile(r".*(embed_tokens|lm_head|embed_in|embed_out|word_embed
 
 
 def open_neuronx(
-    source: Path, config_file: Path, *, allow_drift: bool = False, ignore: Collection[str] = ()
+    source: Path,
+    config_file: Path,
+    *,
+    allow_drift: bool = False,
+    ignore: Collection[str] = (),
+    weights_only: bool = False,
 ) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed.
+    """The model in a checkpoint of neuronx-distributed, with its progress where the state of AdamW is there.
 
     Args:
         source: the folder of the checkpoint.
         config_file: the model's Hugging Face `config.json`, or the folder of it.
         allow_drift: the first of several replicas is taken although others differ.
         ignore: fields of the file that change nothing, as the user says.
+        weights_only: the step and the optimizer's state are left out.
 
     Raises:
         ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
@@ -76,24 +96,42 @@ def open_neuronx(
     tensor = max(rank for rank, _ in ranks) + 1
     pipeline = max(stage for _, stage in ranks) + 1
     require_ranks(str(source), set(ranks), tensor, pipeline, "tp_rank_{:02d}_pp_rank_{:02d}")
-    spelled = weight_names(config.family)
-    states = {rank: _state(path, re.compile(spelled.buffers)) for rank, path in sorted(ranks.items())}
-    shards = Shards(str(source), tensor, allow_drift)
-    for stage in range(pipeline):
-        place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
-        shards.add([states[rank, stage] for rank in range(tensor)], place)
-    shards.require_floats()
-    if config.tie_word_embeddings:
-        for copy, name in spelled.tied.items():
-            shards.require_tied(name, copy)
+    buffers = re.compile(weight_names(config.family).buffers)
+    held = {rank: pickled.load(path) for rank, path in sorted(ranks.items())}
+    values = {rank: _values(state, ranks[rank], buffers) for rank, state in held.items()}
     shapes = canonical_shapes(config)
-    tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
-    for name, shape in shapes.items():
-        if name not in tensors:
-            tensors[name] = _tensor(shards, name, shape)
-    weights = shards.weights(shapes, tensors)
-    layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
+
+    def combine(where: str, states: ByName) -> ForeignModel:
+        shards = Shards(where, tensor, allow_drift)
+        for stage in range(pipeline):
+            place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
+            shards.add([states[rank, stage] for rank in range(tensor)], place)
+        shards.require_floats()
+        if config.tie_word_embeddings:
+            for copy, name in weight_names(config.family).tied.items():
+                shards.require_tied(name, copy)
+        tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
+        for name, shape in shapes.items():
+            if name not in tensors:
+                tensors[name] = _tensor(shards, name, shape)
+        weights = shards.weights(shapes, tensors)
+        layout = {"tensor": tensor, "pipeline": pipeline}
+        return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
+
+    # A tied weight is a parameter once, wherever both are on a rank.
+    tied = weight_names(config.family).tied if config.tie_word_embeddings else {}
+    parameters = {
+        rank: (ranks[rank], {name: value for name, value in named.items() if tied.get(name) not in named})
+        for rank, named in values.items()
+    }
+    return combined_with_progress(
+        str(source),
+        combine,
+        lambda: {rank: _tensors(named, ranks[rank]) for rank, named in values.items()},
+        None if weights_only else _optimizers(source, ranks, held),
+        parameters,
+        lambda degree: _training(source, held[0, 0], degree),
+    )
 
 
 # ---- files
@@ -117,27 +155,60 @@ def _ranks(source: Path) -> dict[tuple[int, int], Path]:
     return files
 
 
-def _state(path: Path, buffers: re.Pattern[str]) -> dict[str, Tensor]:
-    """A rank's tensors by Hugging Face names; with xser each is opened from its own file."""
-    state = pickled.load(path)
+def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
+    """A rank's tensors by Hugging Face names, in its order; with xser references to them."""
     if isinstance(state, dict) and isinstance(state.get("model"), dict):
         state = state["model"]
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold the state of a model: a dictionary of tensors")
-    tensors: dict[str, Tensor] = {}
-    problems: list[str] = []
-    for key, value in state.items():
-        name = re.sub(r"^(module\.)+", "", str(key))
-        if buffers.fullmatch(name):
-            continue
-        tensor = pickled.followed(value, path)
-        if isinstance(tensor, Tensor):
-            tensors[name] = tensor
-        else:
-            problems.append(f"{path}: {name} must be a tensor")
+    names = {re.sub(r"^(module\.)+", "", str(key)): value for key, value in state.items()}
+    return {name: value for name, value in names.items() if not buffers.fullmatch(name)}
+
+
+def _tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """A rank's tensors; with xser each is opened from its own file."""
+    tensors = {name: pickled.followed(value, path) for name, value in values.items()}
+    problems = [f"{path}: {name} must be a tensor" for name, value in tensors.items() if not isinstance(value, Tensor)]
     if problems:
         raise ConfigError(problems)
     return tensors
+
+
+# ---- the optimizer's state
+
+
+def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, Any]) -> Found:
+    """The states of the optimizer."""
+    found: Found = {}
+    for path in sorted([*(source / "optim").glob("*"), *source.glob("optim.*")]):
+        if match := _OPTIMIZER.fullmatch(path.name):
+            data, tensor, stage = (int(number or 0) for number in match.groups())
+            state = pickled.load(path)
+            if match[1] is None and isinstance(state, dict):
+                # The converter leaves the masters of rank 0 here.
+                state.pop(MASTERS, None)
+            found.setdefault((tensor, stage), {})[data] = (path, state)
+    inside = {rank: state.get("optimizer") for rank, state in held.items()}
+    return found or {rank: {0: (ranks[rank], state)} for rank, state in inside.items() if isinstance(state, dict)}
+
+
+def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
+    """What is saved of the training; `state`: the content of the first rank's file."""
+    told = dict(state) if "model" in state else {}
+    for name in ("user_content", "scheduler"):
+        if (source / f"{name}.pt").is_file():
+            saved = pickled.load(source / f"{name}.pt")
+            told |= {name: saved} if name == "scheduler" else saved
+    given = told.get("cli_args") or {}
+    per_rank = given.get("train_batch_size") or given.get("batch_size", 0) * given.get("grad_accum_usteps", 1)
+    return {
+        "step": told.get("total_steps", told.get("global_step")),
+        "scheduler": told.get("scheduler") or next(iter(told.get("lr_schedulers") or ()), {}),
+        "given": given,
+        "batch": per_rank * degree,
+        "length": given.get("seq_len"),
+        "samples": None,
+    }
 
 
 # ---- the models

@@ -37,13 +37,13 @@ _STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _PACKAGES = ("transformers.", "accelerate.", "trl.")
 """Packages whose classes a training_args.bin may name: each object becomes a record."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_LEAVE = "import the weights alone by --weights-only"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LEAVE = "import the weights alone by --weights-only"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
 _LOSSES = 32
-_Groups: TypeAlias = Sequence[Mapping[str, Any]]
-_States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """The state of a parameter, by the number that the groups give it."""
 
 
@@ -64,16 +64,16 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
             f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
-            f"or {_LEAVE}"
+            f"or {LEAVE}"
         ) from None
-    groups, states = _read_optimizer(folder / OPTIMIZER)
+    groups, states = adamw_state(pickled.load(folder / OPTIMIZER), folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
     try:
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {_LEAVE}"
+        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {LEAVE}"
         raise ConfigError(problem) from None
     return replace(opened, progress=progress, notes=(*opened.notes, *notes))
 
@@ -81,8 +81,8 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
 def _progress(
     opened: ForeignModel,
     saved: Mapping[str, Any],
-    groups: _Groups,
-    states: _States,
+    groups: Groups,
+    states: States,
     arguments: Mapping[str, Any],
     folder: Path,
 ) -> tuple[ForeignProgress, list[str]]:
@@ -136,24 +136,30 @@ def _progress(
 # ---- optimizer.pt
 
 
-def _read_optimizer(path: Path) -> tuple[_Groups, _States]:
-    """The parameter groups and, by the parameter's number, the state of a torch AdamW."""
-    held = pickled.load(path)
-    groups, states = (held.get(key) if isinstance(held, dict) else None for key in ("param_groups", "state"))
+def adamw_state(held: Any, path: Path) -> tuple[Groups, States]:
+    """The parameter groups and, by the parameter's number, the state of a torch AdamW, or of its shard by ZeRO-1.
+
+    Raises:
+        ConfigError: what a file holds is none, or is of another optimizer.
+    """
+    held = held if isinstance(held, dict) else {}
+    groups, states = held.get("param_groups"), held.get("base_state") or held.get("state")
     are_groups = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
     are_states = isinstance(states, dict) and all(isinstance(state, dict) for state in states.values())
     if not (groups and states and are_groups and are_states):
-        raise ConfigError(f"{path} must be the state of an optimizer after a step, and is none: {_LEAVE}")
+        raise ConfigError(f"{path} must be the state of an optimizer after a step, and is none: {LEAVE}")
     kept = {name for state in states.values() for name in state}
-    wanted = {"step", *_MOMENTS}
+    wanted = {"step", *MOMENTS}
     if kept != wanted or not all(state.keys() == wanted for state in states.values()):
         raise ConfigError(
             f"{path} must hold the state of AdamW ({listing(sorted(wanted))}), and it holds {listing(sorted(kept))}, "
-            f"of another optimizer: go on where it was made, or {_LEAVE}"
+            f"of another optimizer: go on where it was made, or {LEAVE}"
         )
     for group in groups:
         if not group.get("decoupled_weight_decay", True) and group["weight_decay"]:
-            raise ConfigError(f"{path} must be of AdamW, and is of Adam with weight decay in its gradients: {_LEAVE}")
+            raise ConfigError(f"{path} must be of AdamW, and is of Adam with weight decay in its gradients: {LEAVE}")
+        if not group.get("correct_bias", True):
+            raise ConfigError(f"{path} must be of AdamW, and is of one without the correction of its bias: {LEAVE}")
     return groups, states
 
 
@@ -166,12 +172,12 @@ class _Parameter:
 
 
 def _by_name(
-    opened: ForeignModel, groups: _Groups, states: _States, path: Path
+    opened: ForeignModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
     """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
-    of_both = [{tuple(states[number][state].shape) for state in _MOMENTS if number in states} for number in numbers]
+    of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     found = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
     # Some families have the router of a layer before its experts.
     for router_first in (True, False):
@@ -187,14 +193,14 @@ def _by_name(
         raise ConfigError(
             f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
             f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
-            f"frozen; {_LEAVE}"
+            f"frozen; {LEAVE}"
         )
     streamed: list[StreamedWeight] = []
     updates: dict[str, int] = {}
     for number, parameter in zip(numbers, parameters, strict=True):
         for name, place in parameter.parts.items():
             updates[name] = int(states[number]["step"])
-            for state in _MOMENTS:
+            for state in MOMENTS:
                 moment = states[number][state][place]
                 dtype = DTYPE_NAMES[moment.dtype]
                 streamed.append(StreamedWeight(name, dtype, shapes[name], partial(_segments, moment), state))
@@ -259,32 +265,20 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     try:
         record = pickled.load(path, records=_PACKAGES)
     except ConfigError as error:
-        fix = f"move {path.name} away to import without its rates, or {_LEAVE}"
+        fix = f"move {path.name} away to import without its rates, or {LEAVE}"
         raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
     if not isinstance(record, pickled.Record):
-        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {_LEAVE}")
+        raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {LEAVE}")
     return {name: value.value if isinstance(value, pickled.Record) else value for name, value in record.fields.items()}
 
 
 def _keys(
-    arguments: Mapping[str, Any], groups: _Groups, step: int, steps: int, dtype: str
+    arguments: Mapping[str, Any], groups: Groups, step: int, steps: int, dtype: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Keys of shardwise with the Trainer's values, and sentences on what has no counterpart."""
-    group = groups[0]
-    rate = float(group.get("initial_lr", group["lr"]))
-    keys: dict[str, Any] = {
-        "train.steps": steps,
-        "optimizer.lr": rate,
-        "optimizer.weight_decay": float(group["weight_decay"]),
-        "optimizer.betas": [float(beta) for beta in group["betas"]],
-        "optimizer.eps": float(group["eps"]),
-    }
-    notes: list[str] = []
-    decays = {float(each["weight_decay"]) for each in groups}
-    if len(decays) == 1 and decays != {0.0}:
-        keys["optimizer.no_decay"] = []
-    elif len(decays - {0.0}) > 1:
-        notes.append(f"several rates of weight decay there, {listing(map(str, sorted(decays)))}, and one here")
+    options, notes = adamw_keys(groups)
+    keys: dict[str, Any] = {"train.steps": steps, **options}
+    group, rate = groups[0], keys["optimizer.lr"]
     if not arguments:
         notes.append(
             f"there is no {_ARGUMENTS}: set optimizer.schedule, optimizer.max_norm and train.global_batch yourself"
@@ -304,6 +298,24 @@ def _keys(
         for name in ("label_smoothing_factor", "neftune_noise_alpha")
         if arguments.get(name)
     ]
+    return keys, notes
+
+
+def adamw_keys(groups: Groups) -> tuple[dict[str, Any], list[str]]:
+    """The keys of an AdamW with these parameter groups, and sentences on what has no counterpart."""
+    group = groups[0]
+    keys: dict[str, Any] = {
+        "optimizer.lr": float(group.get("initial_lr", group["lr"])),
+        "optimizer.weight_decay": float(group["weight_decay"]),
+        "optimizer.betas": [float(beta) for beta in group["betas"]],
+        "optimizer.eps": float(group["eps"]),
+    }
+    notes: list[str] = []
+    decays = {float(each["weight_decay"]) for each in groups}
+    if len(decays) == 1 and decays != {0.0}:
+        keys["optimizer.no_decay"] = []
+    elif len(decays - {0.0}) > 1:
+        notes.append(f"several rates of weight decay there, {listing(map(str, sorted(decays)))}, and one here")
     return keys, notes
 
 

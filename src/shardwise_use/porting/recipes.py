@@ -247,6 +247,10 @@ def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     overrides = "train_module.optim.group_overrides"
     if settings.get(f"{overrides}.opts.weight_decay") == 0 and settings.get(f"{overrides}.count", 1) == 1:
         settings["train_module.optim.no_decay"] = settings.get(f"{overrides}.params")
+    parts, batch = settings.get("num_microbatches"), settings.get("train_batch_size")
+    if isinstance(parts, int) and isinstance(batch, int) and 0 < parts <= batch and not batch % parts:
+        # The batch of a replica, of which a pipeline computes these parts.
+        settings = {"micro_batch_size": batch // parts, **settings}
     is_trainers = "global_step" in settings or "per_device_train_batch_size" in settings
     if is_trainers and place.suffix == ".json" and (place.parent / "config.json").is_file():
         settings.setdefault("config_folder", str(place.parent))

@@ -1,19 +1,22 @@
 """Arguments of training commands in shell scripts, without running anything.
 
-Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file. Conditions are not
-decided: what all branches assign counts, the last one most, where its value is known.
+Variables, arrays, defaults and whole-number arithmetic are filled in, in the order of the file, as where the script
+runs without arguments and without variables of its own. So are conditions that compare them. Of any other condition,
+what all branches assign counts, the last one most, where its value is known.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
+from shardwise.config.other_names import VARIABLES
 from shardwise.config.recipe_files import parse_value
 from shardwise.config.translation import computed
 
@@ -29,6 +32,20 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMENT = re.compile(r"(?m)(^|\s)#(?!!).*$")
 _END_OF_COMMAND = re.compile(r"\d?[|&;>]")
+_BRANCH = re.compile(r"^\s*(if|elif|else|fi)\b(.*)$")
+_TEST = re.compile(
+    r"""\[\[?\s+(?P<negated>!\s+)?(?:(?P<flag>-[nzv])\s+(?P<only>\S+)
+    |(?P<left>\S+)\s+(?P<operator>==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s+(?P<right>\S+))\s+\]\]?""",
+    re.VERBOSE,
+)
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
 _PASSES = 8
 """The number of passes that fill in variables inside of the values of variables."""
 
@@ -46,7 +63,10 @@ def commands(
     is_whole = variables is None
     variables = {"HOME": "~"} if variables is None else variables
     inner = [] if inner is None else inner
+    branches = _Branches(variables)
     for statement in _STATEMENT.finditer(_COMMENT.sub(r"\1", text.replace("\r", "")).replace("\\\n", " ")):
+        if not branches.run(statement["command"] or ""):
+            continue
         if name := statement["name"]:
             # The usual way to name the script's own folder.
             is_folder = statement["value"].startswith("$(") and "dirname" in statement["value"]
@@ -59,10 +79,68 @@ def commands(
                 if script not in inner and script.is_file():
                     inner.append(script)
                     yield from commands(_text_of(script), folder, variables, inner)
-            yield settings_of(words)
+            found_in_it = settings_of(words)
+            told = {name.lower(): [value] for name, value in variables.items() if name.lower() in VARIABLES}
+            yield {**{name: _value(values) for name, values in told.items()}, **found_in_it} if found_in_it else {}
     if is_whole:
         # A file may hold the arguments alone, for another script.
         yield settings_of(_words(_filled(" ".join(value for value in variables.values() if "--" in value), variables)))
+
+
+class _Branches:
+    """The branches of conditions that a script is in; `variables` change while it is read."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+        # Of each condition around a line: whether its present branch runs, and whether one before did; None: not known.
+        self._open: list[tuple[bool | None, bool | None]] = []
+
+    def run(self, command: str) -> bool:
+        """Return whether a line runs, or may run, after a command that may begin or end a branch."""
+        found = _BRANCH.match(command)
+        word = found[1] if found else ""
+        if found and not (word == "if" and re.search(r"\bfi\s*$", command)):
+            _, before = self._open.pop() if self._open and word != "if" else (None, False)
+            if word in ("if", "elif"):
+                decided = False if before else self._decided(found[2])
+                self._open.append((decided, before or (decided if before is False else None)))
+            elif word == "else":
+                self._open.append((None if before is None else not before, True))
+        return all(runs is not False for runs, _ in self._open)
+
+    def _decided(self, condition: str) -> bool | None:
+        """The value of tests that `&&` and `||` join; None if it is not known."""
+        first, *others = re.split(r"(&&|\|\|)", condition.rpartition("then")[0] or condition)
+        value = self._tested(first)
+        for joint, test in zip(others[::2], others[1::2], strict=True):
+            stops = joint == "||"
+            if value is not stops:
+                other = self._tested(test)
+                value = other if value is not None or other is stops else None
+        return value
+
+    def _tested(self, test: str) -> bool | None:
+        found = _TEST.fullmatch(test.strip(" \t;"))
+        if not found:
+            return None
+        words = [
+            re.sub(r"\$\{?\w+\}?", "", _filled(found[name], self._variables)).strip("\"'")
+            for name in ("only", "left", "right")
+            if found[name]
+        ]
+        if any("$" in word or "`" in word for word in words):
+            return None
+        sign = found["operator"] or ""
+        if found["flag"]:
+            holds = words[0] in self._variables if found["flag"] == "-v" else bool(words[0]) == (found["flag"] == "-n")
+        elif sign in _COMPARISONS:
+            try:
+                holds = _COMPARISONS[sign](*map(int, words))
+            except ValueError:  # nothing is no number, and the test fails
+                holds = False
+        else:
+            holds = (words[0] == words[1]) == (sign != "!=")
+        return holds != bool(found["negated"])
 
 
 def _text_of(script: Path) -> str:

@@ -14,13 +14,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from shardwise.base import units
+from shardwise.base.errors import ShardwiseError
+from shardwise.base.registered import provided
 from shardwise.cli import output
 from shardwise.runs import local_devices
 from shardwise.runs.events import number
-from shardwise.runs.folder import RUNS
+from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_watch import summary
 from shardwise_watch.run import RunView, Unreadable, owners, runs_at
 
@@ -40,19 +43,27 @@ def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
     ranks = owners(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices(ranks)
+    jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
+    try:
+        if any(not RunDirectory(path.parent).holds_run for path in Path(arguments.folder).glob("*/jobs.jsonl")):
+            jobs = provided("jobs_before_their_runs")(Path(arguments.folder))
+    except ShardwiseError as error:
+        problems.append(f"submitted jobs: {error}")
     if arguments.json:
         machine = {
             "schema": summary.SCHEMA,
             "host": platform.node(),
             "devices": [asdict(device) for device in machine_devices.devices],
         }
+        machine["jobs"] = [{**asdict(job), "run": str(job.run)} for job in jobs]
         output.json({**machine, "runs": [summary.row(run) for run in listed_runs], "problems": problems})
         return 0
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
-    if listed_runs:
-        _table([run_cells(run) for run in listed_runs], RUN_COLUMNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
+    if listed_runs or jobs:
+        rows = [(job.run.name, f"{job.text}, job {job.id}", *[""] * (len(RUN_COLUMNS) - 2)) for job in jobs]
+        _table([*rows, *map(run_cells, listed_runs)], RUN_COLUMNS, (2, 3, 4, 5, 6, 7, 8), widest=0)
     else:
         output.line(f"no run in {arguments.folder.rstrip('/')}/")
     for problem in problems:

@@ -255,6 +255,13 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     return _figure(title, [], drawn, area, data, notes=[note] if note else [])
 
 
+def axes(x: Sequence[float], y: Sequence[float], suffixes: tuple[str, str]) -> tuple[_PlotArea, str]:
+    """Return the area of a small chart that holds these values, and its two axes with their units as suffixes."""
+    across, upward = _ticks(x), _ticks(y)
+    area = _PlotArea(across[0], across[-1], upward[0], upward[-1])
+    return area, _y_axis(area, upward, suffixes[1]) + _x_axis(area, "", across, suffixes[0])
+
+
 _LOADS = {"no token": 0.0, "to 0.5": 1e-9, "to 0.8": 0.5, "to 1.25": 0.8, "to 2": 1.25, "to 4": 2.0, "4 and more": 4.0}
 """Least load over the mean of each colour; the fourth is that of a load near the mean."""
 
@@ -411,15 +418,16 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
     return "".join(parts)
 
 
-def _x_axis(area: _PlotArea, name: str) -> str:
+def _x_axis(area: _PlotArea, name: str, ticks: Sequence[float] = (), suffix: str = "") -> str:
     below = area.size.height - 8
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{below}" text-anchor="end">{name}</text>']
-    ticks = [tick for tick in _ticks([area.low_x, area.high_x], are_whole=True) if area.low_x <= tick <= area.high_x]
+    whole = _ticks([area.low_x, area.high_x], are_whole=True)
+    ticks = ticks or [tick for tick in whole if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, short(ticks), strict=True):
         x = area.x(tick)
         # A text in the middle of its tick would leave the picture at its ends.
         anchor = "end" if x > area.size.width - 3 * RIGHT else "start" if x < LEFT + 4 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{below}" text-anchor="{anchor}">{text}{suffix}</text>')
     return "".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The curve by points of docs/porting.md has, at every step, the rate of Megatron-LM's scheduler."""
+"""The curve by points, which `recipes --from` tells, has at every step the rate of Megatron-LM's scheduler."""
 
 import pytest
 import torch

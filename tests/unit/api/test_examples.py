@@ -15,6 +15,8 @@ import pytest
 import shardwise
 from tests.arch.source import ROOT
 from tests.e2e.command import shardwise as run_command
+from tests.e2e.test_pages import Block, assert_shown
+from tests.e2e.test_pages import blocks as page_blocks
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
@@ -31,9 +33,11 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^```sh\nshardwise (.*)\n```", page, re.MULTILINE)
-    run_command(*command.split(), "train.steps=8", "train.eval_every=4", at=tmp_path).succeeded()
+    (block,) = page_blocks("docs/hooks.md")
+    _, *command = block.code.split()
+    done = run_command(*command, "train.steps=8", "train.eval_every=4", at=tmp_path).succeeded()
+    assert block.shown
+    assert_shown(block, done.out)
     run = shardwise.Run("runs/hooks")
     losses = [event["loss"] for event in run.metrics("eval")]
     assert losses[-1] < 0.97 * losses[0]
@@ -54,11 +58,17 @@ def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs_in_its_order() -> None:
+def test_the_code_of_the_page_runs_in_its_order(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
-        exec(compile(block, "docs/python.md", "exec"), names)
+    shown = []
+    program = r"^```python\n(.*?)^```\n(?:\n<!-- excerpt -->\n```text\n(.*?)^```)?"
+    for code, text in re.findall(program, page, re.MULTILINE | re.DOTALL):
+        exec(compile(code, "docs/python.md", "exec"), names)
+        printed = capsys.readouterr().out
+        shown += [text] if text else []
+        assert_shown(Block("docs/python.md", "", code, None, text or None, bool(text)), printed)
+    assert len(shown) == 2
     assert len(names["run"].metrics()) == 4
     assert names["done"] == 1
     assert Path(names["saved"]).is_dir()

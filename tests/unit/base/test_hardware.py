@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base import hardware
+from shardwise.base.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,23 @@ def test_neuron_cores(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert hardware.accelerators(devices(tmp_path, "neuron0", "neuron1"), tmp_path / "sys") == ("neuron", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("NEURON_RT_VISIBLE_CORES", "0-", r"NEURON_RT_VISIBLE_CORES \(0-\) must be a list of cores, such as 0-3,8"),
+        ("NEURON_RT_VISIBLE_CORES", "all", r"NEURON_RT_VISIBLE_CORES \(all\) must be a list"),
+        ("NEURON_RT_NUM_CORES", "0", r"NEURON_RT_NUM_CORES \(0\) must be a number of cores: change it, or unset it"),
+        ("NEURON_LOGICAL_NC_CONFIG", "4", r"NEURON_LOGICAL_NC_CONFIG \(4\) must be 1, or 2 to join two cores"),
+    ],
+)
+def test_settings_of_cores_that_say_nothing_are_refused(
+    name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        hardware.accelerators(devices(tmp_path, "neuron0"), tmp_path / "sys")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,11 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
         ("s3://bucket/part-?.txt", "s3://bucket/part-?.txt"),
         ("http://host:80/a@b", "http://host:80/a@b"),
         ("is it http://host/x?", "is it http://host/x?"),
+        ("log.notify=[https://a/5ecret,https://b:8/]", "log.notify=[https://a/(redacted),https://b:8/]"),
+        (
+            "log:\n  notify:\n    - https://a/5e/cret\n    - 'https://b/5ecret'\n  x: https://c/d",
+            "log:\n  notify:\n    - https://a/(redacted)\n    - 'https://b/(redacted)'\n  x: https://c/d",
+        ),
     ],
 )
 def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:

@@ -23,6 +23,7 @@ from shardwise.verify.tolerance import Differences
 from tests.hugging_face import save
 from tests.loopback_files import serve
 from tests.screens import Log, Screen
+from tests.unit.cli.test_json import asked
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 400
 
@@ -91,6 +92,22 @@ def test_checkpoints(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -
         f"verifying step-00000000: {units.size(read)} of {units.size(files)}, {read / files:.0%}",
         f"comparing: {units.size(weights)} of {units.size(files)}, {weights / files:.0%}",
     )
+
+
+def test_what_was_written_is_told_as_json(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported = asked(capsys, "checkpoint", "import", at / "plain", "steps")
+    assert imported["family"] == "llama"
+    assert imported["command"] == f"shardwise train RECIPE checkpoint.load={imported['checkpoint']}"
+    exported = asked(capsys, "checkpoint", "export", imported["checkpoint"], "out", "--dtype", "bfloat16")
+    assert exported["dtypes"] == ["bfloat16"]
+    assert exported["weights_bytes"] == 2 * imported["parameters"]
+    assert (Path(exported["path"]), exported["step"]) == (Path("out").absolute(), 0)
+    assert exported["files"] == len([*Path("out").iterdir()])
+    prepare = ("data", "prepare", "text.txt", "out/data", "--tokenizer", at / "plain")
+    prepared, again = (asked(capsys, *prepare) for _ in range(2))
+    assert again == prepared | {"was_there": True}
+    assert [Path(file).is_file() for file in prepared["files"]] == [True, True]
+    assert (prepared["documents"], prepared["source_bytes"]) == (1, len(TEXT))
 
 
 def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:

@@ -12,6 +12,7 @@ from shardwise.cli import main
 from shardwise.launch import stop_requests
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_jobs import commands
+from shardwise_jobs.restarts import history
 from shardwise_jobs.submission import record
 
 
@@ -135,3 +136,24 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
     first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "job 2, which waited in SLURM's queue, is cancelled"
     assert second == "job 1, which compiled for the run, is cancelled"
+    assert [(ending.job, ending.how) for ending in history(run)] == [(job, "cancelled") for job in ("2", "1", "3")]
+
+
+def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor is starting: no process is there that would read a request."""
+    run = RunDirectory("run").create().path
+    record(run, "1", "train")
+    cancelled: list[str] = []
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(commands, "jobs", lambda: [commands._job("1|RUNNING||1||0:00|1:00|gpu||T|shardwise:/x")])
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    holder = {"host": "elsewhere", "pid": 1, "started": "2026"}
+    (run / ".lock").write_text(json.dumps(holder))
+    assert main(["stop", "run"]) == 0
+    assert cancelled == [], "a supervisor on another machine is asked, as a rank is"
+    (run / ".lock").write_text("")
+    capsys.readouterr()
+    assert main(["stop", "run"]) == 0
+    assert (cancelled, capsys.readouterr().out) == (["1"], "job 1, which was about to train, is cancelled\n")

@@ -75,6 +75,18 @@ def test_a_dry_run_shows_every_key_on_request(capsys: pytest.CaptureFixture[str]
     assert "--full must go with --dry-run" in capsys.readouterr().err
 
 
+def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    run = tmp_path / "file/run"
+    assert main(["train", "llama2-tiny", "--dry-run", "--run-dir", str(run)]) == 2
+    assert f"{run} cannot be made: Not a directory; start in a folder that can be" in capsys.readouterr().err
+    run = tmp_path / "new/run"
+    assert main(["train", "llama2-tiny", "--dry-run", "--run-dir", str(run)]) == 0
+    assert not run.parent.exists()
+
+
 def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "llama2-tiny", "precision.matmul=fp8", "precision.mode=null", "--dry-run"]
     assert main(command) == 0

@@ -1,6 +1,7 @@
 """Which accelerator a rank uses, and who is told that there is none."""
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -67,6 +68,22 @@ def test_a_rank_keeps_one_of_the_cores_that_all_are_shown(
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", shown)
     devices.show_one_core(torch.device("cuda", 1))
     assert os.environ["NEURON_RT_VISIBLE_CORES"] == left
+
+
+def test_more_ranks_than_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "4-7")
+    with pytest.raises(ConfigError, match=r"VISIBLE_CORES \(4-7\) must name a core .*, and has 4: rank 5 has none"):
+        devices.show_one_core(torch.device("cuda", 5))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "has_one"),
+    [(range(2), False), (range(4), True), (range(4, 8), True), (range(2, 6), False), ((0, 2, 4, 6), False),
+     (range(32), True), (range(64, 128), True), (range(12), False)],
+)  # fmt: skip
+def test_torchneurons_all_to_all_is_for_some_groups(ranks: Sequence[int], has_one: bool) -> None:
+    assert devices.has_all_to_all("neuron", ranks) == has_one
+    assert devices.has_all_to_all("nccl", ranks)
 
 
 @pytest.mark.parametrize(

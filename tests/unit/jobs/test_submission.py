@@ -55,6 +55,29 @@ def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> 
         ranks_per_node(None, 2, 3, None)
 
 
+@pytest.mark.parametrize(
+    ("given", "gres", "says"),
+    [
+        (None, "neuron:1.5", r"launch\.gres \(neuron:1\.5\) must name a whole number of devices"),
+        (None, "gpu:", r"launch\.gres \(gpu:\) must name a whole number of devices, such as gpu:8 or neuron:trn2:16"),
+        (
+            40,
+            "neuron:trn1:16",
+            r"launch\.ranks_per_node \(40\) must be at most the devices .*, of which there are 32",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_counted_or_are_too_few_are_refused(given: int | None, gres: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        ranks_per_node(given, 1, 2, gres)
+
+
+def test_chips_whose_cores_the_layout_does_not_divide_are_refused() -> None:
+    ranks = ranks_per_node(None, 8, 1, "neuron:trn2:3")
+    with pytest.raises(ConfigError, match=r"\(12\) must be a multiple of parallel\.tensor \(8\)"):
+        check_counts(config("parallel.tensor=8"), (1, 1), ranks, as_it_is)
+
+
 def test_numbers_of_nodes_that_the_layout_does_not_fill_are_told() -> None:
     layout, notes = check_counts(config("train.global_batch=8", "train.micro_batch=2"), (1, 3), 2, as_it_is)
     assert layout.world == 4

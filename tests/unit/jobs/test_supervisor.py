@@ -172,6 +172,38 @@ def test_the_failure_that_ends_the_job_is_a_block_and_recorded(job: Job) -> None
     assert "FAILED" not in job.told[0], "it goes on"
 
 
+def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str, int | None]] = []
+    monkeypatch.setattr(
+        supervisor.notices, "send", lambda event, _run, why, code=None, **_: told.append((event, why, code))
+    )
+    saved = "no checkpoint was saved"
+    job.supervise(FAILED, DONE)
+    restart = ("restart", f"{KILLED.text}; {saved}; restart 1 of 3 (launch.max_restarts)", 1)
+    assert told == [restart, ("end", "finished", 0)]
+    told.clear()
+    with pytest.raises(StoppedError):
+        job.supervise(signal.SIGUSR1, SAVED, requeues=1)
+    assert told == [("restart", f"{SAVED.stopped}; what SLURM ends is not counted", 75)]
+    told.clear()
+    stop_requests.clear(job.run)
+    monkeypatch.setattr(commands, "requeue", lambda _: "it does not answer")
+    with pytest.raises(StoppedError):
+        job.supervise(signal.SIGUSR1, SAVED, requeues=3)
+    lost, asked, end = told
+    assert lost[:2] == (
+        "restart",
+        f"SLURM has started the job again: a machine was lost, or the job was preempted without a warning; {saved}",
+    )
+    assert (asked[0], end[0], end[2]) == ("restart", "end", 75)
+    assert "SLURM does not queue it again: it does not answer" in end[1]
+    told.clear()
+    wrong = replace(FAILED, failure=Failure(0, "data.path (x) must be there", 2))
+    with pytest.raises(LaunchError):
+        job.supervise(wrong, requeues=3)
+    assert told == [("failure", "data.path (x) must be there", 2)], "also where no run has begun"
+
+
 def test_failures_of_an_earlier_job_of_the_run_are_not_counted(job: Job) -> None:
     for step in range(5):
         record(job.run, replace(CRASH, job="6", step=step))

@@ -16,6 +16,14 @@ LAYOUTS = {
     "llama2-7b": [(4, 32, 8, 1, 16), (2, 64, 8, 1, 16)],
     "zero1-gpt2-xl": [(1, 32, 1, 1, 32), (1, 64, 1, 1, 64)],
 }
+RECIPES = {
+    "bert-large": {"bert-large"},
+    "gpt-neox-20b": {"gpt-neox-20b"},
+    "gpt3-3d": {"gpt3-23b", "gpt3-175b"},
+    "llama2-7b": {"llama2-7b"},
+    "zero1-gpt2-xl": {"gpt2-xl"},
+}
+"""The recipes of a tutorial whose jobs the table of all five lists."""
 JOB = re.compile(r"^\| (\d+) × (\d+) \| ([^|]+) \| `shardwise (submit [^`]+)` \|$", re.MULTILINE)
 
 
@@ -31,7 +39,9 @@ def test_a_job_has_the_layout_of_the_original(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    jobs = JOB.findall((ROOT / "docs/tutorials" / f"{page}.md").read_text(encoding="utf-8"))
+    table = JOB.findall((ROOT / "docs/tutorials/all-five.md").read_text(encoding="utf-8"))
+    jobs = [job for job in table if job[3].startswith(tuple(f"submit {recipe} " for recipe in RECIPES[page]))]
+    assert set().union(*RECIPES.values()) == {command.split()[1] for *_, command in table}
     assert [(int(nodes), int(ranks), *degrees(layout)) for nodes, ranks, layout, _ in jobs] == LAYOUTS[page]
     for nodes, ranks, layout, command in jobs:
         assert main([*command.split(), "data.path=text.txt", "--dry-run"]) == 0

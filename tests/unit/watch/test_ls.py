@@ -1,16 +1,23 @@
 """`shardwise ls`: the devices, the runs, and what cannot be read."""
 
+import contextlib
 import json
 import os
 import platform
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
+from shardwise_jobs import commands
+from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
+from tests.e2e.test_pages import assert_shown, blocks
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
@@ -55,6 +62,29 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[7][:3] == ["done", "finished", "20/20"]
 
 
+@contextlib.contextmanager
+def held(run: Path) -> Iterator[None]:
+    """A process that has had a run's lock since its start: one that took it now would start the run again."""
+    with RunLock(run):
+        (run / ".lock").write_text(json.dumps({"host": platform.node(), "pid": 1, "started": stamp(FIRST)}))
+        yield
+
+
+def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a terminal of 80 columns."""
+    path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
+    write_run(Path("runs/tiny-1"), mesh=Mesh(1, 1, 1, 1))
+    gpus = [replace(gpu, processes=(DeviceProcess(10, path.name, gpu.index),)) for gpu in GPUS]
+    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with held(path):
+        assert main(["ls"]) == 0
+    (block,) = (block for block in blocks("docs/watching.md") if block.heading == "List devices and runs")
+    assert block.shown
+    assert_shown(block, capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("columns", [80, 160])
 def test_a_terminal_is_not_too_narrow(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -74,10 +104,7 @@ def test_a_terminal_is_not_too_narrow(
 
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     write_three()
-    with RunLock(Path(f"runs/{LONG}")):
-        # As its process wrote it at the start of the run: later it would be one that begins again.
-        holder = {"host": platform.node(), "pid": 1, "started": stamp(FIRST)}
-        Path(f"runs/{LONG}/.lock").write_text(json.dumps(holder))
+    with held(Path(f"runs/{LONG}")):
         assert main(["ls", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])
@@ -103,6 +130,39 @@ def test_another_folder_and_one_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert not Path("runs").exists()
     assert main(["ls", "nowhere"]) == 2
     assert "DIR (nowhere) must be a folder of runs, or a run's folder" in capsys.readouterr().err
+
+
+def test_a_submitted_job_is_listed_before_its_run_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_three()
+    for name, number in (("done", "6"), ("waits", "7"), ("starts", "8"), ("is-over", "9")):
+        Path("runs", name).mkdir(exist_ok=True)
+        record(Path("runs", name), number, "train")
+    jobs = [
+        commands._job(f"{number}|{state}|{reason}|2||0:05|1:00|gpu|N/A|T|shardwise:{Path('runs', run).absolute()}")
+        for number, state, reason, run in (("7", "PENDING", "Priority", "waits"), ("8", "RUNNING", "None", "starts"))
+    ]
+    monkeypatch.setattr(commands, "jobs", lambda: jobs)
+    monkeypatch.setattr(commands, "restarts", lambda _: 0)
+    assert main(["ls"]) == 0
+    rows = [line.split("  ")[0:1] + line.split()[1:] for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
+    assert rows[1] == ["waits", "queued", "(Priority),", "job", "7"]
+    assert rows[2] == ["starts", "starting,", "job", "8"]
+    assert "is-over" not in str(rows)
+    assert main(["ls", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(job["id"], job["state"], job["reason"], Path(job["run"]).name) for job in found["jobs"]] == [
+        ("7", "queued", "Priority", "waits"),
+        ("8", "starting", "", "starts"),
+    ]
+
+    def silent() -> None:
+        raise RunError("cannot reach SLURM")
+
+    monkeypatch.setattr(commands, "jobs", silent)
+    assert main(["ls"]) == 0
+    assert capsys.readouterr().err == "submitted jobs: cannot reach SLURM\n"
 
 
 def test_durations_are_short() -> None:

@@ -7,7 +7,7 @@ the stored one come from the float32 masters, if the checkpoint has them. Each b
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
@@ -16,6 +16,7 @@ from shardwise.base.units import counted, parse_size, size
 from shardwise.checkpoint.storage.checkpoint_folders import weights_folder
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
+from shardwise.cli.help import add_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.format.export_checkpoint import Export
@@ -53,6 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="also upload the folder to this repository of the Hugging Face hub, owner/name; a new repository "
         "is private; HF_TOKEN or `hf auth login` gives the token",
     )
+    add_json(parser)
 
 
 def add_max_shard_size(parser: argparse.ArgumentParser) -> None:
@@ -84,21 +86,34 @@ def run(arguments: argparse.Namespace) -> int:
     source = {0: "", len(export.weights): ", from the float32 masters"}.get(
         export.masters, f", {export.masters:,} of them from the float32 masters"
     )
-    output.line(
+    lines = [
         f"{done.folder}: step {export.step:,}, {counted(len(export.weights), 'tensor')} in {formats}{source}; "
         f"{counted(done.files, 'file')}, {size(export.nbytes)} of weights"
-    )
+    ]
     if p := export.described.get("ffn_dropout"):
-        output.line(
+        lines.append(
             f"config.json keeps ffn_dropout ({p}), which shardwise reads and transformers ignores: a training there "
             "has no dropout inside the feed-forward layer"
         )
+    address = None
     if arguments.push is not None:
         from shardwise.base.hub_upload import upload
 
         address = upload(done.folder.local(), arguments.push, f"Step {export.step:,} of a training with shardwise")
-        output.line(f"uploaded to {address}")
+        lines.append(f"uploaded to {address}")
+    facts = {"path": str(done.folder), "files": done.files, "notes": lines[1:], "address": address}
+    output.answer(_facts(export, len(export.weights)) | facts, lines, as_json=arguments.json)
     return 0
+
+
+def _facts(export: Export, tensors: int) -> dict[str, Any]:
+    return {
+        "step": export.step,
+        "tensors": tensors,
+        "dtypes": sorted(export.dtypes),
+        "tensors_of_masters": export.masters,
+        "weights_bytes": export.nbytes,
+    }
 
 
 def _require_readable(export: Export, reader: str) -> None:
@@ -118,12 +133,13 @@ def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
     _require_readable(planned.export, "gguf")
     path = user_path(arguments.dest)
     notes = planned.write(path)
-    for note in notes:
-        output.line(note)
-    output.line(
+    done = (
         f"{path}: step {planned.export.step:,}, {counted(len(planned.tensors), 'tensor')} in "
         f"{' and '.join(sorted(planned.dtypes))}; {size(planned.nbytes)} of weights"
     )
+    facts = {"path": str(path), "files": 1, "notes": notes, "weights_bytes": planned.nbytes}
+    facts |= {"dtypes": sorted(planned.dtypes), "address": None}
+    output.answer(_facts(planned.export, len(planned.tensors)) | facts, [*notes, done], as_json=arguments.json)
     return 0
 
 

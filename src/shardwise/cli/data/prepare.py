@@ -18,6 +18,7 @@ from shardwise.base.files import user_path
 from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
+from shardwise.cli.help import add_json
 from shardwise.config import data_from
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--split-sentences", action="store_true", default=None, help="a sequence for each sentence, for BERT"
     )
+    add_json(parser)
     for option, action in _RETIRED.items():
         parser.add_argument(option, action=action, default=None, help=argparse.SUPPRESS)
 
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             job = TextJob(data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments))
             outcome = convert_text(job, force=arguments.force, announce=output.progress)
-    _show(target, outcome)
+    _show(target, outcome, as_json=arguments.json)
     return 0
 
 
@@ -138,12 +140,20 @@ def _options(arguments: argparse.Namespace) -> dict[str, bool]:
     return _DEFAULTS | {name: value for name, value in given.items() if value is not None}
 
 
-def _show(target: Path, outcome: PreparationOutcome) -> None:
+def _show(target: Path, outcome: PreparationOutcome, *, as_json: bool) -> None:
     manifest = outcome.manifest
+    facts = {
+        "files": [f"{target}.bin", f"{target}.idx"],
+        "was_there": outcome.was_there,
+        "documents": manifest["documents"],
+        "tokens": manifest["tokens"],
+        "token_dtype": manifest["options"].get("token_dtype"),
+        "source_bytes": manifest["source"].get("bytes"),
+    }
     state = " (there already)" if outcome.was_there else ""
-    if "token_dtype" in manifest["options"]:
-        origin = f"of ids in {manifest['options']['token_dtype']}"
+    if facts["token_dtype"] is not None:
+        origin = f"of ids in {facts['token_dtype']}"
     else:
-        origin = f"{manifest['source']['bytes'] / max(manifest['tokens'], 1):.2f} bytes of text a token"
-    contents = f"{counted(manifest['documents'], 'document')}, {count(manifest['tokens'])} tokens"
-    output.line(f"{target}.bin and {target}.idx{state}; {contents}, {origin}")
+        origin = f"{facts['source_bytes'] / max(facts['tokens'], 1):.2f} bytes of text a token"
+    contents = f"{counted(facts['documents'], 'document')}, {count(facts['tokens'])} tokens"
+    output.answer(facts, [f"{' and '.join(facts['files'])}{state}; {contents}, {origin}"], as_json=as_json)

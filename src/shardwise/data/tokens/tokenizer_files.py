@@ -57,6 +57,10 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
 _GPT2_CLASSES = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "PreTrainedTokenizer")
 _CONVERT = "write its tokenizer.json by transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+# transformers 5.23 reads a SentencePiece model without its space before a text, and 5.24 one with marks at the ends of
+# words with that space (findings/transformers-bare-sentencepiece.sh).
+_CONVERT_PIECES = _CONVERT.replace("transformers:", "transformers 5.24 or newer, from a folder with this file alone:")
+_CUT_BEFORE = "cut the texts by sentencepiece, and give the tokens as data.path (docs/token-files.md)"
 # The mark that SentencePiece puts in place of a space.
 SPACE = "▁"
 
@@ -305,7 +309,10 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
     proto = _piece_model(file)
     kinds = type(proto).SentencePiece
     if problems := _unreadable_pieces(proto):
-        raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {_CONVERT}")
+        is_read_elsewhere = proto.trainer_spec.model_type != type(proto.trainer_spec).WORD
+        is_read_elsewhere &= not proto.trainer_spec.treat_whitespace_as_suffix
+        advice = _CONVERT_PIECES if is_read_elsewhere else _CUT_BEFORE
+        raise DataError(f"{file} must be a model such as Llama's, and {listing(problems)}: {advice}")
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == kinds.NORMAL}
     # The model has no merges: sentencepiece joins any two neighbours whose union is a piece, the best score first.
     merges = []

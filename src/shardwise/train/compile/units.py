@@ -165,7 +165,10 @@ class Compilation:
             return traced
         kind = (unit, torch.is_grad_enabled(), *(arg for arg in args if isinstance(arg, bool)))
         if kind not in self._kept:
-            self._kept[kind] = kept_function(self.folder / f"{'-'.join(map(str, kind))}.traced", traced, args)
+            # The scale of a weight is its attribute, which a kept function does not know.
+            scales = isinstance(args[0], nn.Module) and any(hasattr(p, "fp8_scale") for p in args[0].parameters())
+            path = self.folder / f"{'-'.join(map(str, kind))}.traced"
+            self._kept[kind] = None if scales else kept_function(path, traced, args)
         kept = self._kept[kind]
         return kept.fn if kept is not None and kept.guard_check(*args) else traced
 

@@ -267,12 +267,27 @@ def test_sentencepiece_without_a_space_before(tmp_path: Path) -> None:
         ({"user_defined_symbols": ["<mine>"]}, "it has symbols of the user's own"),
         ({"normalization_rule_name": "nmt_nfkc"}, "it rewrites characters"),
         ({"remove_extra_whitespaces": True}, "it drops spaces"),
-        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words"),
     ],
 )
 def test_other_models_are_refused(options: dict[str, object], text: str, tmp_path: Path) -> None:
     folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
-    with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: write its tokenizer\.json by"):
+    said = rf"must be a model such as Llama's, and {text}: write its tokenizer\.json by transformers 5\.24 or newer"
+    with pytest.raises(DataError, match=said):
+        Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words"),
+        ({"model_type": "word", "byte_fallback": False}, "it is no BPE, .*"),
+    ],
+)
+def test_a_model_that_transformers_reads_otherwise(options: dict[str, object], text: str, tmp_path: Path) -> None:
+    folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
+    with pytest.raises(
+        DataError, match=rf"and {text}: cut the texts by sentencepiece, and give the tokens as data\.path"
+    ):
         Tokenizer.load(folder)
 
 

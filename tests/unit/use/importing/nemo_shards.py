@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.unit.use.importing import megatron_shards
-from tests.unit.use.importing.checks import in_module
+from tests.unit.use.importing import megatron_shards, zero_shards
 
 State = dict[str, Any]
 NAME = "megatron_gpt--step=100-consumed_samples=3200.0.ckpt"
@@ -47,13 +45,37 @@ class Source(megatron_shards.Source):
         return ranks
 
 
-def write(source: Source, folder: Path, *, tp: int = 1, pp: int = 1, xser: bool = False) -> Path:
-    """The checkpoint of step 100, with what a training leaves in it beside weights."""
+REFERENCE = (
+    "nemo.collections.nlp.parts.serialization",
+    TensorReference,
+    lambda number, tensor: TensorReference(number, tensor.shape, tensor.dtype),
+)
+
+
+def write(
+    source: Source,
+    folder: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    xser: bool = False,
+    moments: tuple[Source, Source] | None = None,
+    name: str = NAME,
+    beside: State | None = None,
+    **options: Any,
+) -> Path:
+    """The checkpoint of step 100, with what a training leaves in it beside weights.
+
+    moments: models whose weights are the optimizer's state; `options` as of `state_dicts`. beside: other content.
+    """
     degrees = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    reference = REFERENCE if xser else None
+    both = [megatron_shards.stage_states(each, "nemo", tp, pp, 1, 3) for each in moments or ()]
+    masters = options.pop("masters", None)
+    own = None if masters is None else megatron_shards.stage_states(masters, "nemo", tp, pp, 1, 3)
     for (rank, stage), state in megatron_shards.stage_states(source, "nemo", tp, pp, 1, 3).items():
         folders = {(False, False): "", (True, False): f"mp_rank_{rank:02d}"}
-        path = folder / folders.get((tp > 1, pp > 1), f"tp_rank_{rank:02d}_pp_rank_{stage:03d}") / NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = folder / folders.get((tp > 1, pp > 1), f"tp_rank_{rank:02d}_pp_rank_{stage:03d}") / name
         metric = {"meta": {"name": "reduced_train_loss", "reduce_fx": torch.mean}, "_class": "_ResultMetric"}
         saved: State = {
             "epoch": 0,
@@ -65,30 +87,25 @@ def write(source: Source, folder: Path, *, tp: int = 1, pp: int = 1, xser: bool 
             "lr_schedulers": [{"last_epoch": 100}],
             "hparams_name": "cfg",
             "hyper_parameters": {"cfg": source.config | degrees},
+            **(beside or {}),
         }
-        if xser:
-            path.with_name(f"{NAME}.tensors").mkdir()
-            saved = referring(saved, path)
-        with in_module("nemo.collections.nlp.parts.serialization", TensorReference):
-            torch.save(saved, path)
+        if moments is not None:
+            buffers = {"untrained_buffer_names", *state["model"]["untrained_buffer_names"]}
+            pairs = {
+                each: (both[0][rank, stage]["model"][each], both[1][rank, stage]["model"][each])
+                for each in state["model"] if each not in buffers
+            }  # fmt: skip
+            states = zero_shards.state_dicts(pairs, own and own[rank, stage]["model"], **options)
+            if options.get("dp", 2) is None:
+                saved["optimizer_states"] = states
+            else:
+                del saved["optimizer_states"]
+                ends = "-optimizer_states-last.ckpt" if name.endswith("-last.ckpt") else "-optimizer_states.ckpt"
+                own_name = name.removesuffix("-last.ckpt").removesuffix(".ckpt") + ends
+                for data, each in enumerate(states):
+                    zero_shards.save([each], path.parent / f"optim/dp_rank_{data:03d}" / own_name, reference)
+        zero_shards.save(saved, path, reference)
     return folder
-
-
-def referring(saved: State, path: Path) -> State:
-    """With a reference for each tensor, which is saved in a file of its own."""
-    numbers = iter(range(10**6))
-
-    def transformed(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            number = next(numbers)
-            torch.save(value.clone(), path.with_name(f"{NAME}.tensors") / f"tensor_{number}.pt")
-            return TensorReference(number, value.shape, value.dtype)
-        if isinstance(value, dict):
-            return {name: transformed(each) for name, each in value.items()}
-        return [transformed(each) for each in value] if isinstance(value, list) else value
-
-    found: State = transformed(saved)
-    return found
 
 
 def gpt_config(model: Any, **changes: Any) -> State:

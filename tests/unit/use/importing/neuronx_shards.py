@@ -2,7 +2,8 @@
 
 Layouts: examples/training/llama/modeling_llama_nxd.py, modules/qkv_linear.py, scripts/checkpoint_converter.py
 (`convert_full_state_to_tp`: copies of key/value heads and the order of query heads that goes with them),
-trainer/checkpoint.py (files); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the attention, and
+trainer/checkpoint.py (files, 0.17), optimizer/zero_redundancy_optimizer.py (`save_sharded_state_dict`, of the older
+scripts); of BERT examples/training/tp_dp_bert_hf_pretrain, which cuts the attention, and
 test/integration/parallel_layers/test_bert_pretraining.py, which cuts the padded vocabulary too.
 """
 
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.unit.use.importing.checks import in_module
+from tests.unit.use.importing import zero_shards
 
 State = dict[str, Tensor]
 STYLES = ("separate", "fused", "grouped", "grouped-fused")
@@ -114,19 +115,8 @@ class TensorReference:
         self.tid = tid
 
 
-def save(state: State, path: Path, xser: bool, key: str | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not xser:
-        torch.save({key: state} if key else state, path)
-        return
-    tensors = path.with_name(path.name + ".tensors")
-    tensors.mkdir()
-    references = {}
-    for number, (name, tensor) in enumerate(state.items()):
-        torch.save(tensor, tensors / f"tensor_{number}.pt")
-        references[name] = TensorReference(number)
-    with in_module("torch_xla.utils.serialization", TensorReference):
-        torch.save({key: references} if key else references, path)
+REFERENCE = ("torch_xla.utils.serialization", TensorReference, lambda number, _: TensorReference(number))
+Moments = tuple[State, State]
 
 
 def write(
@@ -141,23 +131,55 @@ def write(
     xser: bool = False,
     old: bool = False,
     vocabulary_cut: bool = False,
+    moments: Moments | None = None,
+    beside: State | None = None,
+    **options: Any,
 ) -> Path:
-    """A whole checkpoint; `old`: as releases before 0.6, and BERT's script, named files."""
+    """A whole checkpoint; `old`: as releases before 0.6, and BERT's script, named files.
+
+    Args:
+        moments: the optimizer's state, of each tensor of the model by its name; `options` as of `state_dicts`.
+        beside: scheduler and user content; of old checkpoints what the file of weights has beside them.
+    """
     weights = {name.replace("lm_head", "embed_out") if model.config.model_type == "gpt_neox" else name: tensor.detach()
                for name, tensor in model.state_dict().items()}  # fmt: skip
     if model.config.tie_word_embeddings:
         weights = {
             name: tensor for name, tensor in weights.items() if name not in ("lm_head.weight", "embed_out.weight")
         }
-    if model.config.model_type == "bert":
-        ranks = shards_of_bert(weights, tp, vocabulary_cut=vocabulary_cut)
-    else:
-        ranks = shards_of(weights, model.config, style, tp, copies, adjacent)
-    for (rank, stage), state in by_stage(ranks, model.config.num_hidden_layers, pp).items():
+
+    def cut(tensors: State) -> dict[tuple[int, int], State]:
+        if model.config.model_type == "bert":
+            ranks = shards_of_bert(tensors, tp, vocabulary_cut=vocabulary_cut)
+        else:
+            ranks = shards_of(tensors, model.config, style, tp, copies, adjacent)
+        return by_stage(ranks, model.config.num_hidden_layers, pp)
+
+    reference = REFERENCE if xser else None
+    masters = cut(options.pop("masters")) if options.get("masters") else None
+    both = None if moments is None else [cut(moment) for moment in moments]
+    for (rank, stage), state in cut(weights).items():
+        saved: Any = {"model": state, **(beside or {})} if old else state
+        states: list[Any] = []
+        if both is not None:
+            # BERT's decoder is its embedding, and its positions are a buffer.
+            names = [name for name in state if not re.search(r"decoder\.(weight|bias)|position_ids", name)]
+            pairs = {name: (both[0][rank, stage][name], both[1][rank, stage][name]) for name in names}
+            own = None if masters is None else masters[rank, stage]
+            states = zero_shards.state_dicts(pairs, own, **options)
+        if old and "dp" in options and options["dp"] is None:
+            saved["optimizer"] = states.pop()
+        for data, each in enumerate(states):
+            name = f"dp_rank_{data:02d}_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            place = folder / f"optim.dp_rank_{data:02d}.tp_rank_{rank:02d}" if old else folder / "optim" / name
+            zero_shards.save(each, place, None if old else reference)
         if not old:
             path = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
         else:
             path = folder / f"tp_rank_{rank:02d}_pp_rank_{stage:02d}"
             path = path if xser else path / "checkpoint.pt"
-        save(state, path, xser, "model" if old else None)
+        zero_shards.save(saved, path, reference)
+    for name, content in (beside or {}).items():
+        if not old:
+            torch.save(content, folder / f"{name}.pt")
     return folder

@@ -1,5 +1,6 @@
 """neuronx-nemo-megatron's checkpoints of GPT and Llama, as each of its layouts has them."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -11,11 +12,14 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import GPTConfig, LlamaConfig
-from shardwise_use.importing.nemo import open_nemo
+from shardwise_use.importing import nemo
 from shardwise_use.importing.tensor_parallel_shards import drift
 from tests.hugging_face import VOCABULARY, save
 from tests.unit.use.importing.checks import assert_same_model
 from tests.unit.use.importing.nemo_shards import NAME, Source, gpt_config, llama_config, write
+
+open_nemo = functools.partial(nemo.open_nemo, weights_only=True)
+"""Of the weights alone; test_optimizer_shards.py has the optimizer's state."""
 
 
 @pytest.mark.parametrize("case", ["gpt", "gpt-untied"])

@@ -1,0 +1,153 @@
+"""Notices of a run: the targets of `log.notify` are told of its end, its failure, a restart and a spike of the loss.
+
+A target is told in a thread of its own, so that no step waits; a process waits for these threads at its end. A target
+that cannot be told is a warning, once for each reason, and never an error.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.base.errors import RunError, StoppedError
+from shardwise.base.notice_targets import VARIABLE, is_address, target_problem
+from shardwise.base.redaction import REDACTED, hosts_alone, redacted
+from shardwise.launch.environment import NODE
+from shardwise.launch.first_failure import complain
+from shardwise.launch.stop_requests import signal_name
+from shardwise.runs.events import last_event, number
+from shardwise.runs.folder import json_text, now
+
+Event = Literal["end", "failure", "restart", "spike"]
+SECONDS = 10.0
+"""Time in which a target must take a notice."""
+_RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "torchrun", "SLURM_RESTART_COUNT": "SLURM"}
+_targets: list[str] = []
+_threads: list[threading.Thread] = []
+_problems: queue.SimpleQueue[str] = queue.SimpleQueue()
+_known_problems: set[str] = set()
+
+
+def set_up(targets: Sequence[str]) -> None:
+    """Let the notices of this process go to `targets`, those of `log.notify`."""
+    _targets[:] = targets
+    _known_problems.clear()
+
+
+def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
+    """Tell the targets of an event, without waiting; `facts`: its `step` and `loss`, if not those recorded last."""
+    if not _targets:
+        return
+    last = last_event(run, "step") or {}
+    facts = {"step": last.get("step"), "loss": last.get("loss")} | facts
+    notice = {"event": event, "run": run.resolve().name, **facts, "reason": redacted(reason), "exit_code": exit_code}
+    at = "" if facts["step"] is None else f" at step {facts['step']:,}, loss {number(facts['loss']):.4f}"
+    text = f"{notice['run']}: {event}{at}: {notice['reason']}"
+    body = json_text({**notice, "time": now(), "text": text}).encode()
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    for target in _targets:
+        thread = threading.Thread(target=_tell, args=(target, body), name=target, daemon=True)
+        with contextlib.suppress(RuntimeError):  # the limit on threads is reached
+            thread.start()
+            _threads.append(thread)
+
+
+def begin(run: Path) -> None:
+    """Look for targets that cannot be told, and tell of a restart by a launcher outside of this package."""
+    for target in _targets:
+        _tell(target, None)
+    for name, launcher in _RESTARTS.items():
+        if NODE not in os.environ and (count := os.environ.get(name, "0")) != "0":
+            send("restart", run, f"{launcher} has started the ranks again ({name}={count})")
+
+
+def end(run: Path, reason: str) -> None:
+    """Tell of the end of a run, by the reason of its "stop" event; the supervisor of a job tells that of the job."""
+    is_stopped = reason.startswith("stopped by ")
+    if NODE not in os.environ and (is_stopped or reason in ("finished", "stop_after")):
+        send("end", run, reason, StoppedError.exit_code if is_stopped else 0)
+
+
+def problems() -> list[str]:
+    """Return the reasons, not returned before, for which a target was not told."""
+    return [_problems.get() for _ in range(_problems.qsize())]
+
+
+@atexit.register
+def wait() -> None:
+    """Wait for the targets that are still told, and print the problems."""
+    until = time.monotonic() + SECONDS
+    while _threads:
+        (thread := _threads.pop()).join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            _note(thread.name, TimeoutError())
+    for problem in problems():
+        complain(f"warning: {problem}")
+
+
+def _note(target: str, error: Exception) -> None:
+    """Keep the reason for which a target was not told. The text of an unknown error may have the address."""
+    text = str(error) if isinstance(error, RunError | OSError) else type(error).__name__
+    if isinstance(getattr(error, "reason", error), TimeoutError | subprocess.TimeoutExpired):
+        text = f"no answer within {SECONDS:g} s"
+    problem = f"log.notify: {hosts_alone(target)}: {hosts_alone(text)}"
+    if problem not in _known_problems:
+        _known_problems.add(problem)
+        _problems.put(problem)
+
+
+def _tell(target: str, body: bytes | None) -> None:
+    """Tell a target, or without a body only look for what would prevent it."""
+    try:
+        resolved = _resolved(target)
+        if body is not None:
+            (_post if is_address(resolved) else _call)(resolved, body)
+    except Exception as error:  # noqa: BLE001  no notice ends a run
+        _note(target, error)
+
+
+def _resolved(target: str) -> str:
+    """Return the command or the address of a target. Raises RunError: it cannot be used."""
+    text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
+    problem = target_problem(text)
+    if text != target and not is_address(text):
+        problem = "the variable must be set to an https address"
+    if REDACTED in text:
+        problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
+    if problem is not None:
+        raise RunError(problem)
+    return text
+
+
+def _call(command: str, body: bytes) -> None:
+    """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
+    words = shlex.split(os.path.expanduser(command))  # noqa: PTH111  only the program's path
+    quiet = subprocess.DEVNULL
+    # A session of its own: Ctrl-C ends the training, and not what tells of it.
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+        try:
+            process.communicate(body, 0.95 * SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if code := process.returncode:
+        raise RunError(f"it ended with exit code {code}" if code > 0 else f"it was killed by {signal_name(-code)}")
+
+
+def _post(address: str, body: bytes) -> None:
+    from urllib.request import Request, urlopen  # costly to import, for this alone
+
+    request = Request(address, body, {"Content-Type": "application/json", "User-Agent": "shardwise"})
+    with urlopen(request, timeout=0.95 * SECONDS) as answer:
+        if answer.url != address:
+            raise RunError("it sends to another address, where a notice does not arrive")

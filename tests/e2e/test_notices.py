@@ -1,0 +1,33 @@
+"""A run that tells of its end, by addresses and commands of which some fail; no file of it shows a secret."""
+
+import json
+from pathlib import Path
+
+from tests.e2e.command import metrics, miniature, shardwise
+from tests.loopback_hooks import SECRET, serve
+
+
+def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> None:
+    with serve() as hooks:
+        targets = [hooks.address(), hooks.address("404"), "env:CHAT", "tee told.json", "missing-command"]
+        keys = ("parallel.tensor=2", "train.eval_every=0", "log.sample_tokens=0", f"log.notify={json.dumps(targets)}")
+        ended = shardwise("train", miniature(tmp_path), *keys, at=tmp_path, CHAT=hooks.address())
+    run = (tmp_path / "runs/latest").resolve()
+    assert ended.code == 0
+    first, second = hooks.notices
+    assert first == second == json.loads((tmp_path / "told.json").read_text())
+    last = metrics(run, "step")[-1]
+    told = [first[name] for name in ("event", "run", "step", "loss", "reason", "exit_code")]
+    assert told == ["end", run.name, 4, last["loss"], "finished", 0]
+    warnings = [line for line in ended.complaint.splitlines() if line.startswith("shardwise: warning: ")]
+    assert sorted(line.split(": ")[-1] for line in warnings) == ["'missing-command'", "Not Found"], ended.err
+    for path in run.rglob("*"):
+        if path.is_file():
+            assert SECRET.encode() not in path.read_bytes(), path
+    assert SECRET not in ended.out + ended.err
+    keys_of_run = ("train", "--run-dir", str(run), "train.steps=5")
+    again = shardwise(*keys_of_run, at=tmp_path, CHAT="no address")
+    assert again.code == 0, "a target that is not there keeps nobody from going on"
+    warned = [event["text"] for event in metrics(run, "warning")]
+    assert any("config.yaml keeps no path of an address" in text for text in warned), warned
+    assert SECRET not in shardwise("train", str(run / "config.yaml"), "--dry-run", "--full", at=tmp_path).out

@@ -1,0 +1,102 @@
+"""The page of `shardwise plan --html`: what it tells first, its charts, and how a browser shows it."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.cli.entry import main
+from shardwise.config import load_config
+from tests.unit.watch.test_report import browsed
+
+COMMAND = ["llama2-7b", "train.global_batch=256", "parallel.pipeline=1", "--device", "h100:8", "--price", "2.50 USD"]
+
+
+def planned(at: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, dict[str, Any]]:
+    """The page, and the facts of the same plan."""
+    file = at / "plan.html"
+    assert main(["plan", *COMMAND, *options, "--html", str(file), "--json"]) == 0
+    return file.read_text(encoding="utf-8"), json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_leaves_memory_and_its_commands_write_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A faster layout that may not fit is told, and neither proposed nor written."""
+    monkeypatch.chdir(tmp_path)
+    page, facts = planned(tmp_path, capsys)
+    plans = facts["plans"]
+    proposed = {name: each for each in facts["proposals"] for name in each["names"]}
+    assert not any(each["may_not_fit"] for each in proposed.values())
+    fastest = proposed["fastest"]["layout"]
+    assert fastest == facts["recommended"] > 1
+    assert all(plan["may_not_fit"] for plan in plans[: fastest - 1])
+    reason = proposed["fastest"]["reason"]
+    assert re.search(r"layout 1 takes .*, but leaves [\d.]+ .iB and may not fit", reason)
+    (text,) = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
+    lines = re.sub("</?span>", "", text.replace("&#39;", "'")).splitlines()
+    first, second = (line.rstrip() for line in lines if line)
+    assert main(shlex.split(first)[1:]) == 0
+    assert f": {second}\n" in capsys.readouterr().err
+    chosen = plans[fastest - 1]
+    assert load_config("planned.yaml").optimizer.zero == chosen["layout"]["zero"]
+    assert f'<p class="answer">Layout {fastest}: ' in page
+    assert f"<b>{chosen['cost']:,.0f} USD</b>" in page
+    assert "ZeRO-" in page
+    assert not re.search(r"\bZ[0-3]\b", page)
+
+
+def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, facts = planned(tmp_path, capsys, "--nodes", "1,2,4")
+    layouts, sizes = re.findall(r'<figure class="dotted">.*?</figure>', page, re.DOTALL)
+    assert layouts.count('<g class="point"') >= len(facts["plans"]) == layouts.count('tabindex="0"')
+    for number, each in ((proposal["layout"], proposal["names"][0]) for proposal in facts["proposals"]):
+        assert re.search(rf'class="key c\d">[^<]*{each}[^<]*: layout {number}<', layouts, re.IGNORECASE)
+        assert f'aria-label="Layout {number}: TP ' in layouts
+    assert "may not fit: less than a tenth of the memory is free" in layouts
+    assert re.findall(r'aria-label="(\d nodes?): TP .*?<text [^>]*>(\d)</text>', sizes) == [
+        ("1 node", "1"),
+        ("2 nodes", "2"),
+        ("4 nodes", "4"),
+    ]
+    days = 1.2 * max(plan["days"] for plan in facts["plans"] if plan["nodes"] == 2)
+    (tmp_path / "plan.html").unlink()
+    page, facts = planned(tmp_path, capsys, "--budget", f"{days:.2f} days")
+    assert "the answer: 2 nodes" in page
+    assert "<polyline" in page, "numbers of nodes that the budget excludes are drawn too"
+
+
+PROBE = """<body><script>
+const told = [matchMedia("(prefers-color-scheme: dark)").matches];
+for (const [width, height] of [[390, 844], [1280, 800]]) {
+  const frame = document.createElement("iframe");
+  [frame.width, frame.height, frame.src] = [width, height, "plan.html"];
+  frame.onload = () => {
+    const page = frame.contentDocument, at = frame.contentWindow, seen = (one) => at.getComputedStyle(one);
+    const loaded = at.performance.getEntriesByType("resource").length, fits = page.documentElement.scrollWidth <= width;
+    const end = page.querySelector(".commands").getBoundingClientRect().bottom;
+    const dot = page.querySelector(".point[tabindex]"), cell = page.querySelector(".layouts td:last-child");
+    dot.focus();
+    const focused = seen(dot.querySelector(".told")).visibility;
+    told.push([width, fits, loaded, end < height, focused, seen(cell).display, seen(page.body).backgroundColor]);
+    if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
+  };
+  document.body.append(frame);
+}
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a phone with cards in place of a table, and on a desktop, in the dark; the answer is in the first screen."""
+    planned(tmp_path, capsys, "--nodes", "1,2")
+    is_dark, *frames = browsed(tmp_path, PROBE)
+    assert is_dark
+    dark = "rgb(16, 21, 27)"
+    assert sorted(frames) == [
+        [390, True, 0, True, "visible", "flex", dark],
+        [1280, True, 0, True, "visible", "table-cell", dark],
+    ]
