@@ -188,10 +188,9 @@ def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, st
 
 
 def shape(line: str) -> str:
-    """A line without its numbers and its spaces, and without units that depend on how fast the machine is."""
-    text = re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", line.replace(" ", ""))
-    text = re.sub(r"(#(ms|s|min|h)(?=[^a-z]|$|ago|astep))+#?", "#", text)
-    return text.replace("#ktokens/s", "#tokens/s")
+    """A line without its numbers and spaces, and without units that depend on how fast the machine is."""
+    timeless = re.sub(r"(?<=\d) ?(ms|s|min|h|k)\b", "", line)
+    return re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", timeless.replace(" ", ""))
 
 
 def is_shown(line: str, printed: str) -> bool:

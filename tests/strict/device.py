@@ -136,6 +136,14 @@ class _NeuronGroup(dist.ProcessGroup):
         self._inner = inner
         self._ranks = ranks
 
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        self._inner._set_group_name(name)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("strict")]

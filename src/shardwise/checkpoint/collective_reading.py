@@ -37,8 +37,6 @@ class ReadRequest:
 
     Attributes:
         state: state of the tensor, such as `model`.
-        name: canonical name of the tensor.
-        box: part of the tensor that is needed.
         target: view of shape `box.size` that gets the values.
         copies: groups whose ranks all need the same box, such as data parallelism and both ends of a pipeline with a
             tied weight. Each rank reads an equal part, and an all-gather completes them.
@@ -211,9 +209,7 @@ def _raise_on_all_ranks(problems: Sequence[StoreError], world: Group) -> None:
 
 
 def _segments(
-    tensors: Mapping[str, Mapping[str, TensorEntry]],
-    boxes_by_rank: Sequence[Sequence[tuple[str, str, Box]]],
-    rank: int,
+    tensors: Mapping[str, Mapping[str, TensorEntry]], boxes_by_rank: Sequence[Sequence[tuple[str, str, Box]]], rank: int
 ) -> Iterator[_Segment]:
     """The runs of rows of stored pieces that a rank reads or gets from others.
 

@@ -42,7 +42,6 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        manifest: manifest of the checkpoint.
         bytes_read: bytes of files that this rank read, in whole chunks.
         damage: damage in parts of the checkpoint that training does not need, one line each.
     """
@@ -153,11 +152,7 @@ def local_pieces(model: nn.Module, *, frozen: bool = False) -> Iterator[tuple[Pi
 
 
 def _read_slices(
-    reader: CheckpointReader,
-    model: nn.Module,
-    optimizer: ZeroRedundancyOptimizer,
-    states: Sequence[str],
-    mesh: Mesh,
+    reader: CheckpointReader, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
 ) -> None:
     """Read this rank's slices of weights and states, and its frozen weights; collective over the mesh."""
     # The slices of the data-parallel ranks are columns of a transposed matrix: all of them need a part of each row.

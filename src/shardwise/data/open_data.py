@@ -72,7 +72,6 @@ def prepare(
     Any number of processes may call it at once: one builds and the others wait.
 
     Args:
-        announce: called with one line when something is built.
         any_size: True if parts may hold less than a sample each, which training needs.
 
     Raises:

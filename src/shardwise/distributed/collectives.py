@@ -300,16 +300,17 @@ def all_to_all(
     group.count("all_to_all", x.nbytes)
     rows = len(x) if arriving is None else sum(arriving)
     out = x.new_empty((rows, *x.shape[1:]))
-    runs = () if sent is None or arriving is None else (list(arriving), list(sent))
-    _exchange(out, x.contiguous(), group, *runs)
+    _exchange(out, x.contiguous(), group, arriving and [*arriving], sent and [*sent])
     return out
 
 
-def _exchange(out: Tensor, x: Tensor, group: Group, *runs: list[int], overlap: bool = False) -> dist.Work | None:
+def _exchange(
+    out: Tensor, x: Tensor, group: Group, arriving: Any = None, sent: Any = None, *, overlap: bool = False
+) -> dist.Work | None:
     """Start an all-to-all; where the backend has none of these ranks, each gets the equal runs of all."""
     if group.has_all_to_all:
-        options = {"group": group.process_group, "async_op": overlap}
-        return cast("dist.Work | None", _call(group, dist.all_to_all_single, out, x, *runs, **options))
+        exchange = partial(dist.all_to_all_single, group=group.process_group, async_op=overlap)
+        return cast("dist.Work | None", _call(group, exchange, out, x, arriving, sent))
     everyone = x.new_empty((len(x) * group.size, *x.shape[1:]))
     _call(group, _all_gather_into, everyone, x, group=group.process_group)
     out.copy_(everyone.view(group.size, group.size, -1)[:, group.rank].reshape(out.shape))

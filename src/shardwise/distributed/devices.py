@@ -139,7 +139,7 @@ def backend(device: torch.device) -> str:
 
 
 def is_neuron(backend_name: str) -> bool:
-    """True for TorchNeuron's process groups: they bind no device, and their all-to-all takes runs of one length only."""
+    """True for TorchNeuron's process groups: they bind no device, and an all-to-all takes runs of one length only."""
     return backend_name == "neuron"
 
 

@@ -33,7 +33,6 @@ class UnitPlace(NamedTuple):
     """The place of a parameter in the model.
 
     Attributes:
-        stage: number of the pipeline stage.
         unit: number of the unit in the model: an embedding, a block or a head.
     """
 

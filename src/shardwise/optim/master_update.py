@@ -27,7 +27,6 @@ class Update:
     """Updates in the optimizer's dtype: each result is rounded to the nearest number of that dtype.
 
     Args:
-        inner: the wrapped optimizer.
         model: buckets of each of its parameter groups, whose masters are its parameters.
     """
 

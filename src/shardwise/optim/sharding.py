@@ -98,7 +98,6 @@ class Dtypes:
         optimizer: dtype of masters and state.
         state: dtype of the state; None: that of masters.
         rounding: `stochastic` rounds masters and state to bfloat16 so that their mean is kept.
-        rounding_seed: seed of the random bits.
 
     Raises:
         ValueError: numbers cannot be rounded so.

@@ -281,13 +281,7 @@ class StochasticUpdate(Update):
         make: makes an optimizer of the wrapped class from a parameter group.
     """
 
-    def __init__(
-        self,
-        inner: torch.optim.Optimizer,
-        model: ModelSlices,
-        make: MakeOptimizer,
-        bits: RandomBits,
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, model: ModelSlices, make: MakeOptimizer, bits: RandomBits) -> None:
         super().__init__(inner, model)
         self._make = make
         self._bits = bits

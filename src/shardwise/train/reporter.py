@@ -298,10 +298,9 @@ class Reporter:
             self._loads = self._loads or JsonLines(self.run.experts)
             self._loads.write({"step": record.step, "loads": record.experts.loads})
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
-        tokens_per_second = numbers["tokens_per_second"] or 0.0
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self.totals.throughput.step_seconds, tokens_per_second, numbers["mfu"], clock)
+            progress.update(record, self.totals.throughput.step_seconds, numbers, clock)
         del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
 

@@ -24,7 +24,8 @@ RECIPES = {
     "zero1-gpt2-xl": {"gpt2-xl"},
 }
 """The recipes of a tutorial whose jobs the table of all five lists."""
-JOB = re.compile(r"^\| (\d+) × (\d+) \| ([^|]+) \| `shardwise (submit [^`]+)` \|$", re.MULTILINE)
+JOB = re.compile(r"^\| (\d+) × (\d+) \| ([^|]+) \| ([\d.]+ [\w ]+) \| `shardwise (submit [^`]+)` \|$", re.MULTILINE)
+DEVICES = {"32": "trn1:32", "64": "trn2:64"}
 
 
 def degrees(text: str) -> tuple[int, ...]:
@@ -40,11 +41,13 @@ def test_a_job_has_the_layout_of_the_original(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     table = JOB.findall((ROOT / "docs/tutorials/all-five.md").read_text(encoding="utf-8"))
-    jobs = [job for job in table if job[3].startswith(tuple(f"submit {recipe} " for recipe in RECIPES[page]))]
+    jobs = [job for job in table if job[-1].startswith(tuple(f"submit {recipe} " for recipe in RECIPES[page]))]
     assert set().union(*RECIPES.values()) == {command.split()[1] for *_, command in table}
-    assert [(int(nodes), int(ranks), *degrees(layout)) for nodes, ranks, layout, _ in jobs] == LAYOUTS[page]
-    for nodes, ranks, layout, command in jobs:
-        assert main([*command.split(), "data.path=text.txt", "--dry-run"]) == 0
-        rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:4])
+    assert [(int(nodes), int(ranks), *degrees(layout)) for nodes, ranks, layout, *_ in jobs] == LAYOUTS[page]
+    for nodes, ranks, layout, seconds, command in jobs:
+        assert main([*command.split(), "data.path=text.txt", "--device", DEVICES[ranks], "--dry-run"]) == 0
+        shown = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        rows = dict(line.split(maxsplit=1) for line in shown if not line.startswith(" "))
+        assert rows["step"].partition(" predicted")[0] == seconds, command
         assert re.fullmatch(rf"{nodes} nodes? × {ranks} ranks", rows["nodes"]), command
         assert degrees(rows["layout"]) == degrees(layout), command

@@ -14,12 +14,7 @@ from shardwise.base.parsing import by_dotted_key, json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
-from shardwise.checkpoint.format.stored_tensors import (
-    MAX_INDEX_BYTES,
-    StoredTensors,
-    ordered_names,
-    ordered_states,
-)
+from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
 
@@ -58,7 +53,6 @@ class Difference:
         only_a: (state, name) of tensors that only A holds.
         only_b: (state, name) of tensors that only B holds.
         shapes: (state, name, A's shape, B's shape) where the shapes differ.
-        tensors: every tensor that was compared.
     """
 
     config: tuple[tuple[str, Any, Any], ...]

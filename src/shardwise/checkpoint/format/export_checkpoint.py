@@ -45,12 +45,10 @@ class Export:
     """An export, planned from the manifest before anything is written.
 
     Attributes:
-        step: updates done at the checkpoint.
         weights: weights in the order of the checkpoint's files.
         masters: number of weights that are taken from stored float32 masters.
 
     Args:
-        folder: the checkpoint.
         dtype: dtype of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to
             be cast is taken from its float32 master, if the checkpoint has one.
 

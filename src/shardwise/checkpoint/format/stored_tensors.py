@@ -41,7 +41,6 @@ class StoredTensors:
     """The tensors that a folder holds, read when they are asked for.
 
     Attributes:
-        folder: the folder.
         states: state (`model`, `exp_avg`, …) → name → tensor.
         manifest: manifest of a checkpoint; None for plain Hugging Face weights.
         readers: number of a file → reader that has read parts of it so far.
@@ -217,7 +216,6 @@ def find_sources(
 
     Args:
         where: subject of the lines on mismatches.
-        family: family of the model.
         shapes: canonical tensors of the model.
         stored: name in the folder → tensor.
     """

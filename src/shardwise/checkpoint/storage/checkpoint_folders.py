@@ -42,7 +42,6 @@ class StepFolder:
 
     Attributes:
         step: updates done.
-        folder: the folder itself.
         problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
         bytes: length of all files in the folder.
         manifest: the manifest; None where it cannot be used.
@@ -220,7 +219,6 @@ def prune(
     completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
 
     Args:
-        root: folder of the checkpoints.
         saved: step → path → bytes, of the files of checkpoints that this process has written.
         keep, keep_every: as in `removable`.
     """
@@ -277,7 +275,6 @@ class NamedFolder:
     """A folder that the user named.
 
     Attributes:
-        root: the folder.
         is_checkpoint: True for one checkpoint; False for a folder of checkpoints or of weights.
         location: path or URL that `root` is made of; it may contain a password, so it must not be shown.
     """
@@ -358,7 +355,6 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
     Behind a URL only a checkpoint can be loaded.
 
     Args:
-        load: value of the key.
         announce: as in `weights_folder`.
         key: names the place in errors.
 

@@ -63,7 +63,6 @@ class ChunkedWriter:
     """Writes one file from its first byte to its last.
 
     Args:
-        file: the file.
         size: length of the file, which must be known beforehand.
         path: path relative to the folder, for the entry; default: the file's name.
     """

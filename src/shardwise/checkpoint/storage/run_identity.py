@@ -61,9 +61,7 @@ def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bo
     Checkpoints in the run's own folder are its own. A copy has the id of its original, whose folder is still there.
 
     Args:
-        root: the place of the checkpoints.
         run: id of the run that is to save there; None where it has none yet.
-        folder: folder of that run.
         is_empty: the place holds no checkpoints.
 
     Raises:

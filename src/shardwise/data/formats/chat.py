@@ -34,13 +34,7 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
-from shardwise.data.tokens.encoding import (
-    bounds_writers,
-    digests_of,
-    facts_with_bounds,
-    group_by_size,
-    token_writers,
-)
+from shardwise.data.tokens.encoding import bounds_writers, digests_of, facts_with_bounds, group_by_size, token_writers
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -94,11 +88,7 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens.
-
-    Args:
-        tokenizer: path or hub id of the tokenizer; None if one is trained on the conversations.
-    """
+    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     return cache.key_of(
         {
@@ -259,10 +249,7 @@ def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], reques
 
 
 def _encode(
-    chats: Iterable[Chat],
-    is_held_out: npt.NDArray[np.bool_],
-    template: ChatTemplate,
-    folder: Path,
+    chats: Iterable[Chat], is_held_out: npt.NDArray[np.bool_], template: ChatTemplate, folder: Path
 ) -> dict[str, Any]:
     """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     with contextlib.ExitStack() as files:
@@ -381,16 +368,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
     shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
-    return Inspection(
-        source.name,
-        "chat",
-        total,
-        rows,
-        counts,
-        lengths,
-        inspecting.text_samples(shown),
-        notes=notes,
-    )
+    return Inspection(source.name, "chat", total, rows, counts, lengths, inspecting.text_samples(shown), notes=notes)
 
 
 def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
@@ -409,10 +387,4 @@ def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
 
 
 # Its files are named as those of text are, so that no path shows it.
-FORMAT = DataFormat(
-    name="chat",
-    contents="conversations",
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-)
+FORMAT = DataFormat(name="chat", contents="conversations", open_data=open_data, glance=glance, inspect=inspect)

@@ -64,11 +64,7 @@ def open_rows(
     if problems := common.mark_problems(request.data, of_rows=True):
         raise DataError(problems)
     entry = cache.open_or_build_tokens(
-        root,
-        _key(dataset, request),
-        lambda folder: _build(folder, dataset, request),
-        f"{dataset.name}: once",
-        announce,
+        root, _key(dataset, request), lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
     )
     return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
 

@@ -42,8 +42,6 @@ class PreparedDocuments(common.PreparedData):
     """One Megatron data set, or several in a blend.
 
     Attributes:
-        weights: weight of each data set in the blend.
-        parts: documents of each part in each of the data sets.
         vocab_size: vocabulary of the tokenizer, or the model's if there is none.
         pair_tokens: special tokens that sentence pairs are made with; None unless samples are sentence pairs.
         packed: samples of the parts of each data set; empty unless whole documents are packed.

@@ -36,7 +36,6 @@ class PreparedStream(common.PreparedText):
         tokens: tokens of the parts other than the training's; of that one none, or all if they are less than a block.
             So `count` is 0 for a training part of more than a block, whose number of tokens is not known before it is
             read.
-        files: files of the training part.
         held_out: documents of these files that are not trained on.
     """
 

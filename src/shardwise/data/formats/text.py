@@ -21,14 +21,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.formats import common
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
-from shardwise.data.reading.text_sources import (
-    ColumnSource,
-    FileSource,
-    Source,
-    TextPiece,
-    announce_empty,
-    open_source,
-)
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, announce_empty, open_source
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
 from shardwise.data.samples.order import mix, mix_integer
@@ -40,11 +33,7 @@ from shardwise.data.tokens.encoding import (
     encode_documents,
     encode_sentences,
 )
-from shardwise.data.tokens.tokenizer import (
-    Tokenizer,
-    keep_user_tokenizer,
-    train_tokenizer,
-)
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
 # and time.
@@ -210,11 +199,7 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens.
-
-    Args:
-        tokenizer: path or hub id of the tokenizer; None if one is trained on the text.
-    """
+    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,

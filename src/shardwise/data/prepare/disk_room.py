@@ -28,7 +28,6 @@ class Estimate:
     """Estimated sizes of a source, a little more rather than less.
 
     Attributes:
-        bytes: size of the text.
         exact: True if `bytes` is the size of the text itself, and not of files that wrap it.
         output_bytes: size of the data set and of the files that it is made of.
     """

@@ -46,7 +46,6 @@ class SourcePosition:
     """The part of a source that has been read.
 
     Attributes:
-        batches: number of batches.
         digest: digest of the text, as `ContentDigest` makes it.
     """
 
@@ -224,7 +223,6 @@ def write_tokens(
 
     Args:
         output: place of the data, whose work folder has the files and the progress.
-        tokenizer: tokenizer that `workers` have.
         progress: progress of an earlier process, after which this one continues.
         advance: called with the bytes of text that were read.
 

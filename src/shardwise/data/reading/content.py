@@ -183,7 +183,6 @@ def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading
 
     Args:
         kind: kind that `data.format` chooses; None: the content decides.
-        key: `data.text_key`.
 
     Raises:
         DataError: the file cannot be read, or does not hold text.

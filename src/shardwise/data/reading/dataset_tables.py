@@ -111,7 +111,6 @@ class _HubTables:
 
     Attributes:
         config: name of the configuration; None if the repository has one alone.
-        folder: folder of the commit in the hub's cache.
         converted: True if the commit is one of the hub's conversion, which has CONFIG/SPLIT/NUMBER.parquet.
     """
 

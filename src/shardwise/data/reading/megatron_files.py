@@ -82,7 +82,6 @@ class IndexedFile:
     """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
 
     Attributes:
-        tokens: all tokens of the .bin.
         sizes: number of tokens of each sequence, [n].
         pointers: first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2 GiB;
             the pointers are then computed from the sizes.

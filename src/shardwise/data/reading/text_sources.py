@@ -89,9 +89,7 @@ class FileSource:
     """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
 
     Attributes:
-        name: name in messages.
         kind: kind of all files; None: the content of each file decides.
-        text_key: field or column that holds the text.
         left_out: files of the same folder that are not read.
     """
 
@@ -203,7 +201,6 @@ class CodeSource:
     Attributes:
         files: files of text of which it is made; empty if it is made of none.
         stamped: files that decide it.
-        texts: function that gives its documents.
     """
 
     name: str

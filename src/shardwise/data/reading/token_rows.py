@@ -33,8 +33,6 @@ class TokenRows:
     """Some rows, one after another.
 
     Attributes:
-        lengths: tokens of each row.
-        tokens: tokens of all rows.
         nulls: True for each token that is null; None if none is.
         place: function that names row 0, 1, … of these in messages.
     """

@@ -194,7 +194,6 @@ class BlendedBatches(Batches):
     Index `i·K + s` is sample `i` of source `s`.
 
     Args:
-        sources: batches of each source, by name.
         stages: weights of the sources that are read, one stage after another; they count blocks.
         together: samples of a block, which are of one source.
     """

@@ -279,11 +279,9 @@ class SourceOrder:
     the first name in the alphabet comes first.
 
     Attributes:
-        patterns: pattern of each stage.
         chosen: numbers of the sources of each stage, in the order of its pattern.
 
     Args:
-        names: names of the sources.
         stages: stages in their order; the first begins with sample 0.
     """
 

@@ -112,12 +112,10 @@ class PackingFacts:
     """Counts of documents and their samples.
 
     Attributes:
-        documents: number of documents.
         cut: number of documents that are longer than a sample.
         targets: number of targets, the tokens of all documents but the first of each.
         with_beginning: number of targets whose sample has all tokens of their document before them.
         with_beginning_if_cut: the same if samples were cut from the row of all documents.
-        samples: number of samples.
         places: number of tokens that all samples have room for.
     """
 
@@ -157,7 +155,6 @@ class PackedSamples:
             [pieces, 2].
         begins: first piece of each sample, then the number of pieces, [samples + 1].
         length: sequence length S.
-        facts: counts of the documents.
     """
 
     pieces: IntArray
@@ -243,8 +240,7 @@ def _in_blocks(packs: Packs, pieces: IntArray, together: int, seed: int) -> Pack
     chosen = order[runs(firsts[chains], sizes[chains])]
     filling = np.zeros(-len(packs) % together, dtype=np.int64)
     return Packs.from_sizes(
-        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])],
-        np.concatenate([packs.sizes[chosen], filling]),
+        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])], np.concatenate([packs.sizes[chosen], filling])
     )
 
 

@@ -35,11 +35,7 @@ _Item = TypeVar("_Item")
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts.
-
-    Attributes:
-        bytes: size of that text.
-    """
+    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()

@@ -53,7 +53,6 @@ class Tokenizer:
         end_of_document: token that closes a document; None if the vocabulary has none.
         pair_names: names of BERT's special tokens in this tokenizer, by the keys of `PAIR_TOKENS`; None if unknown.
         begin_of_document: token that a text begins with, as files next to the tokenizer say; None if they do not.
-        name: name of the file, for messages.
 
     Attributes:
         dropout: probability at which the tokenizer's file asks to leave out a merge of its BPE; None if it does not.

@@ -71,7 +71,6 @@ class TokenizerFiles:
 
     Attributes:
         vocabulary: files that the tokenizer is made of, by the names that transformers has for them.
-        companions: files of settings next to them.
     """
 
     vocabulary: Mapping[str, Path]
@@ -188,11 +187,7 @@ class TokenizerFiles:
         _add_special(backend, [token for token in ends if token not in present])
 
     def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
-        """The file that gives tokens with their ids, and those tokens.
-
-        Args:
-            special: names of special tokens.
-        """
+        """The file that gives tokens with their ids, and those tokens."""
         files = {file.name: file for file in self.companions}
         settings = self._settings(TOKENIZER_CONFIG)
         if BY_ID in settings:
@@ -427,7 +422,6 @@ class SpecialTokens:
     """The special tokens that two files name.
 
     Args:
-        config: content of `tokenizer_config.json`.
         older: content of `special_tokens_map.json`, which goes first, but is ignored if `tokenizer_config.json` has an
             `added_tokens_decoder`.
     """
