@@ -102,8 +102,8 @@ def text(results: dict[str, Any]) -> str:
         f"{Table(columns, rows).markdown()}\n\n"
         f"A GPT-2 XL with {model['num_hidden_layers']} blocks and a width of {model['hidden_size']}, but with all "
         f"{model['num_attention_heads']} heads and {model['vocab_size']:,} tokens: {results['parameters']:,} "
-        "parameters in mixed precision. ZeRO-1 off is alike at every DP. Live tensors after two steps, on the rank with "
-        f"most; as `shardwise.estimates` expects {agreement}.\n"
+        "parameters in mixed precision. ZeRO-1 off is alike at every DP. Live tensors after two steps, on the rank "
+        f"with most; as `shardwise.estimates` expects {agreement}.\n"
         f"{describe(results['environment'])}"
     )
 
