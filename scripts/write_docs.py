@@ -151,15 +151,15 @@ A dry run draws the rates. Before the first point and after the last, the rate i
 The rates of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0, beside those of `transformers`
 (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it:
 
-| rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
-|---|---|---|---|---|---|---|---|---|
-| `cosine` | 0.1000 | 0.2000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0012 | 0.0003 |
-| `get_cosine_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| NeMo's `CosineAnnealing` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| `linear` | 0.1000 | 0.2000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0220 | 0.0110 |
-| `get_linear_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0222 | 0.0111 |
-| `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
-| NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
+| rate of step | 1 | 10 | 11 | 80 | 81 | 100 |
+|---|---|---|---|---|---|---|
+| `cosine` | 0.1000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0003 |
+| `get_cosine_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| NeMo's `CosineAnnealing` | 0.0909 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| `linear` | 0.1000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0110 |
+| `get_linear_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0111 |
+| `cosine`, `constant_steps=20` | 0.1000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 |
+| NeMo's, `constant_steps=20` | 0.0909 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 |
 
 - `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step
   s here. Without warmup, all rates are equal.
