@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -291,17 +291,10 @@ def readers_page() -> str:
     """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    lines = ["| `--for` | program | families that it refuses, with its words |", "|---|---|---|"]
+    lines = ["| `--for` | program | families that it refuses |", "|---|---|---|"]
     for name, reader in record["readers"].items():
-        by_words: dict[str, list[str]] = {}
-        for family, of_family in record["lines"].items():
-            if words := of_family[readers.PLAIN].get(name, {}).get("says"):
-                # Without the class of a family's configuration, and what else the program prints.
-                words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
-                words = textwrap.shorten(words, 80, placeholder="…")
-                by_words.setdefault(words, []).append(family)
-        told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
-        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
+        told = [family for family, keys in record["lines"].items() if "says" in keys[readers.PLAIN].get(name, {})]
+        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {', '.join(told) or 'none'} |")
     by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
         able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
@@ -327,7 +320,7 @@ def _off(name: str, result: dict[str, float]) -> str:
 
 
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys, and those that no key sets."""
+    """docs/porting.md, with the record of other programs' names, by our keys."""
     by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
         for target in targets:
@@ -342,9 +335,6 @@ def porting_page() -> str:
             for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
         ]
         lines.append(f"- `{key}`: {'; '.join(parts)}")
-    names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name in WITHOUT_KEY)
-    without = "No key sets what these names do; a command that has one of them says why, or what instead: "
-    lines += ["", f"{without}{', '.join(names)}."]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
