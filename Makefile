@@ -84,6 +84,7 @@ release-check: env
 lint: env
 	$(PYTHON_M) ruff check
 	$(PYTHON_M) ruff format --check
+	.venv/bin/hadolint Dockerfile
 	$(PYTHON_M) scripts.check_budget
 	.venv/bin/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 

@@ -15,17 +15,17 @@ INTRODUCTION = """\
 # Environment variables
 
 ```sh
-NCCL_DEBUG=WARN shardwise doctor | grep NCCL
+NCCL_DEBUG=INFO shardwise doctor | grep NCCL
 ```
 
 ```text
-NCCL_DEBUG=WARN
+NCCL_DEBUG=INFO
 ```
 
-`shardwise doctor` prints, and `environment.json` in a run's folder records, the variables that change how a run works, without
-secrets. `launch.environment` sets variables in a submitted job. `make pages` writes this page from a record that a test
-compares with the code: shardwise reads or sets the variables below and no others. Libraries read more: torch, NCCL and the
-Hugging Face hub describe theirs.
+`shardwise doctor` prints, and `environment.json` in a run's folder records, the variables that change how a run works,
+without secrets. `launch.environment` sets variables in a submitted job. `make pages` writes this page from a record
+that a test compares with the code: shardwise reads or sets the variables below and no others. Libraries read more:
+torch, NCCL and the Hugging Face hub describe theirs.
 """
 RECORD = {
     "Yours": {
@@ -36,7 +36,9 @@ RECORD = {
         "NEURON_LOGICAL_NC_CONFIG": "physical cores of AWS that make one logical core, a rank's device",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: packages that add a device to torch are not loaded",
         "OMP_NUM_THREADS": "threads of a rank on a CPU; set to its share of the processors if unset",
-        "WANDB_MODE WANDB_PROJECT MLFLOW_EXPERIMENT_ID MLFLOW_EXPERIMENT_NAME": "defaults of `log.project` and W&B's mode",
+        "WANDB_MODE WANDB_PROJECT MLFLOW_EXPERIMENT_ID MLFLOW_EXPERIMENT_NAME": (
+            "W&B's mode, and defaults of `log.project`"
+        ),
         "CC CXX": "C and C++ compilers of compiled training",
         "TERM": "`dumb`: no bars, and no screen of `top`",
     },
@@ -57,7 +59,9 @@ RECORD = {
         ),
         "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE "
         "OMPI_MCA_ess_base_jobid PMIX_NAMESPACE": "Open MPI",
-        "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE MPIRUN_ID": "MVAPICH2",
+        "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE MPIRUN_ID": (
+            "MVAPICH2"
+        ),
         "PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE PMI_JOBID PMI_FD MPI_LOCALRANKID MPI_LOCALNRANKS "
         "I_MPI_HYDRA_UUID PALS_APID": "MPICH and Intel MPI",
         "PMIX_RANK PALS_RANKID FLUX_TASK_RANK FLUX_JOB_SIZE JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE ALPS_APP_PE "
@@ -77,13 +81,17 @@ RECORD = {
     "Always set, in processes that shardwise starts": {
         "TORCHINDUCTOR_CACHE_DIR": "a run's folder of graphs, while it compiles",
         "TOKENIZERS_PARALLELISM RAYON_NUM_THREADS": "threads of a process that tokenizes",
-        "SHARDWISE_ERROR_FILE SHARDWISE_HEARTBEATS SHARDWISE_PARENT_PID SHARDWISE_RANK_PROCESS": "between a launcher and its ranks",
+        "SHARDWISE_ERROR_FILE SHARDWISE_HEARTBEATS SHARDWISE_PARENT_PID SHARDWISE_RANK_PROCESS": (
+            "between a launcher and its ranks"
+        ),
         "SHARDWISE_NODE": "from the supervisor of a job to its launchers; holds a secret",
         "SHARDWISE_REPLAY": "in a replay of `shardwise audit`",
     },
 }
 """Section → variables, separated by blanks → meaning."""
-END = "\nNext: [configuration](configuration.md), for what the recipe decides; [several machines](cluster.md), for launchers.\n"
+END = """
+Next: [configuration](configuration.md), for what the recipe decides; [several machines](cluster.md), for launchers.
+"""
 
 _OTHER_NAMES = {
     "AF_UNIX", "ALL_F32", "BLOCK_SIZE", "BUILT_IN_TEXTS", "CHAT_KEYS", "DCP_SHARDING_INFO", "DTYPE_BYTES", "F8_E4M3",
@@ -101,13 +109,10 @@ def recorded() -> list[str]:
 
 
 def read_in_code() -> set[str]:
-    """The variables that the code reads or sets: by any text that looks like one, and by each use of the environment."""
+    """The variables that the code reads or sets: any text that looks like one, and each use of the environment."""
     files = [path for path in (ROOT / "src").rglob("*.py") if path.name != "redaction.py"]
-    return (
-        {name for path in files for name in _named(ast.parse(path.read_text(encoding="utf-8")))}
-        - _OTHER_NAMES
-        - _EXAMPLES
-    )
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    return {name for tree in trees for name in _named(tree)} - _OTHER_NAMES - _EXAMPLES
 
 
 def _named(tree: ast.Module) -> Iterator[str]:
@@ -139,8 +144,8 @@ def page() -> str:
     """docs/environment.md."""
     parts = [INTRODUCTION]
     for title, rows in RECORD.items():
-        lines = [
-            f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |" for names, meaning in rows.items()
-        ]
-        parts.append("\n".join([f"\n## {title}\n", "| variable | meaning |", "|---|---|", *lines, ""]))
+        lines = [f"\n## {title}\n", "| variable | meaning |", "|---|---|"]
+        for names, meaning in rows.items():
+            lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |")
+        parts += ["\n".join(lines), "\n"]
     return "".join([*parts, END])

@@ -1,14 +1,15 @@
 """Write the documentation that comes from the code and from results.
 
 These are docs/configuration.md and docs/model-keys.md, from the schema of the configuration, the tables of
-docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md, and
-docs/environment.md.
+docs/devices.md and docs/readers.md, the names of other programs in docs/porting.md, the signatures in docs/api.md,
+docs/environment.md, and the addresses of `[project.urls]` where pages say how to begin.
 """
 
 import inspect
 import json
 import re
 import textwrap
+import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ PORTING = ROOT / "docs" / "porting.md"
 _NAMES_BEGIN, _NAMES_END = "<!-- names:begin -->\n", "<!-- names:end -->\n"
 NAME_OF_API = re.compile(r"<!--(:::(\S+)\.(\w+))-->\n.*?<!--end-->\n", re.DOTALL)
 """A public name of docs/api.md. The site has mkdocstrings write its text in place of the text between the comments."""
+BEGINNINGS = tuple(ROOT / name for name in ("README.md", "docs/quickstart.md", "docs/tutorials/all-five.md"))
+"""Pages that begin in a copy of the repository."""
+_COPY = re.compile(r"a copy of (?:the repository|\[the repository\]\([^)]*\) \(`git clone [^`]*`\))")
+_ISSUES = re.compile(r"(?: \[Say\]\([^)]*\) what is wrong\.)?<!--issues-->")
+CALLED_BY_OTHERS = ("DropoutKey", "Group", "LAMB", "Muon", "Piece")
+"""Classes whose methods layers and optimizers call, seldom a program: docs/api.md names the methods alone."""
 DEVICES = ROOT / "docs" / "devices.md"
 RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
@@ -72,8 +79,8 @@ optimizer:
 ...
 ```
 
-A dry run prints the keys that differ from their defaults, and checks rules about several keys together. Below, in brackets
-is the default: `required` means that a recipe must set the key, and `derived` that it depends on other keys.
+A dry run prints the keys that differ from their defaults, and checks rules about several keys together. Below, in
+brackets is the default: `required` means that a recipe must set the key, and `derived` that it depends on other keys.
 
 - **Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
   also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps.
@@ -103,7 +110,8 @@ model:
   max_position_embeddings: 64
 ```
 
-In brackets are the families that have a key, and its default: `required` means that a recipe must set it.
+In brackets are the families that have a key ("as Llama": all but gpt, gpt_neox and bert), and its default: `required`
+means that a recipe must set it.
 [Configuration](configuration.md) has the other sections.
 
 `model.config=PATH` takes the model from a Hugging Face `config.json`, or from its folder; `model.*` keys that are given
@@ -124,8 +132,8 @@ No step has a learning rate of 0. Step s of the warmup has `lr · s / warmup_ste
 decay would reach `min_lr` one step after the last step of the run, or before the last `constant_steps`, which have it.
 
 `schedule=wsd` (warmup, stable, decay; [arXiv:2404.06395](https://arxiv.org/abs/2404.06395)) stays at `lr` until the
-last `decay_steps`, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or `sqrt` (1 - √p,
-[arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
+last `decay_steps`, over which the rate falls to `min_lr` in the shape `decay_shape`: `linear`, `cosine` or `sqrt`
+(1 - √p, [arXiv:2405.18392](https://arxiv.org/abs/2405.18392)). `schedule=points` follows any curve:
 
 ```yaml
 optimizer:
@@ -143,21 +151,30 @@ A dry run draws the rates. Before the first point and after the last, the rate i
 The rates of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0, beside those of `transformers`
 (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it:
 
-| rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
-|---|---|---|---|---|---|---|---|---|
-| `cosine` | 0.1000 | 0.2000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0012 | 0.0003 |
-| `get_cosine_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| NeMo's `CosineAnnealing` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| `linear` | 0.1000 | 0.2000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0220 | 0.0110 |
-| `get_linear_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0222 | 0.0111 |
-| `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
-| NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
+| rate of step | 1 | 10 | 11 | 80 | 81 | 100 |
+|---|---|---|---|---|---|---|
+| `cosine` | 0.1000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0003 |
+| `get_cosine_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| NeMo's `CosineAnnealing` | 0.0909 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| `linear` | 0.1000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0110 |
+| `get_linear_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0111 |
+| `cosine`, `constant_steps=20` | 0.1000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 |
+| NeMo's, `constant_steps=20` | 0.0909 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 |
 
-- `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step s
-  here. Without warmup, all rates are equal.
-- NeMo: for its rates, set `optimizer.warmup_steps` to its number plus 1. Without warmup, all rates are equal. In NVIDIA's
-  own NeMo, the first update of a run with `constant_steps` has the rate 0.""",
+- `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step
+  s here. Without warmup, all rates are equal.
+- NeMo: for its rates, set `optimizer.warmup_steps` to its number plus 1. Without warmup, all rates are equal. In
+  NVIDIA's own NeMo, the first update of a run with `constant_steps` has the rate 0.""",
 }
+
+
+def with_addresses(text: str, project: str) -> str:
+    """A page with the addresses that `[project.urls]` has in the text of a pyproject.toml."""
+    urls = tomllib.loads(project)["project"].get("urls", {})
+    repository, issues = urls.get("Repository"), urls.get("Issues")
+    copy = f"[the repository]({repository}) (`git clone {repository}`)" if repository else "the repository"
+    text = _COPY.sub(f"a copy of {copy}", text)
+    return _ISSUES.sub(f" [Say]({issues}) what is wrong.<!--issues-->" if issues else "<!--issues-->", text)
 
 
 def default_of(field: FieldInfo) -> str:
@@ -236,6 +253,8 @@ def _of_families(named: Sequence[str], families: Collection[str]) -> str:
     others = [family for family in families if family not in named]
     if not others:
         return "all"
+    if others == ["gpt", "gpt_neox", "bert"]:
+        return "as Llama"
     return f"all but {', '.join(others)}" if len(others) < len(named) / 2 else ", ".join(named)
 
 
@@ -274,16 +293,10 @@ def readers_page() -> str:
     """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    lines = ["| `--for` | program | families that it refuses, with its words |", "|---|---|---|"]
+    lines = ["| `--for` | program | families that it refuses |", "|---|---|---|"]
     for name, reader in record["readers"].items():
-        by_words: dict[str, list[str]] = {}
-        for family, of_family in record["lines"].items():
-            if words := of_family[readers.PLAIN].get(name, {}).get("says"):
-                # The class of a family's configuration, and what else the program prints.
-                words = re.sub(r"\w+Config\b", "…Config", words).replace("<", "&lt;").partition(" (supported")[0]
-                by_words.setdefault(words, []).append(family)
-        told = "; ".join(f"{', '.join(families)} ({words})" for words, families in by_words.items())
-        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {told or 'none'} |")
+        told = [family for family, keys in record["lines"].items() if "says" in keys[readers.PLAIN].get(name, {})]
+        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {', '.join(told) or 'none'} |")
     by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
         able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
@@ -309,7 +322,7 @@ def _off(name: str, result: dict[str, float]) -> str:
 
 
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys, and those that no key sets."""
+    """docs/porting.md, with the record of other programs' names, by our keys."""
     by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
         for target in targets:
@@ -324,12 +337,6 @@ def porting_page() -> str:
             for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
         ]
         lines.append(f"- `{key}`: {'; '.join(parts)}")
-    lines += ["", "No key sets what these names do:", ""]
-    same_without = "leave it out, a run without it is the same"
-    told = {name: same_without if why.startswith("leave it out") else why for name, why in WITHOUT_KEY.items()}
-    for reason in dict.fromkeys(told.values()):
-        names = dict.fromkeys(f"`{name.rpartition(':')[2]}`" for name, why in told.items() if why == reason)
-        lines.append(f"- {', '.join(names)}: {reason}")
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 
@@ -346,11 +353,11 @@ def api_page() -> str:
         lines.append(_first_paragraph(value))
         own = vars(value).items() if inspect.isclass(value) else ()
         methods = {name: getattr(raw, "__func__", raw) for name, raw in own if not name.startswith("_")}
-        listed = [
-            f"- `{_call(name, raw)}`: {_first_paragraph(raw)}"
-            for name, raw in methods.items()
-            if inspect.isfunction(raw) and raw.__doc__
-        ]
+        called = {name: raw for name, raw in methods.items() if inspect.isfunction(raw) and raw.__doc__}
+        if found[3] in CALLED_BY_OTHERS:
+            listed = [f"Methods: {', '.join(f'`{_call(name, raw)}`' for name, raw in called.items())}."]
+        else:
+            listed = [f"- `{_call(name, raw)}`: {_first_paragraph(raw)}" for name, raw in called.items()]
         return "\n".join([*lines, *([""] if listed else []), *listed, "<!--end-->", ""])
 
     return NAME_OF_API.sub(written, API.read_text(encoding="utf-8"))
@@ -394,6 +401,9 @@ def _first_paragraph(value: object) -> str:
 
 
 if __name__ == "__main__":
+    for beginning in BEGINNINGS:
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        beginning.write_text(with_addresses(beginning.read_text(encoding="utf-8"), project), encoding="utf-8")
     API.write_text(api_page(), encoding="utf-8")
     DEVICES.write_text(devices_page(), encoding="utf-8")
     READERS.write_text(readers_page(), encoding="utf-8")

@@ -2,14 +2,18 @@
 
 QUESTIONS = {
     "environment": 8,
-    "training": 150,
+    "correctness": 240,
+    "side_by_side": 120,
+    "fp8": 45,
+    "experts": 15,
+    "documents": 60,
+    "tensor_parallel": 15,
     "profile": 35,
+    "training": 110,
     "block": 35,
     "accumulation": 8,
     "update": 20,
     "attention": 25,
-    "documents": 60,
     "matmul": 35,
     "memory": 20,
-    "tensor_parallel": 10,
 }

@@ -1,8 +1,10 @@
-"""Measures one GPU with Llama 2 7B's work: `python benchmarks/first_gpu/run.py --deadline 300 --out FOLDER`.
+"""Measures one GPU with Llama 2 7B's work: `python benchmarks/first_gpu/run.py --deadline 540 --out FOLDER`.
 
-One process, without make, torchrun or an index of packages. Each configuration of a question is a line of JSON in
-FOLDER/lines.jsonl; `--report FOLDER` turns all lines in FOLDER/*.jsonl into `benchmarks/results/first_gpu.md` and
-`.json`, and `--report AFTER --before BEFORE` the training steps of two commits into `first_gpu_step.md` and `.json`.
+One process, without make, torchrun or an index of packages. The questions come in order of value. Each configuration of
+a question is a line of JSON in FOLDER/lines.jsonl as soon as it is measured, and a later session in the same folder
+measures only what is missing there. `--report FOLDER` turns all lines in FOLDER/*.jsonl into
+`benchmarks/results/first_gpu.md` and `.json`, and `--report AFTER --before BEFORE` the training steps of two commits
+into `first_gpu_step.md` and `.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"{', '.join(QUESTIONS)} (default: all)")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for all questions (default: 300)")
+    parser.add_argument("--deadline", type=float, default=540.0, help="seconds for all questions (default: 540)")
     parser.add_argument("--out", type=Path, help="folder of the lines")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, on any device, in seconds")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write the report of these lines instead")
@@ -72,7 +74,7 @@ def _problem(is_tiny: bool) -> str | None:
 
 
 def _ask(chosen: list[str], folder: Path, end: float, *, is_tiny: bool) -> None:
-    """Ask questions in turn; each may take its share of the time that is left, so that saved time goes to the next."""
+    """Ask questions in turn, each for as long as it needs; the last ones are left out where the time is over."""
     import importlib
 
     import torch
@@ -85,7 +87,8 @@ def _ask(chosen: list[str], folder: Path, end: float, *, is_tiny: bool) -> None:
     torch.manual_seed(0)
     for number, name in enumerate(chosen):
         remaining = end - time.monotonic()
-        share = remaining * QUESTIONS[name] / sum(QUESTIONS[other] for other in chosen[number:])
+        needed = sum(QUESTIONS[other] for other in chosen[number:])
+        share = min(remaining, max(1.0, remaining / needed) * QUESTIONS[name])
         with session.asking(name, share):
             importlib.import_module(f"first_gpu.{name}").run(session)
         if not session.works():

@@ -102,13 +102,13 @@ class Session:
         self._file = folder / "lines.jsonl"
         self._errors = folder / "errors.txt"
         self._question = ""
+        self._answered: list[Figures] = []
 
     @contextmanager
     def asking(self, question: str, seconds: float) -> Iterator[None]:
         """Inside, lines belong to a question, which stops after so many seconds."""
         self._question = question
-        earlier = self._file.read_text().splitlines(keepends=True) if self._file.exists() else []
-        self._file.write_text("".join(line for line in earlier if f'"question": "{question}"' not in line))
+        self._keep_answers()
         before = signal.signal(signal.SIGALRM, _time_is_over)
         # Again and again: Python drops an exception that is raised in a destructor.
         signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001), _AGAIN)
@@ -124,6 +124,18 @@ class Session:
             signal.signal(signal.SIGALRM, before)
             self.release()
 
+    def _keep_answers(self) -> None:
+        """Forget what an earlier session wrote of answers of this question that it did not finish."""
+        texts = self._file.read_text().splitlines() if self._file.exists() else []
+        lines = [json.loads(text) for text in texts if text.endswith("}")]  # the last one may be cut off
+        own = [line for line in lines if line["question"] == self._question]
+        self._answered = [line["answered"] for line in own if "answered" in line]
+        kept = [line for line in lines if line not in own or "answered" in line or self._is_answered(line)]
+        self._file.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+
+    def _is_answered(self, line: Figures) -> bool:
+        return any(labels.items() <= line.items() for labels in self._answered)
+
     def few(self, items: Sequence[Item], count: int = 2) -> Sequence[Item]:
         """All items, or the first of them for tiny shapes."""
         return items[:count] if self.is_tiny else items
@@ -131,8 +143,12 @@ class Session:
     def measure(self, labels: Figures, function: Callable[[], Figures | Iterator[Figures]]) -> None:
         """Write what a function returns, or each that it yields, with its labels and the peak of memory; or its error.
 
-        An error ends this configuration alone: its memory is released before the next one.
+        An error ends this configuration alone: its memory is released before the next one. What an earlier session has
+        answered, with figures or an error, is not measured again.
         """
+        labels = json.loads(json.dumps(labels, default=str))
+        if self._is_answered(labels):
+            return
         start = time.monotonic()
         self._reset_peak()
         try:
@@ -142,6 +158,7 @@ class Session:
                 self.write({**labels, **figures, **self._peak(), **taken})
                 start = time.monotonic()
                 self._reset_peak()
+            self.write({"answered": labels})
         except TimeIsOver as error:
             _end_alarm()
             traceback.clear_frames(error.__traceback__)
@@ -149,6 +166,7 @@ class Session:
             raise TimeIsOver from None
         except RAISED as error:
             self._write_error(labels, error)
+            self.write({"answered": labels})
         finally:
             self.release()
 
@@ -156,7 +174,8 @@ class Session:
         text = json.dumps({"question": self._question, **line}, default=str)
         with self._file.open("a") as file:
             file.write(text + "\n")
-        print(text[:400], flush=True)
+        if "answered" not in line:
+            print(text[:400], flush=True)
 
     def _write_error(self, labels: Figures, error: BaseException) -> None:
         place = traceback.extract_tb(error.__traceback__)[-1]
@@ -201,9 +220,9 @@ class Session:
         return load_config("llama2-7b", [*own, *self.sizes.keys(), *keys])
 
     def compile_keys(self, is_compiled: bool) -> list[str]:
-        """Keys that compile; tiny shapes on a CPU are captured, as the code of a CPU takes long to compile."""
+        """Keys that compile; without a GPU, tiny shapes are only captured, as code for a CPU takes long to compile."""
         keys = [f"compile.enabled={str(is_compiled).lower()}"]
-        if is_compiled and self.is_tiny and self.device.type == "cpu":
+        if is_compiled and self.is_tiny and self.device.type != "cuda":
             keys.append("compile.backend=aot_eager")
         return keys
 

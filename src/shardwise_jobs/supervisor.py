@@ -80,6 +80,7 @@ class Supervisor:
         self._say = say
         self._killed_by = killed_by
         self._asked: str | None = None
+        self._is_queued = False
         self._watch: AttemptWatch | None = None
         # Endings of this job alone: a user who submits a run again may have mended the cause of the former end.
         self._endings = [ending for ending in history(run_path) if ending.job == allocation.job]
@@ -94,6 +95,11 @@ class Supervisor:
         former_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         try:
             asyncio.run(self._run())
+            notices.send("end", self._run_path, "finished", 0)
+        except StoppedError as error:
+            if not self._is_queued:
+                notices.send("end", self._run_path, str(error), error.exit_code)
+            raise
         finally:
             for number, handler in former_handlers.items():
                 signal.signal(number, handler)
@@ -236,10 +242,9 @@ class Supervisor:
     def _goes_on(self, ending: AttemptEnding, outcome: AttemptOutcome) -> bool:
         """Return True if another attempt is to be made in this allocation; raises if the job ends without success."""
         if ending.how == "finished":
-            notices.send("end", self._run_path, "finished", 0)
             return False
         if ending.how == "stopped":
-            self._stop(outcome.stopped or "")
+            raise StoppedError(outcome.stopped or "")
         if self._asked is not None:
             cause = f" ({outcome.failure.text})" if outcome.failure is not None else ""
             text = f"the job was stopped by {self._asked}{cause}; {_saved(ending)}"
@@ -274,13 +279,8 @@ class Supervisor:
         if self._asked == _WARNING:
             decision = decide(self._endings, self._launch.max_restarts)
             if not decision.starts_again:
-                self._stop(f"{text}\n{decision.why}")
+                raise StoppedError(f"{text}\n{decision.why}")
             self._requeue(text, decision)
-        self._stop(text)
-
-    def _stop(self, text: str) -> NoReturn:
-        """End this start of the job, which nothing starts again by itself."""
-        notices.send("end", self._run_path, text, StoppedError.exit_code)
         raise StoppedError(text)
 
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
@@ -288,11 +288,9 @@ class Supervisor:
         notices.send("restart", self._run_path, f"{text}; {decision.why}", StoppedError.exit_code)
         notices.wait()
         problem = commands.requeue(self._allocation.job)
+        self._is_queued = problem is None
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
-        text = f"{text}\n{result} ({decision.why})"
-        if problem is not None:
-            self._stop(text)
-        raise StoppedError(text)
+        raise StoppedError(f"{text}\n{result} ({decision.why})")
 
     def _record_lost_start(self) -> None:
         """Record the start before this one if it left no record: it lost a machine, or was killed."""
@@ -302,9 +300,8 @@ class Supervisor:
         text = "a machine was lost, or the job was preempted without a warning"
         lost = self._ending("ended by SLURM", requeues=requeues - 1, text=text)
         self._record(lost)
-        text = f"SLURM has started the job again: {lost.text}; {_saved(lost)}"
-        self._say(text)
-        notices.send("restart", self._run_path, text)
+        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+        notices.send("restart", self._run_path, f"{text}; {_saved(lost)}")
 
     def _record_killed_supervisor(self) -> bool:
         """Return True if an attempt is to be made, also after a supervisor that was killed; raises after too many."""

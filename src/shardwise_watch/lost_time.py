@@ -14,11 +14,10 @@ CAUSES = ("start", "compile", "data", "checkpoint", "load", "restart", "lost ste
 """Causes of lost time, in the order in which they are shown.
 
     start       time from the start of the processes to the training, without loading, unless a person stopped the run
-                before
     compile     compiling graphs
     data        waiting for batches
     checkpoint  training waited until a checkpoint was copied
-    load        reading a checkpoint, likewise
+    load        reading a checkpoint, likewise unless a person stopped the run before
     restart     time from the last event of one start of the run to the next start, unless the first reached its end or
                 a person stopped it
     lost steps  steps that were done again, without their waits, which count as such

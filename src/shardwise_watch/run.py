@@ -164,18 +164,21 @@ class RunView:
     @property
     def state(self) -> State:
         # The recorded end comes first: the process that recorded it may hold the lock for a moment longer.
-        if self.reason and not self._goes_on():
+        if self.reason and not (self._is_again() and RunLock.is_held(self.path)):
             return _ENDINGS.get(self.reason.partition(":")[0], "stopped")
         if not self._is_alive():
             return "finished" if self.results else "killed"
+        if self._is_again():
+            return "starting"
         if self._is_silent():
             return "silent"
-        return "running" if self._trains and not self._is_again() else "starting"
+        return "running" if self._trains else "starting"
 
     @property
-    def start_number(self) -> int:
-        """Number of the run's last start, from 1 on, also of one that has not recorded its "start" event yet."""
-        return max(1, self.lost.starts + (bool(self.reason) or self._is_again()))
+    def restart(self) -> str:
+        """Words for a later start that is under way, such as `restarting (start 2)`; empty in another state."""
+        number = self.lost.starts + (bool(self.reason) or self._is_again())
+        return f"restarting (start {number})" if number > 1 and self.state == "starting" else ""
 
     @property
     def reason(self) -> str:
@@ -327,27 +330,18 @@ class RunView:
         for evaluations in (self.evaluations, self.set_evaluations, self.task_evaluations):
             evaluations[:] = [event for event in evaluations if number(event.get("step"), 0.0) <= kept]
 
-    def _goes_on(self) -> bool:
-        """True if the run was started again after its last event, which recorded its end.
+    def _is_again(self) -> bool:
+        """True if the run is started again after all that it has recorded, while its lock is held.
 
         A process takes the lock long before its ranks record their "start" event. The supervisor of a job keeps it: it
         has recorded how its last start ended, and records a failure of the run where it does not start it again.
         """
-        return self._is_again() and RunLock.is_held(self.path)
-
-    def _is_again(self) -> bool:
-        """True if a process took the lock, or a job recorded the end of a start, after all that the run recorded."""
         recorded = self.last if self._trains else (self.events or [{}])[-1]
         last = seconds_of(recorded if self.failure is None else asdict(self.failure))
-        is_new = self._locked > last
+        is_new = seconds_of({"time": (RunLock.holder(self.path) or {}).get("started")}) > last
         if not is_new and self.failure is None and (not self.reason or self.reason.startswith("failed")):
             is_new = seconds_of((self.ends() or [{}])[-1]) >= last
         return is_new
-
-    @property
-    def _locked(self) -> float:
-        """Time at which the last process took the run's lock, in seconds since the epoch; NaN if it is unknown."""
-        return seconds_of({"time": (RunLock.holder(self.path) or {}).get("started")})
 
     def _is_alive(self) -> bool:
         """True if the run's process exists, on this host or on another one."""
@@ -361,11 +355,9 @@ class RunView:
         """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
-        is_again = self._is_again()
-        least_seconds = SILENT_SECONDS if self._trains and not is_again else _SILENT_AT_THE_START
+        least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
         patience = max(least_seconds, steps * (self.step_seconds or 0.0))
-        heard = max(self.heard or 0.0, self._locked) if is_again else self.heard
-        return heard is not None and time.time() - heard > patience
+        return self.heard is not None and time.time() - self.heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
         changed = modification_time(path)

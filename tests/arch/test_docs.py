@@ -11,6 +11,7 @@ import shardwise as shardwise_package
 from scripts import environment_variables, site
 from scripts.write_docs import (
     API,
+    BEGINNINGS,
     DEVICES,
     MODEL_PAGE,
     NAME_OF_API,
@@ -23,6 +24,7 @@ from scripts.write_docs import (
     page,
     porting_page,
     readers_page,
+    with_addresses,
 )
 from shardwise.config import load_config, recipe_names
 from tests.arch.source import ROOT, config_fields, headings
@@ -88,6 +90,32 @@ def test_generated_page_is_current() -> None:
     assert PORTING.read_text(encoding="utf-8") == porting_page(), "run `make pages`"
     assert READERS.read_text(encoding="utf-8") == readers_page(), "run `make pages`"
     assert environment_variables.PAGE.read_text(encoding="utf-8") == environment_variables.page(), "run `make pages`"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for beginning in BEGINNINGS:
+        text = beginning.read_text(encoding="utf-8")
+        assert text == with_addresses(text, project), "run `make pages`"
+
+
+@pytest.mark.parametrize("page", BEGINNINGS, ids=lambda path: path.stem)
+def test_a_fork_sets_its_addresses_in_one_place(page: Path) -> None:
+    """pyproject.toml has them; the site's are tested below."""
+    none, here, there = (
+        f"[project]\nname = 'x'\n[project.urls]\n{urls}"
+        for urls in (
+            "",
+            "Repository = 'https://host.example/us/x'\nIssues = 'https://host.example/us/x/issues'",
+            "Repository = 'https://host.example/you/x'",
+        )
+    )
+    text = with_addresses(page.read_text(encoding="utf-8"), none)
+    assert "host.example" not in text
+    ours = with_addresses(text, here)
+    assert "(`git clone https://host.example/us/x`)" in ours
+    assert ("(https://host.example/us/x/issues)" in ours) == (page.name == "README.md")
+    theirs = with_addresses(ours, there)
+    assert "(`git clone https://host.example/you/x`)" in theirs
+    assert "/us/" not in theirs
+    assert with_addresses(theirs, none) == text
 
 
 def test_each_environment_variable_of_the_code_is_on_its_page_and_no_other() -> None:
@@ -112,9 +140,8 @@ def test_the_index_lists_every_page_once_with_a_sentence() -> None:
 
 def test_the_site_has_a_menu_of_all_pages_in_short_sections_and_every_public_name() -> None:
     """The menu has the sections of docs/README.md, and each page in them."""
-    menu = yaml.safe_load(
-        (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].partition("\nnot_in_nav")[0]
-    )
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    menu = yaml.safe_load(text.partition("\nnav:\n")[2].partition("\nnot_in_nav")[0])
     sections = {title: entries for part in menu for title, entries in part.items() if isinstance(entries, list)}
     index = (ROOT / "docs/README.md").read_text("utf-8")
     assert list(sections) == re.findall(r"^## (.+)", index, re.MULTILINE)
@@ -163,7 +190,7 @@ def test_a_page_has_at_most_300_lines_and_says_what_to_read_next(page: Path) -> 
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 800
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("skills/*/SKILL.md")), ids=lambda path: path.parent.name)

@@ -98,7 +98,8 @@ def test_the_commands_show_what_the_page_says(followed: Any) -> None:
         assert expected in printed, f"{expected!r} is not in what the commands printed"
     files = {path.name for path in (at / RUN / "checkpoints/step-00000060").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "optimizer", "manifest.json"} <= files
-    imported = [f"{folder}/step-00000000: " in printed for folder in ("imported", "gpt2", "gpt3", "bert")]
+    runs = ("gpt3/checkpoints/step-00000100: ", "bert/checkpoints/step-00000006: ")
+    imported = [made in printed for made in ("imported/step-00000000: ", "gpt2/step-00000000: ", *runs)]
     assert all(imported), imported
     assert len(list((at / "exported").glob("model-*.safetensors"))) > 1, "1 MB a shard makes several"
 

@@ -98,6 +98,14 @@ def test_the_page_links_its_files() -> None:
         assert f"[{name}](../examples/own_model/{name})" in STEPS
 
 
+def test_the_page_shows_lines_of_the_other_parts() -> None:
+    parts = [line.strip() for line in (EXAMPLE / "parts.py").read_text(encoding="utf-8").splitlines()]
+    shown = [block for block in blocks("python", OPTIONAL) if not block.startswith("# ")]
+    assert len(shown) == 3
+    for block in shown:
+        assert "\n".join(line.strip() for line in block.splitlines()) in "\n".join(parts), block
+
+
 def test_the_wrapper_of_the_page_sums_what_plain_averages() -> None:
     (code,) = (block for block in blocks("python", OPTIONAL) if block.startswith("# wrapped.py\n"))
     scope: dict[str, Any] = {}
@@ -301,7 +309,7 @@ def gradients_of_the_page(code: str, tensor: int, sequence: bool) -> tuple[Tenso
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (2, True), (4, True)])
 def test_the_layers_of_the_page_compute_the_same_at_any_degree(tensor: int, sequence: bool, ranks: Any) -> None:
     """With more ranks than key heads too."""
-    code = "".join(blocks("python", OPTIONAL))
+    code = (EXAMPLE / "parts.py").read_text(encoding="utf-8")
     wanted, gradients = gradients_of_the_page(code, 1, False)
     assert {"attention.k.weight", "attention.q_norm.weight", "attention.temperature", "scale.weight"} <= set(gradients)
     assert {"embeddings.positions.weight", "embeddings.norm.bias"} <= set(gradients)

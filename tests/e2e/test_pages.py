@@ -74,7 +74,15 @@ ELSEWHERE = {
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),
-    ("docs/environment.md", ""): "tests/unit/verify/test_doctor.py",
+    ("docs/notices.md", ""): "tests/e2e/test_notices.py::test_the_end_is_told_once_and_what_fails_is_a_warning",
+    (
+        "docs/environment.md",
+        "",
+    ): "tests/unit/verify/test_doctor.py::test_what_is_printed_says_how_to_mend_and_has_no_secrets",
+    (
+        "docs/containers.md",
+        "",
+    ): "tests/e2e/test_containers.py::test_pods_with_the_variables_of_the_manifest_train_together",
     ("docs/watching.md", "List devices and runs"): "tests/unit/watch/test_ls.py::test_the_page_shows_the_table",
     ("docs/watching.md", "Numbers for programs"): "tests/unit/watch/test_monitor.py::test_once",
     ("docs/watching.md", "Prometheus and Grafana"): "tests/unit/watch/test_monitor.py::test_prometheus_until_a_signal",
@@ -180,10 +188,9 @@ def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, st
 
 
 def shape(line: str) -> str:
-    """A line without its numbers and its spaces, and without units that depend on how fast the machine is."""
-    text = re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", line.replace(" ", ""))
-    text = re.sub(r"(#(ms|s|min|h)(?=[^a-z]|$|ago|astep))+#?", "#", text)
-    return text.replace("#ktokens/s", "#tokens/s")
+    """A line without its numbers and spaces, and without units that depend on how fast the machine is."""
+    timeless = re.sub(r"(?<=\d) ?(ms|s|min|h|k)\b", "", line)
+    return re.sub(r"[-\d.,]+(e[-+]\d+)?", "#", timeless.replace(" ", ""))
 
 
 def is_shown(line: str, printed: str) -> bool:

@@ -5,17 +5,12 @@ import shlex
 
 from shardwise.base.redaction import recorded_variables
 
-VARIABLE = "env:"
-_ADDRESS = r"""(?i)(https://[^/?#@\s]+|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)([/?#][^\s'"<>,\[\]]*)?"""
+VARIABLE, ADDRESS = "env:", r"[\w+.-]+://"
+_ALLOWED = r"""(?i)(https://[^/?#@\s]+|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)([/?#][^\s'"<>,\[\]]*)?"""
 _RULE = (
     "must be a command, an https address without a log-in (http is for localhost alone), or env:NAME, a variable that "
     "holds such an address and is none that runs record (SHARDWISE_… and others)"
 )
-
-
-def is_address(target: str) -> bool:
-    """True if a target begins as a URL, and not as a command."""
-    return re.match(r"[\w+.-]+://", target) is not None
 
 
 def target_problem(target: str) -> str | None:
@@ -23,8 +18,8 @@ def target_problem(target: str) -> str | None:
     if target.startswith(VARIABLE):
         name = target.removeprefix(VARIABLE)
         is_right = re.fullmatch(r"[A-Za-z_]\w*", name) is not None and not recorded_variables({name: ""})
-    elif is_address(target):
-        is_right = re.fullmatch(_ADDRESS, target) is not None
+    elif re.match(ADDRESS, target):
+        is_right = re.fullmatch(_ALLOWED, target) is not None
         target = f"{target.partition('://')[0]}://…"
     else:
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.base.errors import ConfigError
 
 _MOST_PRICE = 1e6
+_FORM = r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?(?:/(device|chip|node))?(?:/hour)?"
 
 
 @dataclass(frozen=True)

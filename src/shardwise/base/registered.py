@@ -34,7 +34,7 @@ _FUNCTIONS = {
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
     "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",
-    "jobs_before_their_runs": "shardwise_jobs.jobs:jobs_before_their_runs",
+    "job_states": "shardwise_jobs.jobs:states",
 }
 
 

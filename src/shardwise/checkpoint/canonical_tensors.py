@@ -26,9 +26,7 @@ class ParameterKey:
 
 
 def canonical_tensors(
-    model: nn.Module,
-    take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach(),
-    pipeline: Group | None = None,
+    model: nn.Module, take: Callable[[nn.Parameter], Tensor] = lambda p: p.detach(), pipeline: Group | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Each canonical tensor of a model once: its name, and the whole tensor, on every rank.
 

@@ -85,7 +85,6 @@ class Companions:
 
     Attributes:
         ids: fields of `config.json`, such as `eos_token_id`, each with one id or several.
-        files: name → content.
         notes: sentences for the user, on what is left out or replaced.
     """
 
@@ -101,7 +100,6 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
     folder of `data.tokenizer`.
 
     Args:
-        config: the run's configuration.
         weights: the folder of `checkpoint.load`; None where it names none.
         tokenizer: the folder of the data's tokenizer; None where it is not known.
 

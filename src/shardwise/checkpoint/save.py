@@ -73,7 +73,6 @@ class Saved:
 
     Attributes:
         step: updates done.
-        folder: path or URL of the checkpoint.
         bytes: length of all files, over all ranks.
         blocked: seconds for which training waited.
         seconds: time from the call to the complete checkpoint.
@@ -99,14 +98,9 @@ class _PendingSave:
     """A save under way, as the writing thread needs it.
 
     Attributes:
-        step: updates done.
-        final: folder of the complete checkpoint.
         buffer: source of the bytes of `files`, in their order.
-        files: files that this rank writes.
-        numbers: numbers that the wrapped optimizer keeps, from this rank.
         manifest: fields of the manifest that are known before the files are written.
         started: time of the call, as `time.perf_counter` has it.
-        blocked: seconds for which training waited.
     """
 
     step: int
@@ -150,7 +144,6 @@ class Saver:
     """Saves the checkpoints of one training; every rank of the mesh has one and makes the same calls.
 
     Args:
-        root: the folder of the checkpoints.
         config: the run's configuration; None in a loop of the user's own, whose checkpoints then have no `config.json`.
         group: all ranks, for the writing threads alone: their collectives must not meet those of the training.
         described: fields of the manifest that are the same for every save (`data`, `versions`, `layout`).
@@ -159,7 +152,6 @@ class Saver:
         base_model: hub id of the weights that the training started from, for the model card; None: there is none.
         buffer_bytes: host memory of this rank for copies; None: as much as a save needs, but at most this rank's share
             of half the memory that is free.
-        keeping: which checkpoints stay after each save.
         max_shard_bytes: largest size of a file with weights; a larger tensor has a file to itself.
         find_root: called on rank 0 before a save makes its folder, for a root that may have been renamed.
     """
@@ -393,10 +385,7 @@ class Saver:
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
 
     def _staging(self, step: int, final: Root) -> Root:
-        """The folder in which a save is written.
-
-        An object store has no rename: there it is written under its own name if that is not taken.
-        """
+        """The folder in which a save is written: in an object store, which has no rename, its own if that is free."""
         is_final = False
         if self._group.rank == 0 and not self.root.is_local:
             # A place without an answer fails the save a moment later, on all ranks together.

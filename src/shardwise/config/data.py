@@ -79,9 +79,8 @@ class SourceConfig(Section):
     dataset: str | None = Field(
         default=None,
         min_length=1,
-        description="used when path and blend are null: a data set on the Hugging Face hub (ID or ID@REVISION), or "
-        "built-in text for a trial: "
-        + ", ".join(f"{name} = {text.description}" for name, text in BUILT_IN_TEXTS.items()),
+        description="without path and blend: a data set on the Hugging Face hub (ID or ID@REVISION), or "
+        "built-in text: " + ", ".join(f"{name} = {text.description}" for name, text in BUILT_IN_TEXTS.items()),
     )
     config: str | None = Field(
         default=None, min_length=1, description="the configuration of a hub data set that has several"
@@ -89,9 +88,9 @@ class SourceConfig(Section):
     path: str | None = Field(
         default=None,
         min_length=1,
-        description="your own text file, .jsonl, .parquet or a directory of them; a directory that save_to_disk of "
-        "the library datasets wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; or BERT's HDF5 shards: "
-        "one file, their folder or a glob; or token ids: .ds of datatrove, .bin of llm.c, .npy, JSON lines or .parquet",
+        description="your own text file, .jsonl, .parquet or a directory of them; what save_to_disk of datasets "
+        "wrote; the PREFIX of a Megatron PREFIX.bin and PREFIX.idx; BERT's HDF5 shards (a file, their folder or a "
+        "glob); or token ids: .ds of datatrove, .bin of llm.c, .npy, JSON lines or .parquet",
     )
     blend: tuple[float | str, ...] | None = Field(
         default=None,
@@ -100,10 +99,9 @@ class SourceConfig(Section):
     )
     format: DataFormatName = Field(
         default="auto",
-        description="the format of path; chat = conversations in JSON lines or parquet, with their answers as targets; "
-        "auto detects other formats from file names (PREFIX.idx, .hdf5 and .h5, state.json and dataset_dict.json of "
-        "datasets; .bin without .idx, .npy and .ds are token ids), else from the content of each file: JSON lines, "
-        "parquet (both of text, or of token ids) or plain text; packed files (gzip, zstd, xz, bzip2, lz4) are unpacked",
+        description="the format of path; chat = conversations in JSON lines or parquet, with their answers as "
+        "targets; auto = by file names (PREFIX.idx, .hdf5, .h5, state.json of datasets; .bin without .idx, .npy and "
+        ".ds are token ids), else by the content of each file; packed files (gzip, zstd, xz, bzip2, lz4) are unpacked",
     )
     token_dtype: TokenDtype = Field(
         default="auto",
@@ -113,19 +111,18 @@ class SourceConfig(Section):
     text_key: str = Field(
         default="text",
         min_length=1,
-        description="the field of JSON lines, or the column of a .parquet or data set, that holds the text; meta.body "
-        "is the field body within meta; it may hold tokens (lists of integers) instead, and where there is "
-        "no text, input_ids is read; for conversations, the field of the messages, by "
-        "default messages, else conversations, else prompt and completion",
+        description="the field of JSON lines, or the column of a .parquet or data set, that holds the text, or "
+        "tokens (lists of integers; without text, input_ids); meta.body is the field body within meta; for "
+        "conversations by default messages, else conversations, else prompt and completion",
     )
     split: str = Field(
         default="95,5",
-        description="weights of the training and evaluation parts; Megatron data and HDF5 shards may have a test part "
-        "too: 980,10,10; or the names of a data set's own splits for these parts: train,validation,test",
+        description="weights of the training and evaluation parts; Megatron data and HDF5 shards may have a test "
+        "part: 980,10,10; or the names of a data set's own splits: train,validation,test",
     )
     streaming: bool = Field(
         default=False,
-        description="tokenize text during training, for data that are too large to prepare: text files, .jsonl, "
+        description="tokenize during training, for data that are too large to prepare: text files, .jsonl, "
         ".parquet, save_to_disk or a hub data set; needs a tokenizer",
     )
     shuffle_buffer: int = Field(
@@ -275,9 +272,9 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = Field(
         default=None,
         min_length=1,
-        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model, vocab.txt or tekken.json, the "
-        "folder of such a file, or a hub id (ID or ID@REVISION); null = that of the model in checkpoint.load; without "
-        "one a byte-level BPE of model.vocab_size that is trained on the data, or none if the data are tokens",
+        description="a tokenizer.json, vocab.json with merges.txt, tokenizer.model, vocab.txt or tekken.json, its "
+        "folder, or a hub id (ID or ID@REVISION); null = that of checkpoint.load, else a byte-level BPE of "
+        "model.vocab_size that is trained on the data, or none if the data are tokens",
     )
     masked_fraction: float = Field(
         default=MASKED_FRACTION,
@@ -293,9 +290,8 @@ class DataConfig(SourceConfig):
     )
     packing: Literal["cut", "best_fit"] = Field(
         default="cut",
-        description="cut = samples are cut from the row of all documents; best_fit = whole documents are packed into "
-        "samples, each read by itself, and what they leave free is padding (causal models); conversations are always "
-        "packed by best fit",
+        description="cut = samples are cut from the row of all documents; best_fit = whole documents are packed, "
+        "each read by itself, and the rest of a sample is padding (causal models; always so for conversations)",
     )
     append_eod: bool | None = Field(
         default=None,
@@ -333,9 +329,8 @@ class DataConfig(SourceConfig):
     mixture: dict[str, MixedSource] = Field(
         default_factory=dict,
         examples=[{"web": {"path": "web.jsonl", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}],
-        description="several sources by name, each with the keys above that name data (dataset, config, path, blend, "
-        "format, text_key, split, streaming, shuffle_buffer) or with hook, and with its weight; all sources use "
-        "data.tokenizer",
+        description="several sources by name, each with keys that name data (dataset, config, path, blend, format, "
+        "text_key, split, streaming, shuffle_buffer) or with hook, and with its weight; all use data.tokenizer",
     )
     stages: tuple[StageConfig, ...] = Field(
         default=(),

@@ -21,9 +21,8 @@ class EvaluationConfig(Section):
     sets: dict[str, DataConfig] = Field(
         default_factory=dict,
         examples=[{"code": "code.jsonl", "wiki": {"path": "wiki.parquet", "text_key": "body"}}],
-        description="further evaluation sets by their names, each a path or keys of the section data; every "
-        "train.eval_every steps the first train.eval_batches global batches of each are read, with "
-        "data.tokenizer; a set has one part (split: 1,0)",
+        description="further evaluation sets by name, each a path or keys of the section data, with one part "
+        "(split: 1,0); every train.eval_every steps train.eval_batches global batches of each are read",
     )
     tasks: tuple[str, ...] = Field(
         default=(),

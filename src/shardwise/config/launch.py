@@ -53,13 +53,13 @@ class LaunchConfig(Section):
         default=None,
         gt=0,
         description="ranks on each machine; null = one for each GPU of launch.gres, or of the partition's machines; "
-        "if they have no GPUs, the ranks of one copy of the model are divided over all machines",
+        "without GPUs, the ranks of one copy of the model divided over all machines",
     )
     max_restarts: int = Field(
         default=100,
         ge=0,
-        description="how often a submitted job starts again after a crash or a time limit while its newest checkpoint "
-        "stays the same; starts after a preemption or the loss of a machine are not counted",
+        description="how often a submitted job starts again after a crash or a time limit while its newest "
+        "checkpoint stays the same; preemptions and lost machines are not counted",
     )
     partition: str | None = Field(default=None, description="SLURM's partition; null = the cluster's default")
     account: str | None = Field(default=None, description="SLURM's account; null = the user's default")
@@ -78,8 +78,8 @@ class LaunchConfig(Section):
         default=300,
         ge=1,
         le=65535,
-        description="seconds before the time limit at which the job saves a checkpoint and is queued again; it must be "
-        "enough for one step and one checkpoint",
+        description="seconds before the time limit at which the job saves a checkpoint and is queued again: enough "
+        "for one step and one checkpoint",
     )
     sbatch: tuple[str, ...] = Field(
         default=(), examples=[["--qos=high", "--mail-type=END"]], description="further options of sbatch"

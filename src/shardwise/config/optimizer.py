@@ -80,8 +80,8 @@ class OptimizerConfig(Section):
     schedule: str = Field(
         default="cosine",
         json_schema_extra={"enum": [*LEARNING_RATES]},
-        description="rates after the warmup: linear and cosine decay to min_lr over the whole run, constant stays at "
-        "lr, wsd stays at lr and decays in the last decay_steps, points follows optimizer.points from step 1",
+        description="rates after the warmup: linear and cosine decay to min_lr over the run, constant = lr, wsd = "
+        "lr with a decay in the last decay_steps, points = optimizer.points from step 1",
     )
     decay_steps: int | None = step_field(
         None, ge=0, description="with wsd, which needs it: steps of the decay to min_lr; 0 = none, for a trunk of runs"
@@ -93,8 +93,8 @@ class OptimizerConfig(Section):
     router_bias_rate: float = Field(
         default=0.001,
         ge=0,
-        description="with a family whose routers have a correction bias: after each step, the bias of an expert that "
-        "got fewer tokens than the mean rises by this, and that of one that got more falls; 0 = they stay",
+        description="with routers that have a correction bias: by how much a step raises the bias of an expert that "
+        "got fewer tokens than the mean, and lowers that of one that got more; 0 = they stay",
     )
     router_sequence_loss: float = Field(
         default=0.0,
@@ -105,14 +105,14 @@ class OptimizerConfig(Section):
     router_batch_loss: float = Field(
         default=0.0,
         ge=0,
-        description="with experts: coefficient of the Switch loss over the global batch, 1 where loads are balanced, "
-        "summed over blocks; with several micro-batches or a pipeline each step begins with a forward pass that counts",
+        description="with experts: coefficient of the Switch loss over the global batch, 1 where loads are "
+        "balanced, summed over blocks; with several micro-batches or a pipeline, each step begins with a counting pass",
     )
     router_pooled_loss: float = Field(
         default=0.0,
         ge=0,
         description="with experts: coefficient of the balance loss of transformers, over all blocks and the global "
-        "batch as one, num_experts_per_tok where loads are balanced; each step begins with a forward pass that counts",
+        "batch as one, num_experts_per_tok where loads are balanced; each step begins with a counting pass",
     )
     router_z_loss: float = Field(
         default=0.0,
@@ -146,14 +146,14 @@ class OptimizerConfig(Section):
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1, 2, 3] = Field(
         default=1,
-        description="stage of ZeRO, which says what is cut over data parallelism: 0 = nothing, 1 = masters and "
-        "optimizer state, 2 = gradients too, 3 = weights too",
+        description="stage of ZeRO: what is cut over data parallelism: 0 = nothing, 1 = masters and optimizer "
+        "state, 2 = gradients too, 3 = weights too",
     )
     reduce: Frequency | None = Field(
         default=None,
-        description="with zero 2 or 3: gradients are reduced to their owners in each micro_batch, or once a step, "
-        "which sends less and holds all gradients; null = step with train.bitwise and with schedules that split the "
-        "backward pass, else micro_batch",
+        description="with zero 2 or 3: gradients are reduced in each micro_batch, or once a step, which sends less "
+        "and holds all gradients; null = step with train.bitwise and with schedules that split the backward pass, "
+        "else micro_batch",
     )
     gather: Frequency | None = Field(
         default=None,

@@ -65,8 +65,8 @@ class PrecisionConfig(Section):
     )
     rounding: Rounding | None = Field(
         default=None,
-        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random so that "
-        "the mean is kept, by the same random bits in every layout; null = stochastic with mode bfloat16, else nearest",
+        description="how the update rounds bfloat16 masters and moments: stochastic = up or down at random with the "
+        "mean kept, alike in every layout; null = stochastic with mode bfloat16, else nearest",
     )
 
     matmul: Matmul | None = Field(

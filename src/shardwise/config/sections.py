@@ -52,8 +52,8 @@ class HooksConfig(Section):
         default=(),
         strict=False,
         examples=["[package.module:Name]"],
-        description="package.module:Name of functions, or of classes that are made without arguments; on rank 0 each "
-        "is called with every event that metrics.jsonl gets; if one returns True, the run is asked to stop",
+        description="package.module:Name of functions, or of classes that are made without arguments; called on "
+        "rank 0 with every event that metrics.jsonl gets; True asks the run to stop",
     )
 
     @property
@@ -150,9 +150,9 @@ class ParallelConfig(Section):
     )
     context_keys: ContextKeys | None = Field(
         default=None,
-        description="how ranks that share samples get the keys and values of each other in a block: gather = all at "
-        "once; ring = rank by rank while attention computes, so that those of two ranks are held; null = ring if the "
-        "step would otherwise not fit the device, else gather; no effect with CP 1",
+        description="how ranks get each other's keys and values in a block: gather = all at once; ring = rank by "
+        "rank while attention computes, which holds those of two; null = gather where the step fits the device, else "
+        "ring; no effect with CP 1",
     )
     expert: int = Field(
         default=1,
@@ -163,27 +163,25 @@ class ParallelConfig(Section):
     vocab_multiple: int = Field(
         default=1,
         gt=0,
-        description="the rows of the embedding and of the output head on each rank are padded to a multiple of this; "
+        description="rows of the embedding and of the output head on each rank are padded to a multiple of this; "
         "padding rows are not parameters and have neither probability nor gradient",
     )
     tensor_overlap: TensorOverlap | None = Field(
         default=None,
         description="how tensor-parallel layers communicate behind their matmuls: pieces = a quarter of the "
-        "sequence at a time; symmetric_memory = by torch's CUDA operators over NVLink, needs parallel.sequence; "
-        "null = first communicate, then compute; no effect with TP 1",
+        "sequence at a time; symmetric_memory = by torch's CUDA operators over NVLink, needs parallel.sequence; null "
+        "= before them; no effect with TP 1",
     )
     sequence_regather: bool | None = Field(
         default=None,
-        description="with parallel.sequence: true = tensor-parallel layers keep their own part of their input for the "
-        "backward pass, and gather it again; false = they keep the gathered input; null = true if the step would "
-        "otherwise not fit the device",
+        description="with parallel.sequence: true = layers gather their input again for the backward pass; false = "
+        "they keep it; null = true if the step would otherwise not fit the device",
     )
     grain: int = Field(
         default=4,
         gt=0,
-        description="with train.bitwise: number of parts in which sums over a dimension that tensor parallelism "
-        "cuts are computed, at any layout; a power of two that the tensor-parallel degree divides; no effect "
-        "without train.bitwise",
+        description="with train.bitwise: parts in which sums over a dimension that tensor parallelism cuts are "
+        "computed, at any layout; a power of two that the tensor-parallel degree divides",
     )
     context_grain: int | None = Field(
         default=None,
@@ -193,8 +191,8 @@ class ParallelConfig(Section):
     replicate: int = Field(
         default=1,
         gt=0,
-        description="with optimizer.zero 1, 2 or 3: number of copies of the tensors that are cut over data "
-        "parallelism, each on neighbouring ranks, such as the ranks of a node; must divide the data-parallel degree",
+        description="with optimizer.zero 1, 2 or 3: copies of the tensors that are cut over data parallelism, each "
+        "on neighbouring ranks, such as those of a node; must divide the data-parallel degree",
     )
 
     @property
@@ -259,9 +257,8 @@ class TrainConfig(Section):
     )
     global_batch: int = Field(
         gt=0,
-        description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which the "
-        "start of a new run computes the number; a run that is resumed with the same rule keeps its number on "
-        "any ranks",
+        description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which a new run "
+        "computes the number; a run that is resumed with the same rule keeps it",
     )
     batch_rule: str | None = Field(
         default=None,
@@ -272,9 +269,9 @@ class TrainConfig(Section):
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
     recompute: Literal[Recompute, "auto"] = Field(
         default="none",
-        description="what the backward pass computes again: selective = norms, activations and rotary positions, and "
-        "the attention core where no fused kernel computes it; full = each block; auto = as little as the device's "
-        "memory allows",
+        description="what the backward pass computes again: selective = norms, activations, rotary positions, and "
+        "the attention core where no fused kernel computes it; full = each block; auto = as little as the memory "
+        "allows",
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
@@ -289,16 +286,15 @@ class TrainConfig(Section):
     data_grain: int | None = Field(
         default=None,
         gt=0,
-        description="with train.bitwise: number of groups of consecutive micro-batches of a step; gradients are "
-        "summed in each group, then over pairs of groups; a power of two that the data-parallel degree divides; "
-        "null = the largest power of two up to 8 that divides the number of micro-batches; no effect without "
-        "train.bitwise",
+        description="with train.bitwise: groups of consecutive micro-batches of a step; gradients are summed in "
+        "each group, then over pairs of groups; a power of two that the data-parallel degree divides; null = the "
+        "largest up to 8 that divides the number of micro-batches",
     )
     threads: int = Field(
         default=1,
         gt=0,
         description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS, because the "
-        "order of a sum depends on their number; no effect without train.bitwise",
+        "order of a sum depends on their number",
     )
     eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -384,8 +380,8 @@ class CheckpointConfig(Section):
     memory_every: int | None = step_field(
         None,
         ge=0,
-        description="steps between copies of the state in the memory of the nodes, from which ranks continue when "
-        "they start again; 0 = no copies; null = checkpoint.every in a submitted job, else no copies",
+        description="steps between copies of the state in the nodes' memory, from which ranks continue when they "
+        "start again; 0 = none; null = checkpoint.every in a submitted job, else none",
     )
     memory_share: float = Field(
         default=0.2,
@@ -408,22 +404,21 @@ class CheckpointConfig(Section):
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB for the copy that each rank makes of what it saves, while training "
-        "waits; a smaller buffer makes training wait longer; null = as much as the copy needs",
+        description="host memory in MiB for the copy that each rank makes of what it saves; a smaller buffer makes "
+        "training wait longer; null = as much as the copy needs",
     )
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest "
-        "checkpoint; a path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
+        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest; a "
+        "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
     companions: str | None = Field(
         default=None,
         min_length=1,
-        description="a Hugging Face folder, or its config.json, from which every checkpoint takes ids of "
-        "special tokens and generation_config.json; null = from load, else from model.config, else from the "
-        "folder of data.tokenizer",
+        description="a Hugging Face folder, or its config.json, from which checkpoints take ids of special tokens "
+        "and generation_config.json; null = from load, else model.config, else the folder of data.tokenizer",
     )
 
     @field_validator("resume", mode="before")
@@ -466,8 +461,8 @@ class LogConfig(Section):
     every: int | None = step_field(
         None,
         gt=0,
-        description="steps between records in metrics.jsonl, ranks/ and TensorBoard, and between lines of progress if "
-        "there is no terminal; null = a record of each step, and about 20 lines a run; the last step has both",
+        description="steps between records (metrics.jsonl, ranks/, TensorBoard) and between lines of progress "
+        "without a terminal; null = a record of each step, and about 20 lines a run; the last step has both",
     )
     drift_every: int = step_field(
         100,
@@ -503,8 +498,7 @@ class LogConfig(Section):
         default=(),
         strict=False,
         examples=[["ablation"], ["ablation", "team=nlp"]],
-        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none, its "
-        "configuration of the run shows them",
+        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none",
     )
     price: str | None = Field(
         default=None,
@@ -517,7 +511,7 @@ class LogConfig(Section):
         strict=False,
         examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
         description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
-        "env:NAME is an address in an environment variable, which no file or message shows (docs/watching.md)",
+        "env:NAME is an address in an environment variable, which no file or message shows (docs/notices.md)",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
@@ -536,11 +530,10 @@ class LogConfig(Section):
     @field_validator("price", mode="before")
     @classmethod
     def _price_has_a_currency(cls, value: object) -> object:
-        if value is not None:
-            try:
-                Price.of(str(value), "log.price")
-            except ConfigError as error:
-                reject(error.problems)
+        try:
+            _ = value is None or Price.of(str(value), "log.price")
+        except ConfigError as error:
+            reject(error.problems)
         return value
 
     @field_validator("profile", mode="before")
@@ -553,15 +546,9 @@ class LogConfig(Section):
             reject([f"log.profile ({shown}) {needs}"])
         return value
 
-    @field_validator("notify")
-    @classmethod
-    def _targets_can_be_told(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        reject([problem for problem in map(target_problem, value) if problem is not None])
-        return value
-
     def name_problems(self) -> list[str]:
-        """The names that a tracker would refuse after the start of the run, when it is left out."""
-        problems = []
+        """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
+        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:

@@ -241,11 +241,7 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: 
 
 
 def open_or_build_tokens(
-    root: Path,
-    key: str,
-    build: Callable[[Path], Mapping[str, Any]],
-    name: str,
-    announce: Callable[[str], None] | None,
+    root: Path, key: str, build: Callable[[Path], Mapping[str, Any]], name: str, announce: Callable[[str], None] | None
 ) -> CacheEntry:
     """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
 

@@ -29,12 +29,7 @@ TRAINED_AT_START = "trained on the data when the run starts"
 
 @dataclass(frozen=True)
 class Glance:
-    """The result of a glance at data and tokenizer.
-
-    Attributes:
-        rows: names and their descriptions, for the user.
-        problems: reasons for which a run could not start.
-    """
+    """The result of a glance at data and tokenizer."""
 
     rows: Sequence[tuple[str, str]]
     problems: Sequence[str]
@@ -162,8 +157,6 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any], packed_length: int
     """An inspection of the data at a path, of any format.
 
     Args:
-        samples: number of the first samples that are shown.
-        keys: other keys of the section `data`.
         packed_length: sequence length of the packed samples that are shown in place of documents; None for documents.
 
     Raises:

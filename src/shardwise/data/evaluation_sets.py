@@ -45,7 +45,6 @@ def prepare_sets(config: Config, data: common.PreparedData, announce: common.Ann
 
     Args:
         data: data of the run, whose tokenizer reads the sets.
-        announce: called with one line when something is built.
 
     Raises:
         DataError: a set is empty or cannot be read; all their problems.

@@ -135,7 +135,6 @@ class ContinuationSettings:
     """The `generation_kwargs` of a task.
 
     Attributes:
-        max_tokens: new tokens at most.
         until: texts that end a continuation.
         draws: True if tokens are drawn; otherwise each is the likeliest.
         temperature, top_p, top_k: as `train.generation.Sampler` has them.

@@ -91,8 +91,8 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
     is_recorded = run is not None and _is_recorded(RunDirectory(run), began)
     # Once for all ranks; where torchrun starts them again, that is told.
     if run is not None and not is_recorded and not may_restart():
-        told = {"step": steps} if steps else {}
-        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **told)
+        facts = {"step": steps} if steps else {}
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
     if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
         return failure.told
     directory = RunDirectory(run)

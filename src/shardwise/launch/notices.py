@@ -1,7 +1,6 @@
 """Notices of a run: the targets of `log.notify` are told of its end, its failure, a restart and a spike of the loss.
 
-A target is told in a thread of its own, so that no step waits; a process waits for these threads at its end. A target
-that cannot be told is a warning, once for each reason, and never an error.
+Each is told in a thread of its own, for which only the end of a process waits. What fails is a warning, never an error.
 """
 
 from __future__ import annotations
@@ -10,17 +9,19 @@ import atexit
 import contextlib
 import os
 import queue
+import re
 import shlex
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any, Literal
 
 from shardwise.base.errors import RunError, StoppedError
-from shardwise.base.notice_targets import VARIABLE, is_address, target_problem
+from shardwise.base.files import user_path
+from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
 from shardwise.launch.first_failure import complain
@@ -41,15 +42,13 @@ _known_problems: set[str] = set()
 def set_up(targets: Sequence[str]) -> None:
     """Let the notices of this process go to `targets`, those of `log.notify`."""
     _targets[:] = targets
-    _known_problems.clear()
 
 
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
     """Tell the targets of an event, without waiting; `facts`: its `step` and `loss`, if not those recorded last."""
     if not _targets:
         return
-    last = last_event(run, "step") or {}
-    facts = {"step": last.get("step"), "loss": last.get("loss")} | facts
+    facts = {name: (last_event(run, "step") or {}).get(name) for name in ("step", "loss")} | facts
     notice = {"event": event, "run": run.resolve().name, **facts, "reason": redacted(reason), "exit_code": exit_code}
     at = "" if facts["step"] is None else f" at step {facts['step']:,}, loss {number(facts['loss']):.4f}"
     text = f"{notice['run']}: {event}{at}: {notice['reason']}"
@@ -97,10 +96,10 @@ def wait() -> None:
 
 def _note(target: str, error: Exception) -> None:
     """Keep the reason for which a target was not told. The text of an unknown error may have the address."""
+    is_late = isinstance(getattr(error, "reason", error), TimeoutError | TimeoutExpired)
     text = str(error) if isinstance(error, RunError | OSError) else type(error).__name__
-    if isinstance(getattr(error, "reason", error), TimeoutError | subprocess.TimeoutExpired):
-        text = f"no answer within {SECONDS:g} s"
-    problem = f"log.notify: {hosts_alone(target)}: {hosts_alone(text)}"
+    text = f"no answer within {SECONDS:g} s" if is_late else hosts_alone(text)
+    problem = f"log.notify: {hosts_alone(target)}: {text}"
     if problem not in _known_problems:
         _known_problems.add(problem)
         _problems.put(problem)
@@ -111,7 +110,7 @@ def _tell(target: str, body: bytes | None) -> None:
     try:
         resolved = _resolved(target)
         if body is not None:
-            (_post if is_address(resolved) else _call)(resolved, body)
+            (_post if re.match(ADDRESS, resolved) else _call)(resolved, body)
     except Exception as error:  # noqa: BLE001  no notice ends a run
         _note(target, error)
 
@@ -120,7 +119,7 @@ def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
     text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
     problem = target_problem(text)
-    if text != target and not is_address(text):
+    if text != target and not re.match(ADDRESS, text):
         problem = "the variable must be set to an https address"
     if REDACTED in text:
         problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
@@ -131,13 +130,13 @@ def _resolved(target: str) -> str:
 
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
-    words = shlex.split(os.path.expanduser(command))  # noqa: PTH111  only the program's path
-    quiet = subprocess.DEVNULL
+    program, *words = shlex.split(command)
+    words = [str(user_path(program)) if program.startswith("~") else program, *words]
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as process:
+    with Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
         try:
             process.communicate(body, 0.95 * SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     if code := process.returncode:

@@ -44,7 +44,6 @@ class Bucket:
         shard: owned part of `values`, which has memory at all times.
         gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
-        stage: number of the pipeline stage.
         order: sorts buckets by their first use in a forward pass; those of vectors serve all blocks, and are first.
         separate: True if the master has another dtype than the parameters; False if it has the same values.
         on_host: True if the master, and so the optimizer's state, is in pinned memory of the host; else a master that

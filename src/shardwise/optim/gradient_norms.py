@@ -145,11 +145,7 @@ class _Share:
 
 
 class _Norms:
-    """L2 norms of tensors, whatever ranks own their elements.
-
-    Args:
-        dtype: the result of `sum_dtype`.
-    """
+    """L2 norms of tensors, whatever ranks own their elements."""
 
     def __init__(self, count: int, shares: Sequence[_Share], world: Group, dtype: torch.dtype | None) -> None:
         self.count = count

@@ -100,8 +100,6 @@ def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, ste
     """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
 
     Args:
-        settings: section `optimizer`.
-        steps: `train.steps`.
         former_steps: `train.steps` before the run was resumed.
         step: the last step that is done.
     """

@@ -32,7 +32,6 @@ class Matrix:
     Attributes:
         name: canonical tensor that holds it.
         first: its first output in that tensor.
-        shape: its outputs and inputs.
         group: number of its parameter group.
     """
 
@@ -81,11 +80,9 @@ class MatrixExchange:
 
     Args:
         model: slices of the model that this rank owns.
-        groups: numbers of the parameter groups.
         by_head: True to take each attention head of Q, K and V as a matrix.
 
     Attributes:
-        model: as given.
         owners: rank, in the stage, that computes each matrix's update.
 
     Raises:

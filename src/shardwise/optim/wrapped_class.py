@@ -90,7 +90,6 @@ def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         make: makes an optimizer of the class from a parameter group; the optimizer of the run is not touched.
-        options: options of the parameter group.
 
     Raises:
         Exception: any error that the class raises for a wrong option.
@@ -218,8 +217,6 @@ class ModelSlices:
     Attributes:
         groups: buckets of each parameter group.
         pieces: pieces of canonical tensors that each parameter holds.
-        device: device of the model.
-        ranks: the ranks that the optimizer works with.
         sum_dtype: argument of `CanonicalNorms`.
     """
 
@@ -315,11 +312,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        """Return the gradient of p in its dtype.
-
-        Raises:
-            RuntimeError: it is sparse or complex.
-        """
+        """Return the gradient of p in its dtype; RuntimeError if it is sparse or complex."""
         assert p.grad is not None
         if p.grad.is_sparse or p.is_complex():
             name = type(self).__name__

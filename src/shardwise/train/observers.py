@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardwise.config import Config
-from shardwise.launch import notices
 from shardwise.train.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -53,8 +52,6 @@ def build_observers(
         if record.is_logged:
             record = replace(record, checkpoint_seconds=checkpoints.take_seconds())
         reporter.step(record)
-        for problem in notices.problems():
-            reporter.warning(problem)
 
     def keep_graphs(record: StepRecord, is_last: bool) -> None:
         # All graphs of training are captured in a run's first step, and those of evaluation in an evaluation.

@@ -59,22 +59,18 @@ class ProgressLine:
         self._record: StepRecord | None = None
         self.before_steps = "first step under way"
         self._step_seconds = 0.0
-        self._tokens_per_second = 0.0
-        self._mfu: float | None = None
+        self._rates: Mapping[str, float | None] = {}
         self._display: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._display = Live(self, console=console, refresh_per_second=2)
             self._display.start()
 
-    def update(
-        self, record: StepRecord, step_seconds: float, tokens_per_second: float, mfu: float | None, now: float
-    ) -> None:
-        """Show a finished step, with the recent means of its duration and throughput; MFU is None if it is unknown."""
+    def update(self, record: StepRecord, step_seconds: float, rates: Mapping[str, float | None], now: float) -> None:
+        """Show a finished step, with the recent means of its duration and of its rates."""
         self._record = record
         self._done = record.step
         self._step_seconds = step_seconds
-        self._tokens_per_second = tokens_per_second
-        self._mfu = mfu
+        self._rates = rates
         self._show_step(record, now)
 
     def _show_step(self, record: StepRecord, now: float) -> None:
@@ -133,12 +129,13 @@ class ProgressLine:
         loss = f"loss {record.loss:.4f}"
         if record.losses:
             loss += f" ({parts_of_loss(record.losses)})"
+        mfu = self._rates.get("mfu")
         numbers = [
             loss,
             f"lr {record.lr:.2e}",
             f"grad norm {record.grad_norm:.3f}",
-            f"{units.count(self._tokens_per_second)} tokens/s",
-            *([] if self._mfu is None else [f"MFU {self._mfu:.1%}"]),
+            f"{units.count(self._rates.get('tokens_per_second') or 0.0)} tokens/s",
+            *([] if mfu is None else [f"MFU {mfu:.1%}"]),
             f"memory {units.size(record.peak_memory_bytes)}",
             f"{record.samples:,} samples",
         ]

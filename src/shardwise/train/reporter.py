@@ -187,8 +187,6 @@ class Reporter:
         self._show_start(steps_before, end_of_all, epochs)
         if self.config.log.tensorboard:
             self.message(f"TensorBoard: tensorboard --logdir {shlex.quote(str(self.run.tensorboard.absolute()))}")
-        if totals is None:
-            notices.begin(self.run.path)
         if totals is None and (text := no_trace_text(self.config.log, steps_before, end_of_all)) is not None:
             self.message(text)
 
@@ -300,10 +298,9 @@ class Reporter:
             self._loads = self._loads or JsonLines(self.run.experts)
             self._loads.write({"step": record.step, "loads": record.experts.loads})
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
-        tokens_per_second = numbers["tokens_per_second"] or 0.0
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
-            progress.update(record, self.totals.throughput.step_seconds, tokens_per_second, numbers["mfu"], clock)
+            progress.update(record, self.totals.throughput.step_seconds, numbers, clock)
         del numbers["peak_memory_bytes"]  # the trackers have it as memory/peak
         self._scalars(record.step, {"train": numbers, **_further_scalars(record, parts)})
 
@@ -328,16 +325,18 @@ class Reporter:
         }
 
     def _warn(self, record: StepRecord) -> None:
-        """Warn of a loss that is far off, and of a rank that is slow, once each time that it begins."""
+        """Warn of a loss that is far off, of a slow rank, once each time that it begins, and of notices that failed."""
+        for problem in notices.problems():
+            self.warning(problem)
         if record.step == 1 and (text := mean_text(self.config.model, self.config.hooks.loss, record.loss)) is not None:
             self.warning(text)
         if self._spike.begins(record.loss_spike):
-            text = (
-                f"the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations above the mean of the "
-                f"{SMOOTHED_STEPS} steps before"
+            self.warning(
+                f"step {record.step:,}: the loss ({record.loss:.4f}) is {record.loss_spike:.0f} standard deviations "
+                f"above the mean of the {SMOOTHED_STEPS} steps before{see('training#loss-spike')}"
             )
-            self.warning(f"step {record.step:,}: {text}{see('training#loss-spike')}")
             if self.rank == 0:
+                text = f"{record.loss_spike:.0f} standard deviations above the mean of {SMOOTHED_STEPS} steps before"
                 notices.send("spike", self.run.path, text, step=record.step, loss=record.loss)
         slow = record.straggler
         if slow is not None and self._slow.begins(slow.relative, slow.rank):

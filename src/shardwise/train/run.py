@@ -312,6 +312,8 @@ def _begin(
         totals=turn.totals,
         went_back=resumed is not None and goes_back(config, resumed.manifest),
     )
+    if turn.began is None and opened.mesh.world.rank == 0:
+        notices.begin(opened.folder.directory.path)
     reporter.message(f"data: {opened.data.summary}")
     _warn_of_repeats(trainer.feed.batches, end, reporter)
     shapes = config.shapes

@@ -144,7 +144,7 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
     if any(plan.is_tight for plan in found):
         band = [(device.memory * (1 - share) - chosen.reserve) / _GIB for share in (TIGHT, 0)]
         legend.append(("full", "may not fit: less than a tenth of the memory is free"))
-    note = f"To the right: time on the calendar. Upward: memory of a device. Area of a dot: {name_of_price}."
+    note = f"To the right: time on the calendar. Upward: memory of a device. Area: {name_of_price}. Rings: not listed."
     charts = [_chart("Layouts", layouts, (suffix, " GiB"), band) | {"legend": legend, "note": note}]
     # A search for a budget begins with one node, whose years would leave no room for the answer.
     sizes = [plan for plan in answer.compared if plan.calendar.seconds < _MOST_TIMES * chosen.calendar.seconds]

@@ -132,8 +132,6 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise_use.importing.hugging_face import write_checkpoint
 
     opened = _open(arguments)
-    if arguments.weights_only:
-        opened = replace(opened, progress=None)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
@@ -190,7 +188,7 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
         ConfigError: nobody says where the data go on, or there is no progress to tell more of.
     """
     samples, tokens = arguments.samples, arguments.tokens
-    if progress is None:
+    if progress is None or arguments.weights_only:
         if samples is not None or tokens is not None:
             raise ConfigError("--samples and --tokens must be left out: of SOURCE the weights alone are imported")
         return None
@@ -267,14 +265,13 @@ def _open(arguments: argparse.Namespace) -> ForeignModel:
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
     drift, weights_only = bool(arguments.allow_drift), arguments.weights_only
-    if arguments.kind == _NEURONX:
+    if arguments.config is not None:
+        config = user_path(arguments.config)
         with keys_renamed(_KEYS):
-            opened = open_neuronx(
-                source, user_path(arguments.config), allow_drift=drift, ignore=ignore, weights_only=weights_only
-            )
-    elif arguments.kind == _TITAN:
-        with keys_renamed(_KEYS):
-            opened = open_torchtitan(source, user_path(arguments.config), ignore, weights_only=weights_only)
+            if arguments.kind == _TITAN:
+                opened = open_torchtitan(source, config, ignore, weights_only=weights_only)
+            else:
+                opened = open_neuronx(source, config, allow_drift=drift, ignore=ignore, weights_only=weights_only)
     elif arguments.kind == _OLMO:
         opened = open_olmo_core(source, weights_only=weights_only)
     else:

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError, error_text, listing
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
@@ -86,14 +86,8 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
     if not states:
         note = f"the weights alone are imported, without step and optimizer: {reason}"
         return replace(opened, notes=(*notes, note))
-    try:
+    with pickled.reading(f"{folder / _COMMON} must tell of a training as Megatron-LM does"):
         progress, remarks = _progress(common, states, stored)
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(
-            f"{folder / _COMMON} must tell of a training as Megatron-LM does: {error_text(error)}"
-        ) from None
     padding = len(shards.parts("word.weight")[0]) - config.vocab_size
     if padding:
         remarks.append(

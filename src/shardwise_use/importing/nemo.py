@@ -23,8 +23,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
@@ -83,14 +81,20 @@ def open_nemo(
         states = {rank: _as_megatron(str(files[rank]), saved[rank], found) for rank, found in tensors.items()}
         return combined(states, where, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
-    return combined_with_progress(
-        str(folder),
-        combine,
-        lambda: {rank: _weights(file, saved[rank]) for rank, file in files.items()},
-        None if weights_only else _optimizers(files, saved),
-        {rank: (file, _parameters(saved[rank])) for rank, file in files.items()},
-        lambda _: _training(files[min(files)], saved[min(files)]),
-    )
+    found = None if weights_only else _optimizers(files, saved)
+    values = {rank: (file, _parameters(saved[rank])) for rank, file in files.items()}
+
+    def told(_: int) -> dict[str, Any]:
+        config, consumed = saved[min(saved)]["cfg"], _SAMPLES.search(files[min(files)].name)
+        lengths = ((config.get("data") or {}).get("seq_length"), config.get("encoder_seq_length"))
+        return saved[min(saved)] | {
+            "given": (config.get("optim") or {}).get("sched") or {},
+            "batch": config.get("global_batch_size"),
+            "length": next((length for length in lengths if type(length) is int), None),
+            "samples": int(consumed[1]) if consumed else None,
+        }
+
+    return combined_with_progress(str(folder), values, {}, found, combine, told)
 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
@@ -134,22 +138,11 @@ def _as_megatron(where: str, saved: Mapping[str, Any], tensors: Mapping[str, Any
     return {"args": args, "checkpoint_version": 3, "iteration": saved.get("global_step"), "model": tensors}
 
 
-def _weights(path: Path, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A rank's weights."""
-    tensors = {name: pickled.followed(value, path) for name, value in _parameters(saved).items()}
-    no_tensors = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if no_tensors:
-        raise ConfigError(
-            f"{path} must hold tensors alone under 'state_dict', and {listing(no_tensors, most=_SHOWN)} is none"
-        )
-    return tensors
-
-
 def _parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A rank's weights, in its order, without buffers."""
     state = saved["state_dict"]
-    buffers = {_BUFFERS, *state.get(_BUFFERS, ())}
-    return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(name)}
+    buffers = [_BUFFERS, *(state.get(_BUFFERS) or ())]
+    return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(str(name))}
 
 
 def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, Any]]) -> Found:
@@ -157,26 +150,12 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
     found: Found = {}
     for rank, file in files.items():
         name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
-        paths = {int(path.parent.name[len("dp_rank_") :]): path for path in file.parent.glob(f"optim/dp_rank_*/{name}")}
-        states = {data: (path, pickled.load(path)) for data, path in paths.items()}
-        states = states or {0: (file, saved[rank].get("optimizer_states"))}
-        found |= {rank: {data: (path, held[0]) for data, (path, held) in states.items() if held}}
-    return found if any(found.values()) else {}
-
-
-def _training(file: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What is saved of the training; `saved`: the content of a rank's file."""
-    config = saved["cfg"]
-    lengths = ((config.get("data") or {}).get("seq_length"), config.get("encoder_seq_length"))
-    consumed = _SAMPLES.search(file.name)
-    return {
-        "step": saved.get("global_step"),
-        "scheduler": next(iter(saved.get("lr_schedulers") or ()), {}),
-        "given": (config.get("optim") or {}).get("sched") or {},
-        "batch": config.get("global_batch_size"),
-        "length": next((length for length in lengths if type(length) is int), None),
-        "samples": int(consumed[1]) if consumed else None,
-    }
+        paths = {int(path.parent.name[-3:]): path for path in file.parent.glob(f"optim/dp_rank_[0-9][0-9][0-9]/{name}")}
+        held = {data: pickled.load(path) for data, path in paths.items()} or {0: saved[rank].get("optimizer_states")}
+        for data, states in held.items():
+            if isinstance(states, list) and states:
+                found[*rank, data] = paths.get(data, file), states[0]
+    return found
 
 
 def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -9,9 +9,8 @@
     SOURCE/optim.dp_rank_DD.tp_rank_TT                   of the GPT-NeoX scripts; of BERT's it is under "optimizer"
     SOURCE/scheduler.pt, SOURCE/user_content.pt          rates; step and arguments. Older ones are beside "model"
 
-As its trainer/checkpoint.py, optimizer/zero_redundancy_optimizer.py and parallel_layers/checkpointing.py write them. A
-layer has the same number on every pipeline stage. The model code says what the fused tensors of a rank are
-(modeling_llama_nxd.py, modules/qkv_linear.py):
+As its trainer/checkpoint.py, optimizer/, and parallel_layers/checkpointing.py write them. A layer has the same number
+on each pipeline stage. The model code says what the fused tensors of a rank are (modeling_llama_nxd.py, qkv_linear.py):
 
     gate_up_proj                        [gate; up]
     qkv_proj.weight                     [q; k; v]
@@ -34,8 +33,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.model_files import read_model, token_ids
@@ -43,13 +40,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.optimizer_shards import (
-    MASTERS,
-    ByName,
-    Found,
-    Rank,
-    combined_with_progress,
-)
+from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
 from shardwise_use.importing.tensor_parallel_shards import Shards, drift, rank_paths, require_ranks
 from shardwise_use.importing.torch_dcp import LazyTensor
 
@@ -98,8 +89,10 @@ def open_neuronx(
     require_ranks(str(source), set(ranks), tensor, pipeline, "tp_rank_{:02d}_pp_rank_{:02d}")
     buffers = re.compile(weight_names(config.family).buffers)
     held = {rank: pickled.load(path) for rank, path in sorted(ranks.items())}
-    values = {rank: _values(state, ranks[rank], buffers) for rank, state in held.items()}
+    values = {rank: (ranks[rank], _values(state, ranks[rank], buffers)) for rank, state in held.items()}
+    found = None if weights_only else _optimizers(source, ranks, held)
     shapes = canonical_shapes(config)
+    tied = weight_names(config.family).tied if config.tie_word_embeddings else {}
 
     def combine(where: str, states: ByName) -> ForeignModel:
         shards = Shards(where, tensor, allow_drift)
@@ -107,9 +100,8 @@ def open_neuronx(
             place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
             shards.add([states[rank, stage] for rank in range(tensor)], place)
         shards.require_floats()
-        if config.tie_word_embeddings:
-            for copy, name in weight_names(config.family).tied.items():
-                shards.require_tied(name, copy)
+        for copy, name in tied.items():
+            shards.require_tied(name, copy)
         tensors = dict(_fused(shards, config)) if isinstance(config, LlamaConfig) else {}
         for name, shape in shapes.items():
             if name not in tensors:
@@ -118,19 +110,8 @@ def open_neuronx(
         layout = {"tensor": tensor, "pipeline": pipeline}
         return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
 
-    # A tied weight is a parameter once, wherever both are on a rank.
-    tied = weight_names(config.family).tied if config.tie_word_embeddings else {}
-    parameters = {
-        rank: (ranks[rank], {name: value for name, value in named.items() if tied.get(name) not in named})
-        for rank, named in values.items()
-    }
     return combined_with_progress(
-        str(source),
-        combine,
-        lambda: {rank: _tensors(named, ranks[rank]) for rank, named in values.items()},
-        None if weights_only else _optimizers(source, ranks, held),
-        parameters,
-        lambda degree: _training(source, held[0, 0], degree),
+        str(source), values, tied, found, combine, lambda degree: _training(source, held[0, 0], degree)
     )
 
 
@@ -165,15 +146,6 @@ def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if not buffers.fullmatch(name)}
 
 
-def _tensors(values: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """A rank's tensors; with xser each is opened from its own file."""
-    tensors = {name: pickled.followed(value, path) for name, value in values.items()}
-    problems = [f"{path}: {name} must be a tensor" for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if problems:
-        raise ConfigError(problems)
-    return tensors
-
-
 # ---- the optimizer's state
 
 
@@ -183,32 +155,20 @@ def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, An
     for path in sorted([*(source / "optim").glob("*"), *source.glob("optim.*")]):
         if match := _OPTIMIZER.fullmatch(path.name):
             data, tensor, stage = (int(number or 0) for number in match.groups())
-            state = pickled.load(path)
-            if match[1] is None and isinstance(state, dict):
-                # The converter leaves the masters of rank 0 here.
-                state.pop(MASTERS, None)
-            found.setdefault((tensor, stage), {})[data] = (path, state)
-    inside = {rank: state.get("optimizer") for rank, state in held.items()}
-    return found or {rank: {0: (ranks[rank], state)} for rank, state in inside.items() if isinstance(state, dict)}
+            found[tensor, stage, data] = path, pickled.load(path)
+    inside = {rank: state.get("optimizer") for rank, state in held.items() if isinstance(state, dict)}
+    return found or {(*rank, 0): (ranks[rank], state) for rank, state in inside.items() if isinstance(state, dict)}
 
 
 def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
     """What is saved of the training; `state`: the content of the first rank's file."""
     told = dict(state) if "model" in state else {}
-    for name in ("user_content", "scheduler"):
-        if (source / f"{name}.pt").is_file():
-            saved = pickled.load(source / f"{name}.pt")
-            told |= {name: saved} if name == "scheduler" else saved
+    paths = {name: source / f"{name}.pt" for name in ("scheduler", "user_content")}
+    content = {name: pickled.load(path) for name, path in paths.items() if path.is_file()}
+    told |= content | content.get("user_content", {})
     given = told.get("cli_args") or {}
     per_rank = given.get("train_batch_size") or given.get("batch_size", 0) * given.get("grad_accum_usteps", 1)
-    return {
-        "step": told.get("total_steps", told.get("global_step")),
-        "scheduler": told.get("scheduler") or next(iter(told.get("lr_schedulers") or ()), {}),
-        "given": given,
-        "batch": per_rank * degree,
-        "length": given.get("seq_len"),
-        "samples": None,
-    }
+    return {**told, "given": given, "batch": per_rank * degree, "length": given.get("seq_len")}
 
 
 # ---- the models

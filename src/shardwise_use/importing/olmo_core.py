@@ -95,12 +95,8 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     folder = open_folder(inner if inner.is_dir() else step, "olmo-core")
     described = _record(step / "config.json")
     where = str(step / "config.json")
-    try:
+    with pickled.reading(f"{where} is no configuration as OLMo-core writes it"):
         config, in_pairs = model_of(described, where)
-    except ConfigError:
-        raise
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where} is no configuration as OLMo-core writes it ({error!r})") from None
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}
     if config.tie_word_embeddings:
         without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")

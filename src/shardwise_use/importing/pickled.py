@@ -7,15 +7,17 @@ name is known to be harmless and unneeded; any other name is refused before anyt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import pickle
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.base.errors import ConfigError, listing, see
+from shardwise.base.errors import ConfigError, error_text, listing, see
 from shardwise.base.files import reason_of
 
 
@@ -138,6 +140,17 @@ def followed(value: Any, path: Path) -> Any:
     if not isinstance(value.tid, int) or value.tid < 0:
         raise ConfigError(f"{path} refers to a tensor by {value.tid!r}, which must be a number")
     return load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
+
+
+@contextlib.contextmanager
+def reading(problem: str, fix: str = "") -> Iterator[None]:
+    """Inside, what unexpected content of a file raises is a ConfigError: the `problem`, its reason and the fix."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{problem}: {error_text(error)}{fix}") from None
 
 
 def _require_pickle(path: Path) -> None:

@@ -238,7 +238,7 @@ class DcpFolder:
         """
         record = _read_metadata(folder / METADATA)
         opened = DcpFolder(str(folder))
-        try:
+        with pickled.reading(f"{folder / METADATA} is no list of tensors as torch writes it"):
             stored: dict[tuple[str, tuple[int, ...] | None], Record] = {
                 (index.fqn, None if index.offset is None else tuple(index.offset)): info
                 for index, info in record.storage_data.items()
@@ -246,10 +246,6 @@ class DcpFolder:
             opened._require_files(folder, {info.relative_path for info in stored.values()}, record)
             for name, entry in record.state_dict_metadata.items():
                 opened._add(folder, name, entry, stored)
-        except ConfigError:
-            raise
-        except (AttributeError, TypeError, ValueError, KeyError) as error:
-            raise ConfigError(f"{folder / METADATA} is no list of tensors as torch writes it ({error!r})") from None
         opened.fields = {
             name: value
             for name, value in vars(record).items()

@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError, error_text, listing
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import reason_of
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
-from shardwise.checkpoint.format.writing import CONFIG, STREAM_BYTES, StreamedWeight
-from shardwise.checkpoint.storage.root import Buffer
-from shardwise.checkpoint.weight_writers import DTYPE_NAMES
+from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
+from shardwise_use.importing.torch_dcp import LazyTensor
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -68,13 +65,8 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         ) from None
     groups, states = adamw_state(pickled.load(folder / OPTIMIZER), folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
-    try:
+    with pickled.reading(f"{folder} must hold a training as a Trainer saves it", f"; {LEAVE}"):
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"{folder} must hold a training as a Trainer saves it: {error_text(error)}; {LEAVE}"
-        raise ConfigError(problem) from None
     return replace(opened, progress=progress, notes=(*opened.notes, *notes))
 
 
@@ -137,11 +129,7 @@ def _progress(
 
 
 def adamw_state(held: Any, path: Path) -> tuple[Groups, States]:
-    """The parameter groups and, by the parameter's number, the state of a torch AdamW, or of its shard by ZeRO-1.
-
-    Raises:
-        ConfigError: what a file holds is none, or is of another optimizer.
-    """
+    """The parameter groups and, by the parameter's number, the state of a torch AdamW, or of its shard by ZeRO-1."""
     held = held if isinstance(held, dict) else {}
     groups, states = held.get("param_groups"), held.get("base_state") or held.get("state")
     are_groups = isinstance(groups, list) and all(isinstance(group, dict) and "params" in group for group in groups)
@@ -201,18 +189,9 @@ def _by_name(
         for name, place in parameter.parts.items():
             updates[name] = int(states[number]["step"])
             for state in MOMENTS:
-                moment = states[number][state][place]
-                dtype = DTYPE_NAMES[moment.dtype]
-                streamed.append(StreamedWeight(name, dtype, shapes[name], partial(_segments, moment), state))
+                streamed.append(LazyTensor.of(states[number][state][place]).streamed(name, state))
     common = set(updates.values())
     return streamed, common.pop() if len(common) == 1 else updates
-
-
-def _segments(tensor: Tensor) -> Iterator[Buffer]:
-    """The bytes of a tensor in a mapped file: they are not copied."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    for start in range(0, len(data), STREAM_BYTES):
-        yield data[start : start + STREAM_BYTES]
 
 
 def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:

@@ -46,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
     try:
-        if any(not RunDirectory(path.parent).holds_run for path in Path(arguments.folder).glob("*/jobs.jsonl")):
-            jobs = provided("jobs_before_their_runs")(Path(arguments.folder))
+        waiting = {path.parent.resolve() for path in Path(arguments.folder).glob("*/jobs.jsonl")}
+        waiting = {path for path in waiting if not RunDirectory(path).holds_run}
+        states = provided("job_states")(Path(arguments.folder)) if waiting else []
+        jobs = [state for state in states if state.job is not None and state.run.resolve() in waiting]
     except ShardwiseError as error:
         problems.append(f"submitted jobs: {error}")
     if arguments.json:

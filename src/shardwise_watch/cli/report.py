@@ -43,12 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
-    parser.add_argument(
-        "--price",
-        metavar="PRICE",
-        help="price of a device for an hour, such as '2.50 USD', or of a node or a chip, as `plan` takes it, for the "
-        "cost (default: log.price of the run)",
-    )
+    price_help = "price of a device for an hour, a node or a chip, as `plan` takes it (default: log.price of the run)"
+    parser.add_argument("--price", metavar="PRICE", help=price_help)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
 

@@ -44,8 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         for number, path in enumerate(paths):
             frame = frame_of(open_run(path, all_steps=False))
-            if number:
-                output.line()
+            output.line() if number else None
             output.table(_rows(frame))
             for line in frame.failure_lines:
                 output.line(line)
@@ -81,7 +80,7 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
     left = "" if frame.eta_seconds is None else f", {drawing.seconds(frame.eta_seconds)} left"
     rows = [
         ("run", str(frame.path.resolve())),
-        ("state", f"{frame.state_text}{_reason(frame)}{heard}"),
+        ("state", f"{frame.restart or frame.state}{_reason(frame)}{heard}"),
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
         *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),

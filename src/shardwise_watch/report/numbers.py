@@ -67,7 +67,6 @@ def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
         "created": _stamp(time.time()),
         "failure": None if run.failure is None else run.failure.lines(run.path),
         "sample": _MARKS.sub("\n", str(run.results.get("sample") or "")).strip(),
-        "commit": _commit(run),
         **_cost(run, price),
         "numbers": _headline(run),
         "places": _places(run),
@@ -254,13 +253,6 @@ def _tasks(scores: Mapping[str, _Points]) -> list[dict[str, Any]]:
             row = {"task": task, "metric": metric, "step": step, "score": score}
             rows.append({**row, "stderr": errors.get(task, {}).get(step), "first_step": first_step, "first": first})
     return sorted(rows, key=lambda row: str(row["task"]))
-
-
-def _commit(run: RunView) -> str | None:
-    """Return the commit of the folder in which the run was started last, with `+` if files differed from it."""
-    git = run.environment.get("git")
-    commit = git.get("commit") if isinstance(git, Mapping) else None
-    return None if commit is None else f"{str(commit)[:12]}{'+' if git.get('modified') else ''}"
 
 
 def _cost(run: RunView, price: Price | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
         "count": lambda value: _or_dash(value, units.count),
         "duration": lambda value: _or_dash(value, units.duration),
         "size": lambda value: _or_dash(value, units.size),
-        "cost": lambda cost: f"{cost['amount']:,.{2 if cost['amount'] >= 0.1 else 4}f} {cost['currency']}",
+        "cost": lambda amount: f"{amount:,.{0 if amount >= 100 else 2}f}" if amount >= 0.1 else f"{amount:.2g}",
         "times": lambda value: _or_dash(value, "{:.2f} ×".format),
         "whole": "{:,}".format,
     }

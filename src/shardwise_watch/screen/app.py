@@ -101,8 +101,7 @@ class Top(App[None]):
         self._view = 0
         self._metric = 0
         self._span = 0
-        # The last one is the place in the list of runs.
-        self._moved = [0] * (len(VIEWS) + 1)
+        self._moved = [0] * (len(VIEWS) + 1)  # the last one is the place in the list of runs
         self._choice = Choice(behind=behind)
 
     def compose(self) -> ComposeResult:
@@ -191,6 +190,7 @@ class Top(App[None]):
             is_high = self.size.height >= 36
             self.screen.set_class(bool(self.frame.failure_lines), "-failed")
             self.query_one("#split").styles.height = 3 + len(drawing.further_rows(self.frame.last))
+            self.query_one("#strips").styles.height = min(11 if is_high else 4, 4 + len(self.frame.ranks) // 64)
             self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
             # Room for the header and the footer, and for eight pipeline ranks with their headings.
             room = self.size.height - 3 - 10

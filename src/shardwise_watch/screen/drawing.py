@@ -92,12 +92,6 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = ()
     return lines
 
 
-def window(count: int, rows: int, cursor: int) -> range:
-    """Return the entries of a list that are shown in `rows` lines, around the one at `cursor`."""
-    begin = max(0, min(cursor - rows // 2, count - rows))
-    return range(begin, min(count, begin + max(1, rows)))
-
-
 def marked(lines: Sequence[Text], width: int, at: int) -> list[Text]:
     """Fit the lines of a list, and mark the one at an index."""
     shown = [fitted(line, width) for line in lines]

@@ -27,7 +27,7 @@ _PART: dict[Span, int] = {"whole": 1, "tenth": 10, "hundredth": 100}
 _LOG_BYTES = 1 << 15
 """Bytes of a log that are read, from its end."""
 _RUN_FACTS = (
-    "path", "name", "state", "start_number", "reason", "failure", "heard", "step", "steps", "step_seconds",
+    "path", "name", "state", "restart", "reason", "failure", "heard", "step", "steps", "step_seconds",
     "eta_seconds", "last", "start", "config",
 )  # fmt: skip
 """Attributes of `RunView` that a frame has too."""
@@ -64,7 +64,7 @@ class Frame:
     name: str
     now: float
     state: State = "starting"
-    start_number: int = 1
+    restart: str = ""
     reason: str = ""
     failure: FailureRecord | None = None
     heard: float | None = None
@@ -91,12 +91,6 @@ class Frame:
     lost: LostTime = field(default_factory=LostTime)
     has_history: bool = True
     problem: str = ""
-
-    @property
-    def state_text(self) -> str:
-        """State with the number of a later start that is under way."""
-        is_again = self.state == "starting" and self.start_number > 1
-        return f"restarting (start {self.start_number})" if is_again else self.state
 
     @property
     def failure_lines(self) -> list[str]:
@@ -144,7 +138,8 @@ class Reader:
             # One that cannot be read is left out.
             with contextlib.suppress(errors.ConfigError):
                 self._readers[path] = self._readers.get(path) or _RunReader(path)
-                rows.append(self._readers[path].row(still))
+                run = self._readers[path].refreshed(still)
+                rows.append((path, run.heard or 0.0, run_cells(run)))
         return sorted(rows, key=lambda row: row[1], reverse=True)
 
 
@@ -184,14 +179,12 @@ class _RunReader:
         """Read the curves of the run over a span of another run's steps."""
         if not self._has_history:
             self._read_history()
-        elif not still:
-            self._run.refresh()
-        return _curves(self._run, columns, span)
+        return _curves(self.refreshed(still), columns, span)
 
-    def row(self, still: bool) -> tuple[Path, float, Sequence[str]]:
+    def refreshed(self, still: bool) -> RunView:
         if not still:
             self._run.refresh()
-        return self.path, self._run.heard or 0.0, run_cells(self._run)
+        return self._run
 
     def _read_history(self) -> None:
         # An error is shown by `read`, which meets the same one.

@@ -26,7 +26,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     """Write the name, the state and the progress of the run."""
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
-    state = Text.assemble(("● ", colour), (frame.state_text, f"bold {colour}"))
+    state = Text.assemble(("● ", colour), (frame.restart or frame.state, f"bold {colour}"))
     if frame.state in ("failed", "stopped") and frame.reason and not frame.failure_lines:
         state.append(f"  {frame.reason.removeprefix('failed: ')}", colour)
     if frame.behind_path is not None:
@@ -234,16 +234,14 @@ def log(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
 def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
     """List the runs to choose from, with the one at `cursor` marked."""
     head = drawing.heading(width, "runs", right="↑↓ choose, enter shows it, b puts it behind")
-    if not frame.runs:
-        return [head, Text(" reading the runs…", FAINT)]
     places = {frame.path.resolve(): ("shown", ACCENT), frame.behind_path: ("behind", BEHIND)}
     rows = [tuple((title, FAINT) for title in ("", *RUN_COLUMNS))]
-    window = drawing.window(len(frame.runs), height - 2, cursor)
-    for path, _, cells in frame.runs[window.start : window.stop]:
+    begin = max(0, min(cursor - height // 2, len(frame.runs) - height + 2))
+    for path, _, cells in frame.runs[begin : begin + height - 2]:
         place, style = places.get(path, ("", TEXT))
         rows.append(((place, style), *((cell, drawing.STATE_COLOURS.get(cell, style)) for cell in cells)))
     lines = drawing.columns(rows, right=range(3, 10), gap=1 if width < 100 else 2)
-    return [head, *drawing.marked(lines, width, cursor - window.start + 1)]
+    return [head, *drawing.marked(lines, width, cursor - begin + 1)]
 
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:

@@ -24,8 +24,8 @@ from shardwise_watch.step_metrics import PARTS
 
 KEYS = (
     ("1 … 6, tab", "overview, ranks, pipeline, nodes, events, log; tab: the next one"),
-    ("r", "runs: enter shows the chosen one, b puts its curves behind, or takes them away"),
-    ("↑ ↓ PgUp PgDn", "choose a rank, a node or a run, go through the events and the log"),
+    ("r", "runs: enter shows another one, b puts its curves behind"),
+    ("↑ ↓ PgUp PgDn", "choose a rank, a node or a run, go through events and log"),
     ("← →", "what the cells of the ranks show: work, memory, use"),
     ("z", "curves of all steps, of the last tenth, of the last hundredth"),
     ("p", "pause: nothing is read until it is pressed again"),
@@ -406,14 +406,15 @@ def listing(
     head = drawing.heading(width, "ranks", right=f"{'least' if metric == 'use' else 'most'} {metric} first, ↑↓ choose")
     if not views:
         return [head, Text(" no rank has a file yet", FAINT)]
-    window = drawing.window(len(views), height - 2, cursor)
+    rows = max(1, height - 2)
+    begin = max(0, min(cursor - rows // 2, len(views) - rows))
     axes = [axis.name for axis in AXES if not axis.is_optional or any(axis.name in view.place for view in views)]
     parts = PARTS if width >= 150 else ()
-    shown = [_cells(frame, view, axes, parts) for view in views[window.start : window.stop]]
+    shown = [_cells(frame, view, axes, parts) for view in views[begin : begin + rows]]
     cells = [tuple((name, FAINT) for name in shown[0]), *(tuple(row.values()) for row in shown)]
     right = [at for at, name in enumerate(shown[0]) if name not in ("host", "device")]
     lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
-    return [head, *drawing.marked(lines, width, cursor - window.start + 1)]
+    return [head, *drawing.marked(lines, width, cursor - begin + 1)]
 
 
 def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,20 @@ def test_encodings_of_tiktoken(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     text = "".join(f"a{token}" for token in described["special_tokens"])
     assert ours.encode(text).tolist() == theirs.encode(text, allowed_special="all")
     assert ours.end_of_document_id == theirs.eot_token
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_llama_3_is_that_of_llama_models(place: str, tmp_path: Path) -> None:
+    """Meta's own file and program. It names reserved ids otherwise since it has `<|step_id|>` and `<|image|>`."""
+    from llama_models.llama3 import tokenizer
+
+    file = Path(tokenizer.__file__).with_name("tokenizer.model")
+    theirs = tokenizer.Tokenizer(file)
+    (tmp_path / "tokenizer.model").symlink_to(file)
+    ours = Tokenizer.load(file if place == "file" else tmp_path)
+    assert [encoding.ids for encoding in ours.encodings(TEXTS)] == [
+        theirs.model.encode_ordinary(text) for text in TEXTS
+    ]
+    names = [name for name in theirs.special_tokens if not re.search("reserved|step_id|image", name)]
+    assert [ours.token_id(name) for name in names] == [theirs.special_tokens[name] for name in names]
+    assert (ours.vocab_size, ours.end_of_document_id) == (theirs.n_words, theirs.eos_id)

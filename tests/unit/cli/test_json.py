@@ -34,7 +34,8 @@ def test_each_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> N
     run = RunDirectory("run").create().path
     with RunLock(run):
         facts = asked(capsys, "stop", run)
-    assert facts == {"run": "run", "cancelled_jobs": [], "asked": True, "ended": False, "checkpoint_step": None}
+    unknown = {"other_host": None, "checkpoint_step": None}
+    assert facts == {"run": "run", "cancelled": [], "asked": True, "ended": False, **unknown}
     listed = asked(capsys, "recipes")["recipes"]
     assert {"name": "llama2-tiny", "summary": asked(capsys, "recipes", "llama2-tiny")["summary"]} in listed
     written = asked(capsys, "recipes", "llama2-tiny", "--write", "my.yaml")

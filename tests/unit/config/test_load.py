@@ -113,6 +113,8 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("train.steps=1_", "train.steps ('1_') must be a whole number"),
         ("train.global_batch=" + 5000 * "9" + " per 2 ranks", "train.global_batch ('99"),
         ("log.profile=1:" + 5000 * "9", "log.profile ('1:99"),
+        ("log.price=2.5", "log.price (2.5) must name its currency, as in '2.5 USD'"),
+        ("log.price=2 USD/rack", "log.price (2 USD/rack) must be a price of a device, a chip or a node for an hour"),
         ('model.config="a\\0b"', "model.config: the path a\\x00b must have no zero character"),
         ("optimizer.betas=[1", "the override 'optimizer.betas=[1' is not valid YAML"),
         ("model.num_key_value_heads=3", "model.num_key_value_heads (3) must divide model.num_attention_heads (4)"),

@@ -1,18 +1,20 @@
 """Notices: what a target is told, and that none of them ends or delays a run, or shows its secret."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import load_config
+from shardwise.config import check_layout, load_config
 from shardwise.launch import notices
 from shardwise.launch.environment import NODE
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
+from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.loopback_hooks import SECRET, Hooks, serve
 from tests.monitor_runs import FIRST, Start, write_run
@@ -24,6 +26,7 @@ FIELDS = ["event", "run", "step", "loss", "reason", "exit_code", "time", "text"]
 @pytest.fixture
 def hooks() -> Iterator[Hooks]:
     with serve() as server:
+        notices._known_problems.clear()
         yield server
         notices.set_up([])
 
@@ -49,6 +52,12 @@ def test_an_address_and_a_command_are_told(hooks: Hooks, run: Path, tmp_path: Pa
     assert (notice["event"], notice["run"], notice["step"], notice["exit_code"]) == ("end", "run", 25, 0)
     assert notice["text"] == f"run: end at step 25, loss {notice['loss']:.4f}: finished"
     assert json.loads(file.read_text()) == notice
+
+
+def test_the_page_shows_each_field_and_each_event() -> None:
+    page = (ROOT / "docs/notices.md").read_text(encoding="utf-8")
+    assert re.findall(r'^    "(\w+)":', page, re.MULTILINE) == FIELDS
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)[1:]) == get_args(notices.Event)
 
 
 def test_a_run_before_its_first_step_has_no_numbers(hooks: Hooks, tmp_path: Path) -> None:
@@ -183,7 +192,7 @@ def test_a_spike_is_told_while_the_run_goes_on(hooks: Hooks, tmp_path: Path) -> 
     notices.wait()
     (notice,) = hooks.notices
     assert (notice["event"], notice["step"], notice["exit_code"]) == ("spike", 1, None)
-    assert "7 standard deviations above the mean of the 20 steps before" in notice["reason"]
+    assert notice["reason"] == "7 standard deviations above the mean of 20 steps before"
 
 
 def keys(*targets: str) -> Any:
@@ -200,7 +209,7 @@ def keys(*targets: str) -> Any:
 )  # fmt: skip
 def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(target: str) -> None:
     with pytest.raises(ConfigError, match=r"^log\.notify \(.*\) must be a command, an https address") as error:
-        keys(target)
+        check_layout(keys(target), 1)
     assert SECRET not in str(error.value) or not target.startswith("http")
 
 

@@ -78,10 +78,11 @@ for (const [width, height] of [[390, 844], [1280, 800]]) {
     const page = frame.contentDocument, at = frame.contentWindow, seen = (one) => at.getComputedStyle(one);
     const loaded = at.performance.getEntriesByType("resource").length, fits = page.documentElement.scrollWidth <= width;
     const end = page.querySelector(".commands").getBoundingClientRect().bottom;
+    const tiles = page.querySelectorAll(".answers .tile"), shown = [...tiles].every((tile) => tile.clientHeight > 0);
     const dot = page.querySelector(".point[tabindex]"), cell = page.querySelector(".layouts td:last-child");
     dot.focus();
     const focused = seen(dot.querySelector(".told")).visibility;
-    told.push([width, fits, loaded, end < height, focused, seen(cell).display, seen(page.body).backgroundColor]);
+    told.push([width, fits, loaded, shown && end < height, focused, seen(cell).display, seen(page.body).backgroundColor]);
     if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
   };
   document.body.append(frame);

@@ -185,12 +185,13 @@ def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
 
 
 def test_mfu_of_a_known_device(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
+    made, stream = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
     with made:
         made.start()
         made.step(record(1))
     expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
     assert lines(tmp_path / "run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
+    assert f" tokens/s  MFU {expected:.1%}  memory 1000 B  " in stream.getvalue()
 
 
 def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
@@ -263,8 +264,7 @@ def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
         "done",
         "500 ms/step",
         "loss 0.3333  20-step mean 0.5000  lr 1.00e-03",
-        "512 tokens/s",
-        "800 samples",
+        "512 tokens/s  memory 1000 B  800 samples",
     ):
         assert expected in printed[-1]
 

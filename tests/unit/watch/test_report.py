@@ -216,7 +216,7 @@ def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentenc
     assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 
-def _with_evaluations(run: Path) -> Path:
+def with_evaluations(run: Path) -> Path:
     """Add evaluations of a set and of tasks: at step 10, at step 18, which a resume after step 10 undoes, and at 20."""
     kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = []
@@ -281,7 +281,7 @@ def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(
 
 
 def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = _with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
+    run = with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
     found = numbers(capsys, str(run))
     assert found["set_curves"] == {"code": [[10, 1.0, 1.0, 1.0], [18, 1.8, 1.8, 1.8], [20, 2.0, 2.0, 2.0]]}
     assert {metric: list(curves) for metric, curves in found["task_curves"].items()} == {
@@ -294,7 +294,7 @@ def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.Ca
         assert title in page.text
     assert {"curves": {"code": [[10, 1], [18, 1.8], [20, 2]]}, "ends": [10, 20], "percent": False} in page.charts
     assert page.tags.count("script") == 1
-    undone = _with_evaluations(write_run(tmp_path / "undone", [Start(0, 19, None), Start(10, 16)]))
+    undone = with_evaluations(write_run(tmp_path / "undone", [Start(0, 19, None), Start(10, 16)]))
     found = numbers(capsys, str(undone))
     assert [column[0] for column in found["set_curves"]["code"]] == [10]
     assert [column[0] for column in found["task_curves"]["acc"][HOSTILE]] == [10]
@@ -364,6 +364,7 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         ([run, tmp_path / "none"], r"RUN \(.*none\) must be"),
         ([run, "--output", tmp_path / "no/r.html"], "r.html cannot be written: .*; --output chooses another file"),
         ([run, "--output", tmp_path / "pipe"], "and it is a device or a pipe: name another file"),
+        ([run, "--price", "2.50"], r"--price \(2\.50\) must name its currency"),
         ([run, "--png", tmp_path / "file"], r"--png \(.*file\) cannot be written: File exists"),
     ):
         assert main(["report", *map(str, arguments)]) == 2
@@ -530,7 +531,11 @@ for (const width of [390, 1280]) {
     for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"])
       map.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
     const load = map.querySelector("output").textContent;
-    told.push([width, fits, shown, loaded, getComputedStyle(page.body).backgroundColor, last, touched, isOpen, load]);
+    const sample = page.querySelector(".sample");
+    const isWhole = sample.scrollHeight <= sample.clientHeight + 1;
+    const table = page.querySelector("table").textContent.includes("exact_match (strict)");
+    const background = getComputedStyle(page.body).backgroundColor;
+    told.push([isWhole && table, width, fits, shown, loaded, background, last, touched, isOpen, load]);
     if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
   };
   document.body.append(frame);
@@ -560,12 +565,16 @@ def browsed(folder: Path, probe: str) -> list[Any]:
 def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     """On a phone and a desktop, in the dark, and by the keyboard; in one browser."""
     run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
+    with_evaluations(run)
+    results = json.loads((run / "results.json").read_text()) | {"sample": "word " * 400 + "x" * 400}
+    (run / "results.json").write_text(json.dumps(results))
     page = tmp_path / "report.html"
-    page.write_text(report(run), encoding="utf-8")
+    page.write_text(report(run, "--price", "2.50 USD"), encoding="utf-8")
     is_dark, *frames = browsed(tmp_path, PROBE)
     assert is_dark
-    assert sorted(frame[0] for frame in frames) == [390, 1280]
-    for width, fits, shown, loaded, background, last, touched, is_open, load in frames:
+    assert sorted(frame[1] for frame in frames) == [390, 1280]
+    for is_whole, width, fits, shown, loaded, background, last, touched, is_open, load in frames:
+        assert is_whole, "the text scrolls, or the first table is not that of tasks"
         assert fits, f"it is wider than {width} pixels"
         assert shown == f"step 1: {loss_of(1):.0f}"
         assert loaded == 0, "it asks the network for something"

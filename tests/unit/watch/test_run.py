@@ -171,17 +171,18 @@ def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path)
     path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
     with RunLock(path):
         run = RunView(path, all_steps=False)
-        assert (run.state, frame_of(run).state_text) == ("starting", "restarting (start 3)")
+        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
         append(path, {"event": "start", "time": stamp(time.time() + 9)})
         run.refresh()
-        assert (run.state, run.start_number) == ("starting", 3)
+        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
         append(path, {"event": "step", "time": stamp(time.time() + 9), "step": 5})
         run.refresh()
-        assert (run.state, frame_of(run).state_text) == ("running", "running")
+        assert (run.state, run.restart) == ("running", "")
     new = RunDirectory(tmp_path / "new").create()
     new.write_config("train: {steps: 9}\n")
     with RunLock(new.path):
-        assert frame_of(RunView(new.path, all_steps=False)).state_text == "starting"
+        first = RunView(new.path, all_steps=False)
+        assert (first.state, first.restart) == ("starting", "")
 
 
 def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:

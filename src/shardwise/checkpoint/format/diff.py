@@ -14,12 +14,7 @@ from shardwise.base.parsing import by_dotted_key, json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast
-from shardwise.checkpoint.format.stored_tensors import (
-    MAX_INDEX_BYTES,
-    StoredTensors,
-    ordered_names,
-    ordered_states,
-)
+from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
 
@@ -58,7 +53,6 @@ class Difference:
         only_a: (state, name) of tensors that only A holds.
         only_b: (state, name) of tensors that only B holds.
         shapes: (state, name, A's shape, B's shape) where the shapes differ.
-        tensors: every tensor that was compared.
     """
 
     config: tuple[tuple[str, Any, Any], ...]
@@ -173,12 +167,10 @@ def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
 
 def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with A's and B's value."""
-    if a.manifest is not None and b.manifest is not None:
-        config_a = by_dotted_key(a.manifest.config)
-        config_b = by_dotted_key(b.manifest.config)
-    else:
-        config_a = by_dotted_key(_described(a.folder))
-        config_b = by_dotted_key(_described(b.folder))
+    configs = [tensors.manifest.config for tensors in (a, b) if tensors.manifest is not None]
+    if len(configs) < 2:
+        configs = [_described(tensors.folder) for tensors in (a, b)]
+    config_a, config_b = map(by_dotted_key, configs)
     for key in {**config_a, **config_b}:
         value_a = config_a.get(key, ABSENT)
         value_b = config_b.get(key, ABSENT)

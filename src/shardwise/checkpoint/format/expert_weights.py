@@ -91,7 +91,6 @@ def differing_experts(
     """The ways in which the experts of a folder are not the model's, and a rule for the names that they explain.
 
     Args:
-        where: subject of the lines.
         needed: canonical names of the model.
         stored: canonical names in the folder.
     """

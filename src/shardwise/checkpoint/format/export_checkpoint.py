@@ -45,12 +45,10 @@ class Export:
     """An export, planned from the manifest before anything is written.
 
     Attributes:
-        step: updates done at the checkpoint.
         weights: weights in the order of the checkpoint's files.
         masters: number of weights that are taken from stored float32 masters.
 
     Args:
-        folder: the checkpoint.
         dtype: dtype of all floating-point weights (a name in `FLOATS`); None: as they are stored. A weight that is to
             be cast is taken from its float32 master, if the checkpoint has one.
 
@@ -124,11 +122,7 @@ class Export:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The fields of the checkpoint's `config.json`.
-
-        Raises:
-            ConfigError: there is none. DamageError: it is damaged.
-        """
+        """The fields of the checkpoint's `config.json`; ConfigError if there is none, DamageError if it is damaged."""
         entries = {entry.path: entry for entry in self._manifest.files}
         if CONFIG not in entries and not self._manifest.config:
             raise ConfigError(

@@ -12,14 +12,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
-from shardwise.base.hub import (
-    BESIDE_WEIGHTS,
-    CHAT_TEMPLATES,
-    GENERATION,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    holds_tokenizer,
-)
+from shardwise.base.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
 from shardwise.base.parsing import json_object, json_value
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root

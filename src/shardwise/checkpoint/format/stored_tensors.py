@@ -41,7 +41,6 @@ class StoredTensors:
     """The tensors that a folder holds, read when they are asked for.
 
     Attributes:
-        folder: the folder.
         states: state (`model`, `exp_avg`, …) → name → tensor.
         manifest: manifest of a checkpoint; None for plain Hugging Face weights.
         readers: number of a file → reader that has read parts of it so far.
@@ -55,11 +54,7 @@ class StoredTensors:
 
     @staticmethod
     def of(folder: Root) -> StoredTensors:
-        """Open a checkpoint, or a folder with safetensors weights.
-
-        Raises:
-            ConfigError: it is neither. StoreError: it cannot be read, or is damaged.
-        """
+        """Open a checkpoint or a folder of safetensors; ConfigError if it is neither, StoreError if it is not read."""
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return StoredTensors(folder, manifest.tensors, manifest)
@@ -146,11 +141,7 @@ class StoredTensors:
 
 
 def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
-    """The tensors whose parts ranks have written into files of their own; `parts`: by name, dtype and dimensions.
-
-    Raises:
-        ConfigError: some parts are missing, or contradict each other.
-    """
+    """The tensors whose parts (by name, dtype and dimensions) lie in several files; ConfigError if some are missing."""
     whole: dict[str, TensorEntry] = {}
     incomplete: list[str] = []
     for (name, dtype, _), pieces in parts.items():
@@ -167,11 +158,7 @@ def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]])
 
 
 def _weight_files(folder: Root) -> tuple[str, ...]:
-    """The safetensors files of a Hugging Face folder.
-
-    Raises:
-        ConfigError: there are none, or the index names what is not there.
-    """
+    """The safetensors files of a folder; ConfigError if there are none, or the index names what is not there."""
     if (folder / SINGLE).exists():
         return (SINGLE,)
     index = folder / INDEX
@@ -217,7 +204,6 @@ def find_sources(
 
     Args:
         where: subject of the lines on mismatches.
-        family: family of the model.
         shapes: canonical tensors of the model.
         stored: name in the folder → tensor.
     """

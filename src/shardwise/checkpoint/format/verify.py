@@ -46,10 +46,8 @@ class Report:
     """The result of a verification.
 
     Attributes:
-        folder: the checkpoint.
         problems: one sentence each; empty where the checkpoint is as it was written.
         files: number of files that the manifest lists.
-        bytes: number of bytes that were read.
         tensors: number of tensors that the manifest lists.
         non_finite: STATE/NAME → number of values that are NaN or infinite.
         unlisted: files that the manifest does not list.
@@ -227,11 +225,7 @@ def non_finite_text(counts: Mapping[str, int]) -> str:
 
 
 def _verify_file(
-    file: Root,
-    entry: FileEntry,
-    pieces: Iterable[_LabelledPiece],
-    report: Report,
-    progress: Callable[[int], None],
+    file: Root, entry: FileEntry, pieces: Iterable[_LabelledPiece], report: Report, progress: Callable[[int], None]
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []

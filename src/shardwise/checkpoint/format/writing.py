@@ -156,8 +156,6 @@ def write_folder(
     """Write a Hugging Face folder or a checkpoint: complete or not there.
 
     Args:
-        parent: folder that holds the new one.
-        name: name of the folder.
         weights: weights in the order in which they are written; those of other states go to files of their own.
         small_files: name → content of the other files. `config.json`, which makes a folder a model's, is written last.
         max_shard_bytes: size of a file with weights at most; a larger tensor has one to itself.

@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,6 @@ class StepFolder:
 
     Attributes:
         step: updates done.
-        folder: the folder itself.
         problem: why it is not intact, as far as the manifest and the lengths of files show; None where it is.
         bytes: length of all files in the folder.
         manifest: the manifest; None where it cannot be used.
@@ -220,7 +219,6 @@ def prune(
     completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
 
     Args:
-        root: folder of the checkpoints.
         saved: step → path → bytes, of the files of checkpoints that this process has written.
         keep, keep_every: as in `removable`.
     """
@@ -242,13 +240,7 @@ def prune(
 def _steps_to_remove(
     steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None
 ) -> list[int]:
-    """The steps of the checkpoints to remove; all lists are newest first.
-
-    Args:
-        steps: steps of the checkpoints that may be removed.
-        intact: steps of those that are known to be intact, at least the newest ones.
-        keep, keep_every: as in `removable`.
-    """
+    """Those of `steps` to remove, as `removable` says; `intact`: those known to be so. All lists are newest first."""
     if keep is None:
         return []
     kept = intact[: max(keep, 1)]
@@ -277,7 +269,6 @@ class NamedFolder:
     """A folder that the user named.
 
     Attributes:
-        root: the folder.
         is_checkpoint: True for one checkpoint; False for a folder of checkpoints or of weights.
         location: path or URL that `root` is made of; it may contain a password, so it must not be shown.
     """
@@ -292,11 +283,7 @@ class NamedFolder:
 
 
 def checkpoint_folder(location: str) -> NamedFolder:
-    """The checkpoint or the folder of checkpoints at a path or URL.
-
-    Raises:
-        ConfigError: there is neither. StoreError: it cannot be read.
-    """
+    """The checkpoint or the folder of checkpoints at a path or URL; ConfigError if there is neither."""
     root = answering_root(location)
     if not root.exists():
         hint = ": no run was started in this folder, name a run's" if location == LATEST else ""
@@ -335,7 +322,8 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
     has_model = _MODEL_CONFIG in names or has_weights(names)
-    if may_have_weights and (has_model or not _holds_checkpoints(names)):
+    has_checkpoints = _CHECKPOINTS in names or _RUN_CONFIG in names or any(step_of(name) is not None for name in names)
+    if may_have_weights and (has_model or not has_checkpoints):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
         return NamedFolder(root, False, location)
@@ -358,7 +346,6 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
     Behind a URL only a checkpoint can be loaded.
 
     Args:
-        load: value of the key.
         announce: as in `weights_folder`.
         key: names the place in errors.
 
@@ -382,11 +369,7 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
 
 
 def companions_folder(companions: str) -> Root:
-    """The folder or file that `checkpoint.companions` names, of a run its newest intact checkpoint.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """What `checkpoint.companions` names, of a run its newest intact checkpoint; ConfigError if there is none."""
     if user_path(companions).exists():
         return Root.of(load_location(companions, key="checkpoint.companions"))
     raise ConfigError(
@@ -408,11 +391,6 @@ def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None
     if isinstance(place, Path):
         return location, Root.of(place)
     return f"{location}: {FOUND[find(place)]}", None
-
-
-def _holds_checkpoints(names: Collection[str]) -> bool:
-    """True if a folder with these names is a run's or a folder of checkpoints."""
-    return _CHECKPOINTS in names or _RUN_CONFIG in names or any(step_of(name) is not None for name in names)
 
 
 def _checkpoint_path(run: Root) -> str | None:

@@ -30,7 +30,6 @@ class Remote:
     """A file that can be fetched.
 
     Attributes:
-        root: place of the file.
         name: path relative to the folder or pattern that was named.
         size: bytes; None where the server does not report them.
     """
@@ -45,9 +44,6 @@ class Fetched:
     """A file on this machine.
 
     Attributes:
-        path: path of the file.
-        size: bytes.
-        sha256: SHA-256 of the content.
         is_new: this call fetched it.
     """
 
@@ -67,7 +63,6 @@ def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     """The files that a URL or a path names: one file, those of a folder, or what a pattern matches.
 
     Args:
-        url: the URL or path.
         anonymous: read a public bucket without credentials.
 
     Raises:
@@ -105,12 +100,9 @@ def fetch(
     Any number of processes may call it at once: one fetches. The file gets its name when it is whole and on the disk.
 
     Args:
-        remote: the file.
-        target: path on this machine.
         sha256: required SHA-256 of the file; None for any.
         force: replace another file.
         progress: called with the number of bytes that came since the last call.
-        announce: called with one line for the user.
 
     Raises:
         ConfigError: another file is at `target`, the disk has no room, or the file is not the one that was asked for.

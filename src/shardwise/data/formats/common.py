@@ -18,12 +18,7 @@ from shardwise.data import cache
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences
 from shardwise.data.samples import batch, causal
-from shardwise.data.tokens.tokenizer import (
-    Tokenizer,
-    export_user_tokenizer,
-    open_user_tokenizer,
-    user_tokenizer_digest,
-)
+from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
 
 if TYPE_CHECKING:
     from shardwise.data.samples import packing
@@ -80,7 +75,6 @@ class PreparedText(PreparedData):
     """Tokenized text, which is one row of tokens in each part.
 
     Attributes:
-        tokens: row of tokens of each part.
         vocab_size: vocabulary of the tokenizer, at most the model's; the model's if there is no tokenizer.
         sentences: bounds of each part's sentences; empty unless samples are sentence pairs.
         pair_tokens: special tokens that pairs are made with; None unless samples are sentence pairs.
@@ -212,14 +206,6 @@ def mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
-def require_room_for_pairs(request: DataRequest) -> None:
-    """Raises ConfigError if samples are pairs of sentences, and too short for one."""
-    if request.in_pairs:
-        from shardwise.data.samples import sentence_pairs
-
-        sentence_pairs.chunk_room(request.sequence_length)
-
-
 def require_sentence_pairs(request: DataRequest) -> int:
     """The segments that the model tells apart, which must be BERT, as shards train no other; else DataError."""
     if request.token_types is None:
@@ -335,7 +321,6 @@ def shortage(
     """The problem of a part of the data `name` that holds less than one sample, or for sentence pairs two.
 
     Args:
-        tokens: number of the part's tokens.
         sentences: bounds of the part's sentences; None unless samples are pairs of them.
         documents: number of the part's documents; None if the user does not count documents.
     """
@@ -387,7 +372,6 @@ def open_text_tokens(
 
     Args:
         key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
-        tokenizer: tokenizer that the user names, or None.
         build: function that fills a folder, see `cache.open_or_build`.
     """
     key = cache.entry_key(root, key_with(tokenizer))

@@ -64,11 +64,7 @@ def open_rows(
     if problems := common.mark_problems(request.data, of_rows=True):
         raise DataError(problems)
     entry = cache.open_or_build_tokens(
-        root,
-        _key(dataset, request),
-        lambda folder: _build(folder, dataset, request),
-        f"{dataset.name}: once",
-        announce,
+        root, _key(dataset, request), lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
     )
     return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
 
@@ -140,10 +136,8 @@ def _parts(
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
-    Without `split`, the splits that are read are the parts.
-
-    Args:
-        last: counter of the last tokens of rows, as the data have them.
+    Without `split`, the splits that are read are the parts. `last` counts the last tokens of rows, as the data have
+    them.
     """
     start = 0  # tokens of the data set before these rows
     end = _appended(request)

@@ -40,9 +40,7 @@ def with_tokens(
     Args:
         inspection: inspection without them; its manifest may name the tokenizer that shows samples as text.
         named: tokenizer that the user names instead; None if there is none.
-        first: tokens of the first samples.
         looked_at: some of the tokens, or all.
-        total: number of tokens in the data.
 
     Raises:
         ConfigError: the tokenizer that the user names cannot be opened.
@@ -83,12 +81,7 @@ def with_tokens(
 def with_packing(
     inspection: Inspection, named: str | None, documents: FirstDocuments, length: int, samples: int
 ) -> Inspection:
-    """An inspection whose samples are those of `data.packing=best_fit` at a sequence length.
-
-    Args:
-        named: tokenizer that the user names; None if there is none.
-        samples: number of the first samples that are shown.
-    """
+    """An inspection whose samples are those of `data.packing=best_fit` at a sequence length."""
     packed = PackedSamples.from_bounds(documents.bounds, length)
     tokenizer, _ = _tokenizer(named, inspection.manifest)
     limit = "" if documents.is_all else f"; looked at: the first {counted(packed.facts.documents, 'document')}"

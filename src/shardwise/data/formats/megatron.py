@@ -42,8 +42,6 @@ class PreparedDocuments(common.PreparedData):
     """One Megatron data set, or several in a blend.
 
     Attributes:
-        weights: weight of each data set in the blend.
-        parts: documents of each part in each of the data sets.
         vocab_size: vocabulary of the tokenizer, or the model's if there is none.
         pair_tokens: special tokens that sentence pairs are made with; None unless samples are sentence pairs.
         packed: samples of the parts of each data set; empty unless whole documents are packed.
@@ -146,11 +144,7 @@ def _packed(
     root: Path,
     announce: common.Announce,
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
-    """The packed samples of each data set; none unless `request` asks for them.
-
-    Raises:
-        DataError: a data set is a single document.
-    """
+    """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
         return
     problems = [

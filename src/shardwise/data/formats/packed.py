@@ -36,7 +36,6 @@ def open_packed(
     """The shortest samples of each part of the data `name`, which are packed first if the cache `root` has none.
 
     Args:
-        key: key of the entry, see `key_of`.
         bounds: functions that find the bounds of the documents of each part that has some.
     """
     length = request.unit_length
@@ -109,12 +108,7 @@ def packed_text(
         token = ends.token
         documents = {part: _finder(request, part, row, token) for part, row in data.tokens.items() if len(row)}
     packed = open_packed(
-        root,
-        key_of([data.fingerprint, token], request),
-        documents,
-        request,
-        request.data.name,
-        announce,
+        root, key_of([data.fingerprint, token], request), documents, request, request.data.name, announce
     )
     return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
 

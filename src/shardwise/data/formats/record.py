@@ -30,7 +30,6 @@ class Lengths:
 
     Attributes:
         what: unit and thing, such as "tokens of a document".
-        counted: number of lengths that were measured.
         number: number of lengths in the data; None if that is not known.
         bins: shortest and longest length of each bin, and the number of lengths in it.
     """
@@ -101,7 +100,6 @@ class FirstDocuments:
     """The first documents of data, or all of them.
 
     Attributes:
-        tokens: row of their tokens.
         bounds: first token of each document, then the number of tokens, [documents + 1].
         is_all: True if the data have no more.
     """
@@ -123,14 +121,11 @@ class DataFormat:
 
     Attributes:
         name: value of `data.format`; "text" stands for jsonl and parquet too.
-        contents: kind of the samples.
-        open_data: opens the data for a run.
         glance: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
         inspect: describes the data, with the first samples, whose number is given.
         is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
             the system refuses the path.
         is_in: True if the first row at `data.path` shows it; asked only if no names show a format.
-        has_splits: True if the data may have splits with names.
         manifests: the files that may say which tokenizer made tokens; they need not be there.
         most_tokens: the number that the tokens of the data cannot exceed, in a moment; None if it takes longer, or if
             the number is above a limit, which is given.

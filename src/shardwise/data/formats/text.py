@@ -21,14 +21,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.formats import common
 from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
-from shardwise.data.reading.text_sources import (
-    ColumnSource,
-    FileSource,
-    Source,
-    TextPiece,
-    announce_empty,
-    open_source,
-)
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, announce_empty, open_source
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
 from shardwise.data.samples.order import mix, mix_integer
@@ -40,11 +33,7 @@ from shardwise.data.tokens.encoding import (
     encode_documents,
     encode_sentences,
 )
-from shardwise.data.tokens.tokenizer import (
-    Tokenizer,
-    keep_user_tokenizer,
-    train_tokenizer,
-)
+from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
 # and time.
@@ -122,13 +111,7 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 @dataclass(frozen=True)
 class Scan:
-    """The results of reading a text, or conversations, once.
-
-    Attributes:
-        content: digest of the text.
-        bytes: size of the text.
-        characters: length of each document, [documents].
-    """
+    """The digest and the size of a text, or of conversations, and the length of each document, [documents]."""
 
     content: str
     bytes: int
@@ -210,11 +193,7 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens.
-
-    Args:
-        tokenizer: path or hub id of the tokenizer; None if one is trained on the text.
-    """
+    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,
@@ -417,11 +396,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a text, a million characters or more, by the tokenizer that `data` names.
-
-    Raises:
-        DataError: it names none.
-    """
+    """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)

@@ -31,8 +31,6 @@ class RawJob:
     """A file of ids that is to be converted.
 
     Attributes:
-        path: file of ids, see `RawTokens`.
-        output: prefix of the data set.
         dtype: dtype of the ids; None: the header or the bytes decide.
         eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
         tokenizer: tokenizer that made the ids; None if it is unknown.

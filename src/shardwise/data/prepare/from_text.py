@@ -27,9 +27,6 @@ class TextJob:
     """A text that is to be converted, and the data that it becomes.
 
     Attributes:
-        data: section that names the text.
-        output: prefix of the data set.
-        tokenizer: tokenizer as `data.tokenizer` names it.
         options: `append_eod`, `prepend_bos` and `split_sentences`.
     """
 

@@ -40,12 +40,7 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation.
-
-    Attributes:
-        manifest: manifest of the data at the output.
-        was_there: True if the data were there before.
-    """
+    """The result of a preparation."""
 
     manifest: Mapping[str, Any]
     was_there: bool
@@ -56,8 +51,6 @@ class Output:
 
     Args:
         named: tokenizer that makes or made the ids, as the user names it; None if it is unknown.
-        tokenizer: the same tokenizer, opened.
-        options: options of the preparation, by their names.
 
     Attributes:
         identity: everything that decides the data except the text; data of another identity are other data.
@@ -122,7 +115,6 @@ class Output:
         Args:
             source: facts of the manifest about the text, with the number of its documents.
             closes: True if the tokenizer's end of document closes the documents.
-            counts: other facts of the manifest.
         """
         # A path is made absolute, as readers start in other folders; a hub id is left as it is.
         name = self._named

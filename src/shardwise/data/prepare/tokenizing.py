@@ -46,7 +46,6 @@ class SourcePosition:
     """The part of a source that has been read.
 
     Attributes:
-        batches: number of batches.
         digest: digest of the text, as `ContentDigest` makes it.
     """
 
@@ -158,11 +157,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def each(self, call: Callable[[_Task], _Result], tasks: Iterable[_Task]) -> Iterator[tuple[_Task, _Result]]:
-        """Each task and the result of the call, in order. Only a few tasks are taken before their results are used.
-
-        Raises:
-            RunError: a process has ended.
-        """
+        """Each task and its result, in order; only a few tasks are taken ahead. RunError if a process has ended."""
         pending: deque[tuple[_Task, Future[_Result]]] = deque()
         try:
             for task in tasks:
@@ -224,7 +219,6 @@ def write_tokens(
 
     Args:
         output: place of the data, whose work folder has the files and the progress.
-        tokenizer: tokenizer that `workers` have.
         progress: progress of an earlier process, after which this one continues.
         advance: called with the bytes of text that were read.
 

@@ -66,7 +66,6 @@ class Hdf5Shard:
         rows: number of samples N.
         length: sequence length S.
         predictions: most predictions of a sample P.
-        nbytes: size of the arrays.
         chunked: True if an array is stored in chunks.
         unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
     """

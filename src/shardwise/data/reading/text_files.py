@@ -26,12 +26,7 @@ TOKENS = "input_ids"
 
 
 def documents(
-    file: Path | HubFile,
-    kind: Kind | None,
-    key: str,
-    start: int = 0,
-    *,
-    longest: int | None = None,
+    file: Path | HubFile, kind: Kind | None, key: str, start: int = 0, *, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
     """The documents of a file, as blocks of their text, with the place of the next document.
 
@@ -145,11 +140,7 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
 
 
 def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none.
-
-    Args:
-        read: parser of JSON.
-    """
+    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
     try:
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

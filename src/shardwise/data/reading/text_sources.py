@@ -89,9 +89,7 @@ class FileSource:
     """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
 
     Attributes:
-        name: name in messages.
         kind: kind of all files; None: the content of each file decides.
-        text_key: field or column that holds the text.
         left_out: files of the same folder that are not read.
     """
 
@@ -203,7 +201,6 @@ class CodeSource:
     Attributes:
         files: files of text of which it is made; empty if it is made of none.
         stamped: files that decide it.
-        texts: function that gives its documents.
     """
 
     name: str
@@ -456,10 +453,8 @@ TextShard = FileShard | TableShard
 def open_shard(file: str, data: DataConfig) -> TextShard:
     """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
     if data.is_hub_dataset:
-        if unpacked_name(file).endswith(LINES):
-            return FileShard(HubFile(file), "jsonl", data.text_key)
-        if file.endswith(".parquet"):
-            return FileShard(HubFile(file), "parquet", data.text_key)
+        if unpacked_name(file).endswith(LINES) or file.endswith(".parquet"):
+            return FileShard(HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"

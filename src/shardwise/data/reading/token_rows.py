@@ -33,8 +33,6 @@ class TokenRows:
     """Some rows, one after another.
 
     Attributes:
-        lengths: tokens of each row.
-        tokens: tokens of all rows.
         nulls: True for each token that is null; None if none is.
         place: function that names row 0, 1, … of these in messages.
     """
@@ -126,11 +124,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of a file, some at once.
-
-    Raises:
-        DataError: a row holds anything but whole numbers; names file and row.
-    """
+    """The rows of a file, some at once; DataError if one holds anything but whole numbers; names file and row."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in text_files.parquet_batches(file, require):

@@ -71,11 +71,7 @@ def causal_batch(rows_BS: IntArray, targets_B: IntArray, samples: IntArray, ends
 
 
 class RowBatches(Batches):
-    """Batches of samples that are a row of tokens each. A sample that counts nothing has ids 0 and targets `IGNORE`.
-
-    Args:
-        ends: changes at the end of a document.
-    """
+    """Batches of samples that are a row of tokens each. A sample that counts nothing has ids 0 and targets `IGNORE`."""
 
     objectives = ("lm",)
 
@@ -107,7 +103,6 @@ class TokenBatches(RowBatches):
     Args:
         tail: True if the tokens after the last complete sample are a sample too, padded with ids 0 and targets
             `IGNORE`: every token except the first is then a target, exactly once.
-        together: samples of a block, see `SampleOrder`.
     """
 
     def __init__(
@@ -182,10 +177,6 @@ class DocumentBatches(Batches):
     any sample is found in the same time.
 
     Inputs: see `causal_batch`. A sample that counts nothing has ids 0 and targets `IGNORE`.
-
-    Args:
-        ends: changes at the end of a document.
-        together: samples of a block, see `SampleOrder`.
     """
 
     objectives = ("lm",)

@@ -279,11 +279,9 @@ class SourceOrder:
     the first name in the alphabet comes first.
 
     Attributes:
-        patterns: pattern of each stage.
         chosen: numbers of the sources of each stage, in the order of its pattern.
 
     Args:
-        names: names of the sources.
         stages: stages in their order; the first begins with sample 0.
     """
 
@@ -327,7 +325,5 @@ class SourceOrder:
             yield number, np.flatnonzero(stages == number)
 
 
-@functools.cache
-def _pattern(weights: tuple[float, ...]) -> BlendPattern:
-    """The pattern of these weights, which takes up to half a second to make."""
-    return BlendPattern(weights)
+_pattern = functools.cache(BlendPattern)
+"""The pattern of a tuple of weights, which takes up to half a second to make."""

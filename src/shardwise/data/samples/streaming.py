@@ -47,8 +47,6 @@ class StreamPosition:
 
     Attributes:
         samples: number of samples in all blocks before.
-        epoch: number of the epoch, from 0.
-        block: number of the block in the epoch.
         shard: number of the shard in the epoch's order.
         offset: place in that shard at which the block's first document begins, as `TextShard.documents` counts.
     """
@@ -65,8 +63,6 @@ class StreamBlock:
     """A block of documents that were shuffled, joined and cut into samples.
 
     Attributes:
-        start: place at which the block begins.
-        stop: place at which the next block begins.
         samples: samples of the block; None if it has none.
     """
 
@@ -99,7 +95,6 @@ class TextStream:
     """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Args:
-        marks: tokens that each document begins and ends with.
         cut: function that makes the samples of a row of tokens, in an order drawn from a seed; None if it has none.
         buffer: most documents that a block has.
 
@@ -131,11 +126,7 @@ class TextStream:
         self.stopped = Event()
 
     def block(self, start: StreamPosition) -> StreamBlock:
-        """The block that begins at `start`; it ends at the end of its epoch.
-
-        Raises:
-            DataError, RunError: a document cannot be read.
-        """
+        """The block that begins at `start`, in its epoch; DataError or RunError if a document cannot be read."""
         self.stopped.clear()
         if self._next != start:
             self._reading = self._read(start)
@@ -212,9 +203,6 @@ class StreamBatches(Batches):
     A batch is a function of the samples consumed. The beginnings of all blocks that were read are kept, and the last
     few blocks themselves: a batch near the last one is made at once. For any other, reading begins at its block, or at
     the nearest earlier block that was read. A thread reads the next block ahead.
-
-    Args:
-        name: name of the data in messages.
     """
 
     objectives = ("lm",)

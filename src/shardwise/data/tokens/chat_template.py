@@ -57,9 +57,6 @@ _BUILT_IN = (
 def add_template(folder: Path, name: str) -> ChatTemplate:
     """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too.
 
-    Args:
-        name: the tokenizer's name, for messages.
-
     Raises:
         DataError: as `ChatTemplate.or_built_in`.
     """
@@ -118,8 +115,6 @@ class ChatTemplate:
     Attributes:
         source: its jinja2 code.
         name: the file that holds it, for messages.
-        code: the template, ready to run.
-        tokenizer: tokenizer that it was made for.
         special: special tokens by their roles, such as `bos_token`.
         with_tools: template of conversations that name tools; None if this one renders them too.
     """
@@ -145,10 +140,6 @@ class ChatTemplate:
     @classmethod
     def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
         """The template of a tokenizer, else the one that is built in.
-
-        Args:
-            path: folder or file of the tokenizer.
-            name: the tokenizer's name, for messages.
 
         Raises:
             DataError: as `of`; or no built-in template fits, as no token could end a message.
@@ -381,10 +372,7 @@ _Templates = dict[str, tuple[str, str]]
 
 
 def _read_templates(files: TokenizerFiles) -> _Templates:
-    """The templates of a tokenizer, of which `default` and `tool_use` are used.
-
-    A file of its own goes before `tokenizer_config.json`.
-    """
+    """The templates of a tokenizer; files of their own go before `tokenizer_config.json`."""
     templates: _Templates = {}
     paths = {file.name: file for file in files.companions}
     if TOKENIZER_CONFIG in paths:

@@ -35,11 +35,7 @@ _Item = TypeVar("_Item")
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts.
-
-    Attributes:
-        bytes: size of that text.
-    """
+    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -168,10 +164,7 @@ def facts_with_bounds(
 
 def digests_of(parts: Mapping[str, Any]) -> list[str]:
     """The digests of all files of these records, for a fingerprint."""
-    digests = []
-    for facts in parts.values():
-        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
-    return digests
+    return [row["sha256"] for facts in parts.values() for row in (facts, *facts.get("bounds", {}).values())]
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:

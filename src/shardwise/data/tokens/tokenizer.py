@@ -53,7 +53,6 @@ class Tokenizer:
         end_of_document: token that closes a document; None if the vocabulary has none.
         pair_names: names of BERT's special tokens in this tokenizer, by the keys of `PAIR_TOKENS`; None if unknown.
         begin_of_document: token that a text begins with, as files next to the tokenizer say; None if they do not.
-        name: name of the file, for messages.
 
     Attributes:
         dropout: probability at which the tokenizer's file asks to leave out a merge of its BPE; None if it does not.
@@ -77,9 +76,7 @@ class Tokenizer:
         self._backend = backend
         self._name = name
         self.end_of_document = end_of_document
-        self.end_of_document_id: int | None = None
-        if end_of_document is not None:
-            self.end_of_document_id = backend.token_to_id(end_of_document)
+        self.end_of_document_id = None if end_of_document is None else backend.token_to_id(end_of_document)
         self.pair_names = pair_names
         self._begin_of_document = begin_of_document
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1

@@ -139,7 +139,7 @@ def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
     [
         (lambda saved: saved.pop("state_dict"), "must hold the weights of a model under 'state_dict', as PyTorch"),
         (lambda saved: saved.pop("hyper_parameters"), "configuration under 'hyper_parameters', 'cfg': it is missing"),
-        (lambda saved: saved["state_dict"].update(step=3), "tensors alone under 'state_dict', and step is none"),
+        (lambda saved: saved["state_dict"].update(step=3), "step must be a tensor"),
         (lambda saved: saved.update(global_step=200), "iteration must be the same in all files"),
         (
             lambda saved: saved["hyper_parameters"]["cfg"].update(transformer_block_type="gpt_j"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.cli import import_
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.nemo import open_nemo
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import VOCABULARY, make, save
@@ -167,7 +170,7 @@ def opened(parts: Any, folder: Path, **options: Any) -> ForeignModel:
     return open_neuronx(neuronx_shards.write(model, folder, moments=moments, tp=2, **options), saved)
 
 
-@pytest.mark.parametrize("step", [10, 40, 120, 195])
+@pytest.mark.parametrize("step", [10, 120])
 @pytest.mark.parametrize(("constant", "first"), [(0, 1 / 41), (20, 1 / 41), (20, 0.0)])
 def test_cosine_goes_on(parts: Any, tmp_path: Path, step: int, constant: int, first: float) -> None:
     beside = {"user_content": {"total_steps": step, "cli_args": {**ARGUMENTS, "train_batch_size": 8}}}
@@ -211,6 +214,15 @@ def test_linear_goes_on(parts: Any, tmp_path: Path) -> None:
     assert untold.notes[1].startswith("clipping is not saved there: give optimizer.max_norm")
 
 
+def test_lightnings_content_is_read(parts: Any, tmp_path: Path) -> None:
+    """neuronx-distributed-training has the rates in its user content, and no arguments."""
+    content = {"global_step": 90, "lr_schedulers": [cosine_state(90, 0)], "loops": {"reduce_fx": torch.mean}}
+    done = opened(parts, tmp_path / "step", beside={"user_content": content}, lr=cosine(90, 0, first=0.0)).progress
+    assert done is not None
+    assert (done.step, done.samples, done.keys["train.steps"]) == (90, None, 200)
+    assert done.keys["optimizer.schedule"] == "points"
+
+
 # ---- what is refused
 
 
@@ -236,7 +248,7 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
         return lambda state: change(state["base_state"][0])
 
     file.unlink()
-    refused(r"step must have the optimizer's state of every rank, and it lacks that of DP 1 TP 1 PP 0: copy the")
+    refused(r"step lacks the optimizer's state of DP 1 TP 1 PP 0: copy it, or")
     rows = tuple(held["base_state"][0]["exp_avg"].shape)
     shorter = rf"exp_avg of model.embed_tokens.weight \(\[{rows[0] - 1}, {rows[1]}\]\) must be \[{rows[0]}, "
     refused(shorter, of_first(lambda state: state.update(exp_avg=state["exp_avg"][1:])))
@@ -244,7 +256,10 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
     lamb = r"must hold the state of AdamW \(exp_avg, exp_avg_sq and step\), and it holds exp_avg and exp_avg_sq, of"
     refused(lamb, lambda state: [each.pop("step") for each in state["base_state"].values()])
     refused(r"must be the state of an optimizer after a step, and is none", lambda state: state.pop("param_groups"))
-    refused(r"01_tp_rank_01.* must have the state of .* \(parameter 3\)", lambda state: state["base_state"].pop(3))
+    refused(
+        r"step must have the state of AdamW for each weight on each rank: KeyError: 3",
+        lambda state: state["base_state"].pop(3),
+    )
     first = folder / "optim/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     whole = first.read_bytes()
 
@@ -261,14 +276,36 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
         r"must be of AdamW, .* correction of its bias",
         lambda state: state["param_groups"][0].update(correct_bias=False),
     )
-    of_rank_0(r"as many updates, and they have 5 and 6", lambda state: state["base_state"][0].update(step=5))
+    of_rank_0(r"as many updates each, and have \[5, 6\]", lambda state: state["base_state"][0].update(step=5))
+    of_rank_0(r"for each weight on each rank: TypeError", lambda state: state.update(shape_info={0: 3}))
     of_rank_0(r"must tell of its training as its program does", lambda state: state["param_groups"][0].pop("betas"))
     shapes = {number: [1, 2, 3] for number in held["shape_info"]}
-    of_rank_0(r"must be \[1, 2, 3\], the part of", lambda state: state.update(shape_info=shapes))
+    of_rank_0(r"must be \[1, 2, 3\], of", lambda state: state.update(shape_info=shapes))
 
 
 def test_without_the_optimizers_folder_the_weights_alone_are_imported(parts: Any, tmp_path: Path) -> None:
     model, saved, _ = parts
     found = open_neuronx(neuronx_shards.write(model, tmp_path / "step"), saved)
     assert found.progress is None
-    assert re.search(r"step has no state of AdamW: the weights alone are imported", found.notes[0])
+    assert re.search(r"step has no state of AdamW: weights alone are imported", found.notes[0])
+
+
+def test_a_rank_of_nemo_that_is_missing_is_told(tmp_path: Path) -> None:
+    model = save("gpt", tmp_path / "saved")
+    source = nemo_shards.Source(model, nemo_shards.gpt_config(model))
+    folder = nemo_shards.write(source, tmp_path / "nemo", tp=2, pp=2, moments=(source, source))
+    (file,) = (folder / "tp_rank_01_pp_rank_001/optim/dp_rank_000").iterdir()
+    torch.save([], file)
+    with pytest.raises(ConfigError, match=r"nemo lacks the optimizer's state of DP 0 TP 1 PP 1: copy it, or import"):
+        open_nemo(folder, VOCABULARY)
+    for rank in folder.glob("*/optim"):
+        shutil.rmtree(rank)
+    found = open_nemo(folder, VOCABULARY)
+    assert found.progress is None
+    assert found.notes[0].endswith("nemo has no state of AdamW: weights alone are imported")
+
+
+def test_weights_alone_have_no_progress() -> None:
+    """Of every format, also of those that are opened with their progress."""
+    given = argparse.Namespace(weights_only=True, samples=None, tokens=None)
+    assert import_._completed(ForeignProgress(3, ()), given) is None

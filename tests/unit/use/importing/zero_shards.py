@@ -36,6 +36,7 @@ def state_dicts(
     words: tuple[str, ...] = ("bias", "norm"),
     double: bool = False,
     shape_info: bool = True,
+    step: int = STEP,
     **options: Any,
 ) -> list[State]:
     """What each data-parallel rank saves of a rank's parameters, which are in order; `dp` None: without ZeRO-1.
@@ -59,7 +60,7 @@ def state_dicts(
     for rank in range(dp or 1):
         state = {
             number: {
-                "step": torch.tensor(float(STEP)),
+                "step": torch.tensor(float(step)),
                 "exp_avg": cut(moments[name][0], rank),
                 "exp_avg_sq": cut(moments[name][1], rank),
             }
