@@ -295,10 +295,10 @@ def readers_page() -> str:
     """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    lines = ["| `--for` | program | families that it refuses |", "|---|---|---|"]
+    lines = ["Families that a program of `--for` refuses:", ""]
     for name, reader in record["readers"].items():
         told = [family for family, keys in record["lines"].items() if "says" in keys[readers.PLAIN].get(name, {})]
-        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {', '.join(told) or 'none'} |")
+        lines.append(f"- `{name}` ({reader['title']} {reader['version']}): {', '.join(told) or 'none'}")
     by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
         able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
@@ -312,7 +312,7 @@ def readers_page() -> str:
                 untried = ", ".join(name for name, result in found.items() if not result)
                 told = (refused and f"no {refused}", others, untried and f"not tried: {untried}")
                 by_key.setdefault(key, {}).setdefault("; ".join(filter(None, told)), []).append(family)
-    lines.append("")
+    lines += ["", "Keys:", ""]
     for key, alike in sorted(by_key.items()):
         lines.append(f"- `{key}`: " + "; ".join(f"{', '.join(families)} ({told})" for told, families in alike.items()))
     behind = rest.partition("<!-- readers:end -->")[2]
