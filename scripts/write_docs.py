@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import get_args, get_origin, is_typeddict
 
 import pydantic
+import yaml
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
-from shardwise.config.other_names import FORMULAS, OTHER_NAMES
+from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
 from shardwise_use import readers
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "devices.json"
 """What `make test-device` found (scripts/device_tests.py)."""
 _NEVER_RUN = "**Nothing has been run on ROCm, XPU, Trainium or MPS yet, and nothing over NCCL.**"
 READERS = ROOT / "docs" / "readers.md"
+OPTIONS = ROOT / "tests" / "unit" / "use" / "others" / "tutorial_options.yaml"
+VARIABLES = ("training_precision", "zero_use_master_weight", "gbs_multiple", "xla_use_bf16", "xla_downcast_bf16")
+"""Of the tutorials' scripts, which set them in the environment or in the configuration."""
 _BEGIN, _END = "<!-- tested:begin -->\n", "<!-- tested:end -->\n"
 
 INTRODUCTION = """\
@@ -293,10 +297,10 @@ def readers_page() -> str:
     """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
     record = readers.record()
-    lines = ["| `--for` | program | families that it refuses |", "|---|---|---|"]
+    lines = ["Families that a program of `--for` refuses:", ""]
     for name, reader in record["readers"].items():
         told = [family for family, keys in record["lines"].items() if "says" in keys[readers.PLAIN].get(name, {})]
-        lines.append(f"| `{name}` | {reader['title']} {reader['version']} | {', '.join(told) or 'none'} |")
+        lines.append(f"- `{name}` ({reader['title']} {reader['version']}): {', '.join(told) or 'none'}")
     by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
         able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
@@ -310,7 +314,7 @@ def readers_page() -> str:
                 untried = ", ".join(name for name, result in found.items() if not result)
                 told = (refused and f"no {refused}", others, untried and f"not tried: {untried}")
                 by_key.setdefault(key, {}).setdefault("; ".join(filter(None, told)), []).append(family)
-    lines.append("")
+    lines += ["", "Keys:", ""]
     for key, alike in sorted(by_key.items()):
         lines.append(f"- `{key}`: " + "; ".join(f"{', '.join(families)} ({told})" for told, families in alike.items()))
     behind = rest.partition("<!-- readers:end -->")[2]
@@ -322,7 +326,7 @@ def _off(name: str, result: dict[str, float]) -> str:
 
 
 def porting_page() -> str:
-    """docs/porting.md, with the record of other programs' names, by our keys."""
+    """docs/porting.md, with other programs' names, by our keys, and the options of the tutorials that no key sets."""
     by_key: dict[str, dict[str, dict[str, None]]] = {}
     for name, targets in OTHER_NAMES.items():
         for target in targets:
@@ -337,6 +341,11 @@ def porting_page() -> str:
             for value, names in sorted(by_value.items(), key=lambda item: item[0] != "")
         ]
         lines.append(f"- `{key}`: {'; '.join(parts)}")
+    listed = yaml.safe_load(OPTIONS.read_text(encoding="utf-8"))
+    options = {*VARIABLES, *(name for names in listed.values() for name in names)}
+    names = dict.fromkeys(name for each in WITHOUT_KEY if (name := each.rpartition(":")[2]) in options)
+    without = "No key sets what these options do; a command that has one of them says why, or what instead: "
+    lines += ["", f"{without}{', '.join(f'`{name}`' for name in names)}."]
     head, rest = PORTING.read_text(encoding="utf-8").split(_NAMES_BEGIN)
     return f"{head}{_NAMES_BEGIN}" + "\n".join(lines) + f"\n{_NAMES_END}{rest.partition(_NAMES_END)[2]}"
 

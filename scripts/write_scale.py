@@ -102,7 +102,7 @@ def row(plan: Plan) -> str:
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
         units.duration(on_calendar(plan, YEARS[0]).write),
-        *(f"{on_calendar(plan, years).goodput:.1%}" for years in YEARS),
+        ", ".join(f"{on_calendar(plan, years).goodput:.1%}" for years in YEARS),
     )
     return "| " + " | ".join(values) + " |"
 
@@ -116,8 +116,8 @@ def with_table(page: str, heading: str, lines: Sequence[str]) -> str:
 
 def main() -> None:
     """Write the tables of the page."""
-    years = [f"goodput, {one:g} year{'s' * (one > 1)}" for one in YEARS]
-    head = ("devices", "layout", "step", "MFU", "memory (messages)", "bubble", "communication", "checkpoint", *years)
+    years = f"goodput, {' and '.join(f'{one:g}' for one in YEARS)} years"
+    head = ("devices", "layout", "step", "MFU", "memory (messages)", "bubble", "communication", "checkpoint", years)
     page = PAGE.read_text(encoding="utf-8")
     for name, (recipe, overrides) in MODELS.items():
         lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
