@@ -246,14 +246,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
             chosen, rows = _neediest_stage(config, layout, cluster)
     input_rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
     rows = [*rows, *input_rows]
-    continued: _Rows = []
-    if run_path is not None:
-        from shardwise.cli.continued_run import continuation_rows
-
-        with problems:
-            check_place(run_path)
-        continued, reasons = continuation_rows(chosen, layout, run_path)
-        input_problems += reasons
+    continued, reasons = ([], []) if run_path is None else _continued(chosen, layout, run_path, problems)
+    input_problems += reasons
     problems.require_none(input_problems)
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
@@ -279,6 +273,15 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if input_problems:
         raise ConfigError(input_problems)
     return 0
+
+
+def _continued(config: Config, layout: Layout | None, run_path: Path, problems: Problems) -> tuple[_Rows, list[str]]:
+    """Rows on the run that the folder holds, and reasons for which it does not go on."""
+    from shardwise.cli.continued_run import continuation_rows
+
+    with problems:
+        check_place(run_path)
+    return continuation_rows(config, layout, run_path)
 
 
 def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, _Rows]:
