@@ -143,10 +143,9 @@ def text(results: dict[str, Any]) -> str:
     columns = ("on four ranks", "parameters", "tokens/s", "peak memory", "of live tensors", "expected", "final loss")
     return (
         f"{Table(columns, rows).markdown()}\n\n{claims(results)}"
-        f"Ratios to {DP} are in brackets; the ratio of speeds is the median over {results['rounds']} turns, in each of "
-        "which every layout took a step. The memory is that of the rank with most, beyond Python, torch and a step of "
-        'a tiny model. "Peak memory" includes what the allocator keeps of freed tensors, "of live tensors" does not. '
-        "Speed and memory were measured with fast dropout, the losses with invariant dropout.\n"
+        f"Ratios to {DP} are in brackets, of speeds the median over {results['rounds']} turns. Memory is that of the "
+        'rank with most, beyond Python, torch and a tiny model; "peak memory" includes what the allocator keeps. Speed '
+        "and memory were measured with fast dropout.\n"
         f"{describe(results['environment'])}{_later(results)}"
     )
 
@@ -165,9 +164,8 @@ def claims(results: dict[str, Any]) -> str:
     base, cut, larger = layouts[DP], layouts[TP], layouts[LARGER]
     resident, live = (larger[kind] / base[kind] for kind in ("resident_bytes", "live_bytes"))
     lines = [
-        f"Throughput is lower: {cut['speed']:.2f} of that of data parallelism, because every layer communicates.",
-        f"Memory is lower: {cut['live_bytes'] / base['live_bytes']:.2f} in live tensors. Weights, gradients, optimizer "
-        "state and most activations are halved.",
+        f"Throughput is lower: {cut['speed']:.2f}, because every layer communicates.",
+        f"Memory is lower: {cut['live_bytes'] / base['live_bytes']:.2f} in live tensors.",
         f"A larger model fits: one of {larger['parameters'] / base['parameters']:.1f} times the parameters takes "
         f"{live:.2f} of the memory in live tensors, {resident:.2f} with what the allocator keeps.",
         f"The loss curve is the same: over {len(results['losses'][DP])} steps with dropout the two differ by at most "

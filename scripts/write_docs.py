@@ -155,15 +155,15 @@ A dry run draws the rates. Before the first point and after the last, the rate i
 The rates of 100 steps, 10 of them warmup, with `lr` 1 and `min_lr` 0, beside those of `transformers`
 (`get_…_with_warmup`), and of NeMo as neuronx-nemo-megatron has it:
 
-| rate of step | 1 | 2 | 10 | 11 | 80 | 81 | 99 | 100 |
-|---|---|---|---|---|---|---|---|---|
-| `cosine` | 0.1000 | 0.2000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0012 | 0.0003 |
-| `get_cosine_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| NeMo's `CosineAnnealing` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0012 | 0.0003 |
-| `linear` | 0.1000 | 0.2000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0220 | 0.0110 |
-| `get_linear_schedule_with_warmup` | 0.0000 | 0.1000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0222 | 0.0111 |
-| `cosine`, `constant_steps=20` | 0.1000 | 0.2000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
-| NeMo's, `constant_steps=20` | 0.0909 | 0.1818 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 | 0.0000 |
+| rate of step | 1 | 10 | 11 | 80 | 81 | 100 |
+|---|---|---|---|---|---|---|
+| `cosine` | 0.1000 | 1.0000 | 0.9997 | 0.1257 | 0.1145 | 0.0003 |
+| `get_cosine_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| NeMo's `CosineAnnealing` | 0.0909 | 0.9091 | 1.0000 | 0.1284 | 0.1170 | 0.0003 |
+| `linear` | 0.1000 | 1.0000 | 0.9890 | 0.2308 | 0.2198 | 0.0110 |
+| `get_linear_schedule_with_warmup` | 0.0000 | 0.9000 | 1.0000 | 0.2333 | 0.2222 | 0.0111 |
+| `cosine`, `constant_steps=20` | 0.1000 | 1.0000 | 0.9995 | 0.0005 | 0.0000 | 0.0000 |
+| NeMo's, `constant_steps=20` | 0.0909 | 0.9091 | 1.0000 | 0.0005 | 0.0000 | 0.0000 |
 
 - `transformers`: the first update has the rate 0. In a run that is one step longer, its step s + 1 has the rate of step
   s here. Without warmup, all rates are equal.
@@ -285,7 +285,9 @@ def devices_page() -> str:
     head, rest = DEVICES.read_text(encoding="utf-8").split(_BEGIN)
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     columns = ("device", "torch", "python", "passed", "skipped", "date", "commit")
-    found = [tuple(str(row[name]) for name in columns) for row in results]
+    refusals = [f", {row['refused']} of them by a refusal" if "refused" in row else "" for row in results]
+    shown = [{**row, "passed": f"{row['passed']}{text}"} for row, text in zip(results, refusals, strict=True)]
+    found = [tuple(str(row[name]) for name in columns) for row in shown]
     lines = [f"| {' | '.join(cells)} |" for cells in (columns, ("---",) * len(columns), *found)]
     lines += ["", _NEVER_RUN]
     return f"{head}{_BEGIN}" + "\n".join(lines) + f"\n{_END}{rest.partition(_END)[2]}"

@@ -186,8 +186,7 @@ class Device:
         reliability: failures, and what they and checkpoints cost.
         accuracy: how far predictions were from measured steps on this device; empty if none was measured.
         compared_runs: number of published runs on this device that were compared with their predictions.
-        compared_error: size of the error, relative to the measured step, that nine in ten of these runs do not exceed;
-            0: that of all published runs counts.
+        compared_error: relative error that nine in ten of these runs do not exceed; 0: that of all devices counts.
     """
 
     key: str

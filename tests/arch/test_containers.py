@@ -16,7 +16,7 @@ LINTER = Path(sys.executable).parent / "hadolint"
 
 
 def manifests() -> list[dict[str, object]]:
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (block,) = re.findall(r"^```yml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return [*yaml.safe_load_all(block)]
 
 

@@ -80,6 +80,24 @@ def test_runs_of_several_lengths_are_exchanged_by_equal_ones(strict: Strict) -> 
     assert second == [[1.0, 2.0, 3.0, 10.0, 11.0], [1.0, 2.0, 3.0, 10.0, 11.0], [20.0, 22.0]]
 
 
+def gathered_runs() -> list[float]:
+    """What arrives by an all-to-all of four ranks, and by that of two of them."""
+    device = torch.device("strict", torch.accelerator.current_device_index())
+    world = Group.world()
+    pair = world.split(2)
+    assert (world.has_all_to_all, pair.has_all_to_all) == (True, False)
+    x = torch.arange(4.0, device=device) + 10 * world.rank
+    return collectives.all_to_all(x, world).tolist() + collectives.all_to_all(x, pair).tolist()
+
+
+def test_ranks_without_an_all_to_all_gather_all_runs(strict: Strict) -> None:
+    for rank, found in enumerate(strict(4, "neuron").run(gathered_runs)):
+        first = rank // 2 * 2
+        run = 2 * (rank - first)
+        assert found[:4] == [10.0 * other + rank for other in range(4)]
+        assert found[4:] == [10.0 * other + run + place for other in (first, first + 1) for place in (0, 1)]
+
+
 def test_a_pipeline_is_refused_without_messages(strict: Strict) -> None:
     (cell,) = small(Cell("llama", schedule="1f1b", pipeline=2))
     with pytest.raises(RankError, match=r"ConfigError: parallel.pipeline \(2\) needs messages from rank"):
@@ -165,16 +183,17 @@ def test_the_command_trains_saves_and_goes_on(strict: Strict, tmp_path: Path) ->
     compare(losses["neuron"], losses["cpu"])
 
 
-def facts() -> tuple[bool, torch.dtype, bool, str]:
+def facts() -> tuple[bool, torch.dtype, bool, bool, str]:
     device = torch.device("strict", torch.accelerator.current_device_index())
     return (
         devices.draws_on_host(device),
         devices.widest_dtype(device),
         devices.has_wide_integers(device),
+        devices.computes_in(device, torch.float64),
         devices.name(device),
     )
 
 
 def test_the_device_is_asked_where_it_differs(strict: Strict) -> None:
-    assert strict(2, "neuron").run(facts) == [(True, torch.float32, False, "trn2")] * 2
-    assert strict(2).run(facts) == [(False, torch.float64, True, "Strict test device")] * 2
+    assert strict(2, "neuron").run(facts) == [(True, torch.float32, False, False, "trn2")] * 2
+    assert strict(2).run(facts) == [(False, torch.float64, True, True, "Strict test device")] * 2

@@ -213,9 +213,6 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     The driver lists a chip's physical cores under /sys; Trainium2 joins two into a logical core unless
     `NEURON_LOGICAL_NC_CONFIG` says otherwise. Drivers that do not list them are older than Trainium2, and a Trainium1
     chip has 2 cores.
-
-    Raises:
-        ConfigError: one of these variables is no number, or no list of numbers.
     """
     if cores := visible_cores():
         return len(cores)

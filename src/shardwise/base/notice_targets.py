@@ -6,7 +6,6 @@ import shlex
 from shardwise.base.redaction import recorded_variables
 
 VARIABLE, ADDRESS = "env:", r"[\w+.-]+://"
-"""Beginnings of targets that are no commands."""
 _ALLOWED = r"""(?i)(https://[^/?#@\s]+|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)([/?#][^\s'"<>,\[\]]*)?"""
 _RULE = (
     "must be a command, an https address without a log-in (http is for localhost alone), or env:NAME, a variable that "

@@ -215,8 +215,6 @@ def _segments(
 
     These are the rows that it needs alone, and all that several ranks need, since all must agree on who reads them.
     A stage of 512 ranks has 100,000 pieces that other ranks need alone: no object is made for any of them.
-
-    `boxes_by_rank`: (state, name, box) of each rank's requests.
     """
     requested: dict[tuple[str, str], list[_RequestedBox]] = {}
     for requesting_rank, boxes in enumerate(boxes_by_rank):
@@ -245,12 +243,8 @@ def _segments(
 
 def _overlaps(requests: Iterable[_RequestedBox], box: Box) -> list[_RequestedBox]:
     """The parts of requests that lie in a box."""
-    parts: list[_RequestedBox] = []
-    for request in requests:
-        overlap = request.box.intersect(box)
-        if overlap is not None:
-            parts.append(request._replace(box=overlap))
-    return parts
+    overlaps = ((request, request.box.intersect(box)) for request in requests)
+    return [request._replace(box=overlap) for request, overlap in overlaps if overlap is not None]
 
 
 def _rows(entry: TensorEntry, piece: PieceEntry, parts: list[_RequestedBox]) -> Iterator[_Segment]:

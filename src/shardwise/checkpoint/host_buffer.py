@@ -110,11 +110,7 @@ class HostBuffer:
         self._full.put(Aborted())
 
     def blocks(self) -> Iterator[memoryview]:
-        """Yield the bytes of one save, block by block; each is valid until the next is asked for.
-
-        Raises:
-            Aborted: the other thread gave up.
-        """
+        """Yield the bytes of one save, each block valid until the next; Aborted if the other thread gave up."""
         while True:
             message = self._full.get()
             if message is None:

@@ -78,11 +78,7 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
 
 
 def intact_manifest(folder: Root) -> Manifest:
-    """The manifest of a checkpoint, whose pieces tile its tensors.
-
-    Raises:
-        ShardwiseError: as `read_manifest`, on this rank alone.
-    """
+    """The manifest of a checkpoint, whose pieces tile its tensors; errors as of `read_manifest`, on this rank alone."""
     manifest = Manifest.read(folder)
     if gaps := untiled(manifest.tensors):
         raise DamageError(f"{folder} is damaged: {'; '.join(gaps[:_SHOWN])}")
@@ -156,13 +152,9 @@ def _read_slices(
 ) -> None:
     """Read this rank's slices of weights and states, and its frozen weights; collective over the mesh."""
     # The slices of the data-parallel ranks are columns of a transposed matrix: all of them need a part of each row.
-    plain: list[ReadRequest] = []
-    transposed: list[ReadRequest] = []
-    for piece, request in _slice_requests(reader.manifest, model, optimizer, states, mesh):
-        if piece.transposed:
-            transposed.append(request)
-        else:
-            plain.append(request)
+    requests = list(_slice_requests(reader.manifest, model, optimizer, states, mesh))
+    transposed = [request for piece, request in requests if piece.transposed]
+    plain = [request for piece, request in requests if not piece.transposed]
     # All data-parallel ranks have copies of the weights that no optimizer changes.
     for piece, target in local_pieces(model, frozen=True):
         state = _precise_state(reader.manifest, piece.name)

@@ -385,10 +385,7 @@ class Saver:
         return f"rank {self._group.rank}: {type(error).__name__}: {error}"
 
     def _staging(self, step: int, final: Root) -> Root:
-        """The folder in which a save is written.
-
-        An object store has no rename: there it is written under its own name if that is not taken.
-        """
+        """The folder in which a save is written: in an object store, which has no rename, its own if that is free."""
         is_final = False
         if self._group.rank == 0 and not self.root.is_local:
             # A place without an answer fails the save a moment later, on all ranks together.

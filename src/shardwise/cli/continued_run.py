@@ -11,7 +11,7 @@ from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
 from shardwise.optim.learning_rate import moved_end_text
 from shardwise.runs.events import last_event, last_line
-from shardwise.runs.folder import RunDirectory
+from shardwise.runs.folder import RunDirectory, check_place
 from shardwise.runs.layout_spans import layout_spans, short_layout
 from shardwise.train.checkpoint_choice import look_for_checkpoints
 
@@ -27,6 +27,7 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
     directory = RunDirectory(run_path)
     try:
         directory.require_folder()
+        check_place(run_path)
         earlier = earlier_run(directory, config)
         done = directory.finished_steps()
         steps = config.train.steps

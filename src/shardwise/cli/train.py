@@ -42,7 +42,7 @@ from shardwise.config import (
 )
 from shardwise.launch import output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
-from shardwise.runs.folder import RunDirectory, check_place
+from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
@@ -250,8 +250,6 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
 
-        with problems:
-            check_place(run_path)
         continued, reasons = continuation_rows(chosen, layout, run_path)
         input_problems += reasons
     problems.require_none(input_problems)

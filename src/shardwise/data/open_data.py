@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -154,18 +155,11 @@ class PreparedMixture(common.PreparedData):
                 by_name[name] = batches
         if not by_name:
             return None
-        if evaluation:
-            weights = {name: weight for name, weight in _evaluation_weights(request).items() if name in by_name}
-            return BlendedBatches(by_name, [Stage(0, 0, weights)])
+        if evaluation:  # by the weight of each source in the stage in which it is first read
+            weights = ChainMap(*(dict(stage.weights) for stage in request.stages))
+            read = [name for name in request.data.sources_read if name in by_name]
+            return BlendedBatches(by_name, [Stage(0, 0, {name: weights[name] for name in read})])
         return BlendedBatches(by_name, request.stages, request.samples_together)
-
-
-def _evaluation_weights(request: DataRequest) -> dict[str, float]:
-    """The weight of each source in the stage in which it is first read."""
-    weights: dict[str, float] = {}
-    for stage in request.stages:
-        weights = {**stage.weights, **weights}
-    return {name: weights[name] for name in request.data.sources_read}
 
 
 def _config_of_source(config: Config, name: str) -> Config:
@@ -185,11 +179,7 @@ def _config_of_source(config: Config, name: str) -> Config:
 
 
 def checked_format(request: DataRequest) -> DataFormat:
-    """The format of the data, which are not read.
-
-    Raises:
-        DataError: other keys ask for something that data of the format cannot give.
-    """
+    """The format of the data, which are not read; DataError if keys ask for what data of the format cannot give."""
     data = request.data
     _, eval_weight, test_weight = data.split_weights
     if eval_weight == 0 and request.eval_every > 0 and not request.has_sets:
@@ -198,7 +188,10 @@ def checked_format(request: DataRequest) -> DataFormat:
             "asks for evaluations: give the second part a weight, such as data.split=95,5, or set train.eval_every=0"
             f"{see('data#no-evaluation-part')}"
         )
-    common.require_room_for_pairs(request)
+    if request.in_pairs:  # a sample must have room for one
+        from shardwise.data.samples import sentence_pairs
+
+        sentence_pairs.chunk_room(request.sequence_length)
     record = format_of(data)
     shown = f"{data.key} ({data.name})"
     if data.split_names and not record.has_splits:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -68,12 +69,7 @@ def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
     The bounds are cumulative shares, each rounded, as Megatron-LM cuts the documents of BERT and the sequences of GPT.
     """
     total = sum(weights)
-    share = 0.0
-    bounds = [0]
-    for weight in weights:
-        share += weight / total
-        bounds.append(round(share * number))
-    return bounds
+    return [0, *(round(share * number) for share in accumulate(weight / total for weight in weights))]
 
 
 def describe_sizes(sizes: Mapping[Part, int]) -> str:

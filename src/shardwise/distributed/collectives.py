@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.devices import mark
-from shardwise.distributed.mesh import Group
+from shardwise.distributed.mesh import Group, narrows, sends_to_all
 from shardwise.distributed.torch_private import (
     traced_all_gather,
     traced_all_reduce,
@@ -118,7 +118,7 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
     Where the group `adds_in_tree`, a sum of floating-point numbers is that of `tree_sum`.
     """
     if group.size > 1:
-        if group.adds_in_tree and op == "sum" and tensor.is_floating_point() and not group.narrows(tensor):
+        if group.adds_in_tree and op == "sum" and tensor.is_floating_point() and not narrows(group, tensor):
             return _tree_all_reduce_async(tensor, group, overlap=False).wait()
         if torch.compiler.is_compiling():
             return tensor.copy_(traced_all_reduce(tensor, op, group.graph_name))
@@ -128,9 +128,9 @@ def all_reduce_(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
 
 
 def _all_reduce_now(tensor: Tensor, group: Group, op: str) -> None:
-    if group.narrows(tensor):
+    if narrows(group, tensor):
         _all_reduce_on_host(tensor, group, op)
-    elif group.sends_to_all(tensor):
+    elif sends_to_all(group, tensor):
         _small_all_reduce(tensor, group, op, overlap=False).wait()
     else:
         reduce_op = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
@@ -177,7 +177,7 @@ def all_reduce_async(tensor: Tensor, group: Group) -> Pending:
     if group.adds_in_tree and tensor.is_floating_point():
         return _tree_all_reduce_async(tensor, group, overlap=True)
     group.count("all_reduce", tensor.nbytes)
-    if group.sends_to_all(tensor):
+    if sends_to_all(group, tensor):
         return _small_all_reduce(tensor, group, "sum", overlap=True)
     work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
     return Pending(tensor, cast(dist.Work, work), group=group)
@@ -188,7 +188,7 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
 
     The bytes are those of a ring, but for a small tensor: a reduce-scatter, and once it is waited for, an all-gather.
     """
-    if not torch.compiler.is_compiling() and group.sends_to_all(tensor):
+    if not torch.compiler.is_compiling() and sends_to_all(group, tensor):
         group.count("all_reduce", tensor.nbytes)
         return _small_all_reduce(tensor, group, "sum", overlap=overlap)
     flat = tensor.reshape(-1)
@@ -230,7 +230,7 @@ def all_gather(local: Tensor, group: Group, *, out: Tensor | None = None) -> Ten
 
 
 def _start_all_gather(local: Tensor, group: Group, out: Tensor, *, overlap: bool) -> dist.Work | None:
-    if group.sends_to_all(local):
+    if sends_to_all(group, local):
         return _send_to_all(local, group, out, overlap=overlap)
     work: dist.Work | None = _call(group, _all_gather_into, out, local, group=group.process_group, async_op=overlap)
     return work

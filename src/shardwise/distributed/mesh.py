@@ -133,15 +133,6 @@ class Group:
         """The parts of a sum that each rank computes: 1 where the order of sums is free."""
         return 1 if self.grain is None else self.grain // self.size
 
-    def sends_to_all(self, tensor: Tensor) -> bool:
-        """True if a tensor is sent to all ranks at once: with gloo, a step of a ring takes as long as all messages."""
-        return self.scatter_by_all_to_all and self.size <= _FEW_RANKS and 0 < tensor.nbytes <= _SMALL_BYTES
-
-    def narrows(self, tensor: Tensor) -> bool:
-        """True if numbers of 64 bits would be reduced by a device that computes in 32."""
-        device = self.message_device if tensor.device.type == "cpu" else tensor.device
-        return tensor.itemsize == 8 and not torch.compiler.is_compiling() and not devices.has_wide_integers(device)
-
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """torch's process group of these ranks; None in a job of one rank.
@@ -260,6 +251,17 @@ class Group:
         # A ring reduces and scatters in one round, and gathers in a second.
         rounds = 2 if kind == "all_reduce" else 1
         self.meter.bytes[kind] += rounds * whole_bytes * (self.size - 1) // self.size
+
+
+def sends_to_all(group: Group, tensor: Tensor) -> bool:
+    """True if a tensor is sent to all ranks at once: with gloo, a step of a ring takes as long as all messages."""
+    return group.scatter_by_all_to_all and group.size <= _FEW_RANKS and 0 < tensor.nbytes <= _SMALL_BYTES
+
+
+def narrows(group: Group, tensor: Tensor) -> bool:
+    """True if numbers of 64 bits would be reduced by a device that computes in 32."""
+    device = group.message_device if tensor.device.type == "cpu" else tensor.device
+    return tensor.itemsize == 8 and not torch.compiler.is_compiling() and not devices.has_wide_integers(device)
 
 
 def _has_several_ranks() -> bool:

@@ -208,8 +208,7 @@ class Gathers:
             needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
             if needed:
                 # Before other hooks, which may read the parameters.
-                hook = module.register_forward_pre_hook(partial(self._wait_for, needed), prepend=True)
-                hooks.append(hook)
+                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed), prepend=True))
         self._is_late = True
         try:
             yield

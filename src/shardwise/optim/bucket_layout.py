@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 ALIGNMENT = 32
@@ -90,11 +91,7 @@ def packed(sizes: Iterable[tuple[Hashable, int, int]], cap_bytes: float) -> list
 
 def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int], int]:
     """Return the offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
-    offsets = []
-    end = 0
-    for size in elements:
-        offsets.append(end)
-        end += _aligned(size, ALIGNMENT)
+    *offsets, end = accumulate((_aligned(size, ALIGNMENT) for size in elements), initial=0)
     return offsets, _aligned(end, ALIGNMENT * slices)
 
 

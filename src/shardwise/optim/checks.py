@@ -87,8 +87,8 @@ def require_same_parameters(groups: Sequence[dict[str, Any]], group: Group) -> N
     digest = hashlib.blake2b("\n".join(descriptions).encode(), digest_size=8).digest()
     # 63 bits, so that the number and its negative are int64.
     number = int.from_bytes(digest, "little") >> 1
-    digests = [number, -number]
-    if collectives.reduce_numbers(digests, group) == digests:
+    digests = torch.tensor([number, -number], device=group.message_device)
+    if torch.equal(collectives.all_reduce_(digests.clone(), group, op="max"), digests):
         return  # the largest digest of any rank is also the smallest
     by_rank = collectives.all_gather_objects(descriptions, group)
     differing_rank = next(rank for rank, texts in enumerate(by_rank) if texts != by_rank[0])

@@ -102,8 +102,7 @@ def norms(added_limbs: Tensor, divisor: int) -> list[float]:
     roots = []
     for *numbers, mark in added_limbs.tolist():
         total = sum(number << (_BITS * place) for place, number in enumerate(numbers))
-        root = math.sqrt(math.ldexp(float(total // divisor), _LOWEST)) if not mark else math.nan
-        roots.append(root)
+        roots.append(math.sqrt(math.ldexp(float(total // divisor), _LOWEST)) if not mark else math.nan)
     return roots
 
 

@@ -47,23 +47,12 @@ def draw_in_place(parameter: nn.Parameter) -> None:
         placement.draw_deferred(parameter, parameter.zero_())
 
 
-_METADATA = frozenset(
-    {
-        "__get__",
-        "__set__",
-        "__hash__",
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "view_as",  # by which torch finds the node that accumulates the gradient
-    }
-)
-"""Functions of torch that read no element of a parameter. `__get__` is that of properties, such as `shape`."""
+_METADATA = frozenset((
+    "__get__", "__set__", "__hash__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
+    "register_hook", "register_post_accumulate_grad_hook", "view_as",
+))  # fmt: skip
+"""Functions of torch that read no element of a parameter. `__get__` is that of properties, such as `shape`; by
+`view_as` torch finds the node that accumulates the gradient."""
 _ALIASES = [getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH")]
 """Properties that are views of the elements."""
 

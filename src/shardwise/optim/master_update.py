@@ -56,7 +56,13 @@ class Update:
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, SliceOptimizer):
-            yield from self._update_all_at_once(self._inner, factor)
+            buckets = [bucket for _, bucket in self._in_forward_order]
+            for bucket in buckets:
+                bucket.master.grad = scaled_gradient(bucket, factor)
+            self._inner.step_slices(self._model)
+            for bucket in buckets:
+                bucket.master.grad = None
+                yield bucket
             return
         divisor = _divisor(factor, self._model.device)
         for group, bucket in self._buckets_with_options():
@@ -64,15 +70,6 @@ class Update:
             bucket.master.grad = scaled_gradient(bucket, 1.0 if is_divided else factor)
             with dividing_gradients(self._inner, divisor) if is_divided else nullcontext():
                 self._step_alone(group, bucket.master)
-            bucket.master.grad = None
-            yield bucket
-
-    def _update_all_at_once(self, inner: SliceOptimizer, factor: Tensor | float) -> Iterator[Bucket]:
-        buckets = [bucket for _, bucket in self._in_forward_order]
-        for bucket in buckets:
-            bucket.master.grad = scaled_gradient(bucket, factor)
-        inner.step_slices(self._model)
-        for bucket in buckets:
             bucket.master.grad = None
             yield bucket
 
@@ -121,9 +118,7 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
-    options = dict(group)
-    del options["params"]
-    return options
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 class HostUpdate(Update):

@@ -173,9 +173,7 @@ class Muon(SliceOptimizer):
     ) -> Iterator[tuple[Matrix, MatrixPart, Tensor]]:
         """Yield each part of a matrix that this rank owns with its orthogonalized direction. Collective over a stage.
 
-        Args:
-            model: slices of the model.
-            take: gives the direction of a part, `[*box.size]`.
+        `take` gives the direction of a part, `[*box.size]`.
         """
         if self._exchange is None or self._exchange.model is not model:
             self._exchange = MatrixExchange(model, self.whole_tensor_groups(), by_head=self.split_heads)

@@ -136,11 +136,7 @@ class Dtypes:
         return self.is_stochastic or self.state is not None
 
     def of_master(self, parameter: torch.dtype) -> torch.dtype:
-        """Return the dtype of a parameter's master: float64 parameters keep theirs.
-
-        Raises:
-            ValueError: float64 masters or their state would be rounded to bfloat16.
-        """
+        """Return the dtype of a parameter's master: float64 stays; ValueError if it or its state would be bfloat16."""
         if parameter != torch.float64:
             return self.optimizer
         if self.is_stochastic:

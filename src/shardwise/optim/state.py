@@ -247,16 +247,11 @@ def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
             flats = {MASTER: bucket.master.detach()}
             flats |= {name: by_bucket[bucket] for name, by_bucket in restored.items() if bucket in by_bucket}
             for flat in flats.values():
-                _gather_shares(flat, bucket)
+                # Shorter shares are padded, on the device of the group, as the state may be in the host's memory.
+                longest = -(-len(flat) // bucket.copies.size)
+                padded_share = torch.zeros(longest, dtype=flat.dtype, device=bucket.shard.device)
+                padded_share[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
+                flat.copy_(collectives.all_gather(padded_share, bucket.copies)[: len(flat)])
         gather = bucket.start_gather()
         if gather is not None:
             gather.wait()
-
-
-def _gather_shares(flat: Tensor, bucket: Bucket) -> None:
-    """Complete a flat tensor of which each rank has its `share`; shorter shares are padded for the all-gather."""
-    longest = -(-len(flat) // bucket.copies.size)
-    # The group's collectives take tensors of the device, and the state may be in the host's memory.
-    padded_share = torch.zeros(longest, dtype=flat.dtype, device=bucket.shard.device)
-    padded_share[: bucket.share.stop - bucket.share.start] = flat[bucket.share]
-    flat.copy_(collectives.all_gather(padded_share, bucket.copies)[: len(flat)])

@@ -201,8 +201,6 @@ class _FloatCopy:
 
     Attributes:
         parameter: masters of the elements that were loaded last.
-        optimizer: optimizer of `parameter`.
-        group: only parameter group of `optimizer`.
     """
 
     def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -248,16 +246,13 @@ class _FloatCopy:
             for target, result in zip(targets, _compiled_rounded()(values, bits.words(run, step), keys), strict=True):
                 target.copy_(result)
         else:
-            self._round(targets, values, bits.of(run, step, len(values)))
+            # A class that puts a NaN into its state puts one into the weight, too: a NaN need not be kept elsewhere.
+            for target, value, lane in zip(targets, values, bits.of(run, step, len(values)), strict=True):
+                if value.is_floating_point():
+                    round_into(target, value, lane, keeps_nan=value is values[0])
+                else:
+                    target.copy_(value)
         state.update({name: value for name, value in new_state.items() if name not in elementwise})
-
-    def _round(self, targets: Sequence[Tensor], values: Sequence[Tensor], lanes: Iterator[Tensor]) -> None:
-        # A class that puts a NaN into its state puts one into the weight, too: a NaN need not be kept elsewhere.
-        for target, value, lane in zip(targets, values, lanes, strict=True):
-            if value.is_floating_point():
-                round_into(target, value, lane, keeps_nan=value is values[0])
-            else:
-                target.copy_(value)
 
 
 def _copy(value: Any) -> Any:

@@ -312,11 +312,7 @@ class SliceOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        """Return the gradient of p in its dtype.
-
-        Raises:
-            RuntimeError: it is sparse or complex.
-        """
+        """Return the gradient of p in its dtype; RuntimeError if it is sparse or complex."""
         assert p.grad is not None
         if p.grad.is_sparse or p.is_complex():
             name = type(self).__name__

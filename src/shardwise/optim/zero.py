@@ -317,9 +317,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._reduce(measures_weights=False)
 
     @torch.no_grad()
-    def _reduce(self, *, measures_weights: bool) -> None:
+    def _reduce(self, *, measures_weights: bool) -> Tensor:
         if self._norms is not None:
-            return
+            return self._norms
         for p in self._frozen:
             if p.grad is not None:
                 raise RuntimeError(
@@ -344,6 +344,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._has_weight_norm = measures_weights
         for bucket in self.buckets:
             bucket.note_gradients()
+        return self._norms
 
     def _adopt_changes(self) -> None:
         """Let masters adopt what the user wrote to parameters since the last step (load_state_dict, clamp_).
@@ -364,26 +365,22 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
 
     def norms(self) -> tuple[Tensor, Tensor]:
         """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
-        self._reduce(measures_weights=True)
-        assert self._norms is not None
+        norms = self._reduce(measures_weights=True)
         if not self._has_weight_norm:
-            self._norms[1] = self._model.measure(None, ElementRun.weights)[1]
+            norms[1] = self._model.measure(None, ElementRun.weights)[1]
             self._has_weight_norm = True
-        return self._norms[0], self._norms[1]
+        return norms[0], norms[1]
 
     def gradient_norm(self) -> Tensor:
         """The first of `norms`, `[]`, for steps that need not read all parameters for the second."""
-        self._reduce(measures_weights=False)
-        assert self._norms is not None
-        return self._norms[0]
+        return self._reduce(measures_weights=False)[0]
 
     def _final_norm(self) -> Tensor:
         """The gradient norm; raises if the gradients were changed after they were reduced."""
-        self._reduce(measures_weights=False)
-        assert self._norms is not None
+        norms = self._reduce(measures_weights=False)
         for bucket in self.buckets:
             bucket.check_gradients()
-        return self._norms[0]
+        return norms[0]
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | None, *, error_if_nonfinite: bool = False) -> Tensor:

@@ -103,8 +103,7 @@ def read_config(run: RunDirectory) -> dict[str, Any]:
 def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None) -> Path:
     """Reserve and return `root`/RECIPE-YYYYMMDD-HHMMSS, local time; runs of the same second get -2, -3, …
 
-    `recipe` is a shipped recipe's name or a YAML file, of which the stem counts. The folder is made here, so that two
-    launches at once cannot take the same name.
+    `recipe` is a recipe's name or file. The folder is made here: two launches at once cannot take the same name.
     """
     stamp = (now or datetime.now().astimezone()).strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(recipe).name.removesuffix(".yaml").removesuffix(".yml"))
@@ -120,16 +119,11 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
 
 
 def check_place(path: Path) -> None:
-    """Require that a folder can be made at `path`, or written, and leave all as it is.
+    """Require that a folder can be made at `path`, or written. Raises ConfigError."""
+    from tempfile import TemporaryFile  # slow to import
 
-    Raises:
-        ConfigError: it cannot.
-    """
     with _making(path):
-        parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        number = errno.ENOTDIR if not parent.is_dir() else errno.EACCES if not os.access(parent, os.W_OK) else 0
-        if number:
-            raise OSError(number, os.strerror(number))
+        TemporaryFile(dir=next(parent for parent in (path, *path.absolute().parents) if parent.exists())).close()
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ OTHERS: dict[str, list[str]] = {
     "launch.environment": ["launch.environment={NCCL_DEBUG: WARN}"],
     "log.trackers": ["log.trackers=[wandb]"],
     "log.tags": ["log.tags=[ablation,team=nlp]"],
+    "log.notify": ["log.notify=[env:CHAT,tee told.json]"],
     "log.profile_ranks": ["log.profile=2:4", "log.profile_ranks=[0]"],
 }
 

@@ -19,6 +19,7 @@ BEFORE = 80
 """Words of a page at most above its first block: about one screen of a telephone."""
 COLUMNS = 80
 WORDS = 60_000
+"""Words of all pages of docs together, as `wc -w` counts them."""
 _BLOCK = re.compile(r"^ *```(?P<language>\w*)[^\n]*\n(?P<code>[\s\S]*?)^ *```", re.MULTILINE)
 
 

@@ -82,7 +82,8 @@ for (const [width, height] of [[390, 844], [1280, 800]]) {
     const dot = page.querySelector(".point[tabindex]"), cell = page.querySelector(".layouts td:last-child");
     dot.focus();
     const focused = seen(dot.querySelector(".told")).visibility;
-    told.push([width, fits, loaded, shown && end < height, focused, seen(cell).display, seen(page.body).backgroundColor]);
+    const dark = seen(page.body).backgroundColor;
+    told.push([width, fits, loaded, shown && end < height, focused, seen(cell).display, dark]);
     if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
   };
   document.body.append(frame);

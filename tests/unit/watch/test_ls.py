@@ -1,8 +1,10 @@
 """`shardwise ls`: the devices, the runs, and what cannot be read."""
 
+import contextlib
 import json
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +62,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[7][:3] == ["done", "finished", "20/20"]
 
 
+@contextlib.contextmanager
+def held(run: Path) -> Iterator[None]:
+    """A process that has had a run's lock since its start: one that took it now would start the run again."""
+    with RunLock(run):
+        (run / ".lock").write_text(json.dumps({"host": platform.node(), "pid": 1, "started": stamp(FIRST)}))
+        yield
+
+
 def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """In a terminal of 80 columns."""
     path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
@@ -68,9 +78,7 @@ def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    with RunLock(path):
-        # As its process wrote it at the start of the run, whatever the date of the test is.
-        (path / ".lock").write_text(json.dumps({"host": platform.node(), "pid": 1, "started": stamp(FIRST)}))
+    with held(path):
         assert main(["ls"]) == 0
     (block,) = (block for block in blocks("docs/watching.md") if block.heading == "List devices and runs")
     assert block.shown
@@ -96,10 +104,7 @@ def test_a_terminal_is_not_too_narrow(
 
 def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     write_three()
-    with RunLock(Path(f"runs/{LONG}")):
-        # As its process wrote it at the start of the run: later it would be one that begins again.
-        holder = {"host": platform.node(), "pid": 1, "started": stamp(FIRST)}
-        Path(f"runs/{LONG}/.lock").write_text(json.dumps(holder))
+    with held(Path(f"runs/{LONG}")):
         assert main(["ls", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])

@@ -167,12 +167,10 @@ def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
 
 def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with A's and B's value."""
-    if a.manifest is not None and b.manifest is not None:
-        config_a = by_dotted_key(a.manifest.config)
-        config_b = by_dotted_key(b.manifest.config)
-    else:
-        config_a = by_dotted_key(_described(a.folder))
-        config_b = by_dotted_key(_described(b.folder))
+    configs = [tensors.manifest.config for tensors in (a, b) if tensors.manifest is not None]
+    if len(configs) < 2:
+        configs = [_described(tensors.folder) for tensors in (a, b)]
+    config_a, config_b = map(by_dotted_key, configs)
     for key in {**config_a, **config_b}:
         value_a = config_a.get(key, ABSENT)
         value_b = config_b.get(key, ABSENT)

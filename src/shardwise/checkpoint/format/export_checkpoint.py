@@ -122,11 +122,7 @@ class Export:
 
     @cached_property
     def described(self) -> dict[str, Any]:
-        """The fields of the checkpoint's `config.json`.
-
-        Raises:
-            ConfigError: there is none. DamageError: it is damaged.
-        """
+        """The fields of the checkpoint's `config.json`; ConfigError if there is none, DamageError if it is damaged."""
         entries = {entry.path: entry for entry in self._manifest.files}
         if CONFIG not in entries and not self._manifest.config:
             raise ConfigError(

@@ -54,11 +54,7 @@ class StoredTensors:
 
     @staticmethod
     def of(folder: Root) -> StoredTensors:
-        """Open a checkpoint, or a folder with safetensors weights.
-
-        Raises:
-            ConfigError: it is neither. StoreError: it cannot be read, or is damaged.
-        """
+        """Open a checkpoint or a folder of safetensors; ConfigError if it is neither, StoreError if it is not read."""
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return StoredTensors(folder, manifest.tensors, manifest)
@@ -145,11 +141,7 @@ class StoredTensors:
 
 
 def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
-    """The tensors whose parts ranks have written into files of their own; `parts`: by name, dtype and dimensions.
-
-    Raises:
-        ConfigError: some parts are missing, or contradict each other.
-    """
+    """The tensors whose parts (by name, dtype and dimensions) lie in several files; ConfigError if some are missing."""
     whole: dict[str, TensorEntry] = {}
     incomplete: list[str] = []
     for (name, dtype, _), pieces in parts.items():
@@ -166,11 +158,7 @@ def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]])
 
 
 def _weight_files(folder: Root) -> tuple[str, ...]:
-    """The safetensors files of a Hugging Face folder.
-
-    Raises:
-        ConfigError: there are none, or the index names what is not there.
-    """
+    """The safetensors files of a folder; ConfigError if there are none, or the index names what is not there."""
     if (folder / SINGLE).exists():
         return (SINGLE,)
     index = folder / INDEX

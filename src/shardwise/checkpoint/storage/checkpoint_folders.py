@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,13 +240,7 @@ def prune(
 def _steps_to_remove(
     steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None
 ) -> list[int]:
-    """The steps of the checkpoints to remove; all lists are newest first.
-
-    Args:
-        steps: steps of the checkpoints that may be removed.
-        intact: steps of those that are known to be intact, at least the newest ones.
-        keep, keep_every: as in `removable`.
-    """
+    """Those of `steps` to remove, as `removable` says; `intact`: those known to be so. All lists are newest first."""
     if keep is None:
         return []
     kept = intact[: max(keep, 1)]
@@ -289,11 +283,7 @@ class NamedFolder:
 
 
 def checkpoint_folder(location: str) -> NamedFolder:
-    """The checkpoint or the folder of checkpoints at a path or URL.
-
-    Raises:
-        ConfigError: there is neither. StoreError: it cannot be read.
-    """
+    """The checkpoint or the folder of checkpoints at a path or URL; ConfigError if there is neither."""
     root = answering_root(location)
     if not root.exists():
         hint = ": no run was started in this folder, name a run's" if location == LATEST else ""
@@ -332,7 +322,8 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
     may_have_weights = MANIFEST not in names and step_of(root.name) is None
     has_model = _MODEL_CONFIG in names or has_weights(names)
-    if may_have_weights and (has_model or not _holds_checkpoints(names)):
+    has_checkpoints = _CHECKPOINTS in names or _RUN_CONFIG in names or any(step_of(name) is not None for name in names)
+    if may_have_weights and (has_model or not has_checkpoints):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
         return NamedFolder(root, False, location)
@@ -378,11 +369,7 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
 
 
 def companions_folder(companions: str) -> Root:
-    """The folder or file that `checkpoint.companions` names, of a run its newest intact checkpoint.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """What `checkpoint.companions` names, of a run its newest intact checkpoint; ConfigError if there is none."""
     if user_path(companions).exists():
         return Root.of(load_location(companions, key="checkpoint.companions"))
     raise ConfigError(
@@ -404,11 +391,6 @@ def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None
     if isinstance(place, Path):
         return location, Root.of(place)
     return f"{location}: {FOUND[find(place)]}", None
-
-
-def _holds_checkpoints(names: Collection[str]) -> bool:
-    """True if a folder with these names is a run's or a folder of checkpoints."""
-    return _CHECKPOINTS in names or _RUN_CONFIG in names or any(step_of(name) is not None for name in names)
 
 
 def _checkpoint_path(run: Root) -> str | None:

@@ -100,17 +100,13 @@ class ChunkedWriter:
         checksums = struct.pack(f"<{len(self._checksums)}Q", *self._checksums)
         return FileEntry(self._path, self._size, self._chunk_bytes, checksums)
 
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._file.abandon()
-
     def __enter__(self) -> ChunkedWriter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Leave nothing behind where the writing failed; a file that is whole was closed before."""
         if kind is not None:
-            self.abandon()
+            self._file.abandon()
 
     def _next_chunk(self) -> None:
         self._checksums.append(self._hash.intdigest())
@@ -208,11 +204,7 @@ def read_range(file: Root, start: int, stop: int) -> bytes:
 
 
 def read_whole(folder: Root, entry: FileEntry) -> bytes:
-    """All bytes of a small file, verified.
-
-    Raises:
-        DamageError: as `ChunkedReader.read`.
-    """
+    """All bytes of a small file, verified; DamageError as of `ChunkedReader.read`."""
     return bytes(ChunkedReader(folder, entry).read(0, entry.bytes))
 
 

@@ -191,11 +191,7 @@ class Root:
         return info is not None and info["type"] == "directory"
 
     def size(self) -> int:
-        """Bytes of a file.
-
-        Raises:
-            StoreError: there is none (`missing`), or it is no regular file.
-        """
+        """Bytes of a file; StoreError if there is none (`missing`), or it is no regular file."""
         info = self._info()
         if info is None:
             raise StoreError(f"{self} cannot be read: there is no such file", missing=True)
@@ -445,11 +441,7 @@ def in_time(root: Root, action: Callable[[], _Result]) -> _Result:
 
 
 def require_writable(root: Root) -> None:
-    """Write a small file into a folder, which is made, and remove it.
-
-    Raises:
-        StoreError: why that is not possible.
-    """
+    """Write a small file into a folder, which is made, and remove it; StoreError if that is not possible."""
     root.make()
     if root.is_local:
         with root.store_errors("written"):

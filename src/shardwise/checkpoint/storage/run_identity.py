@@ -34,19 +34,9 @@ class Owner:
     def here(run: str, folder: Path) -> Owner:
         return Owner(run, str(folder.resolve()), platform.node())
 
-    @property
-    def is_gone(self) -> bool:
-        """True if the run has surely ended: it ran on this machine, and no process holds its folder."""
-        # A lock that is held on another machine cannot be seen from here.
-        return self.host == platform.node() and not RunLock.is_held(Path(self.folder))
-
 
 def owner(root: Root) -> Owner | None:
-    """The run that saves there; None where `run.json` is missing or damaged.
-
-    Raises:
-        StoreError: the place cannot be read.
-    """
+    """The run that saves there; None where `run.json` is missing or damaged; StoreError if it cannot be read."""
     if OWNER not in root.names():
         return None
     try:
@@ -79,7 +69,9 @@ def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bo
             )
         return
     is_inside = root.is_local and root.local().resolve().is_relative_to(folder.resolve())
-    if is_inside or (is_empty and last_owner.is_gone):
+    # A lock that is held on another machine cannot be seen from here: that run may not have ended.
+    was_here = last_owner.host == platform.node()
+    if is_inside or (is_empty and was_here and not RunLock.is_held(Path(last_owner.folder))):
         return
     raise ConfigError(
         f"checkpoint.path ({root}) must be a run's own, and it is that of {last_owner.folder} on {last_owner.host}: "
@@ -90,11 +82,7 @@ def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bo
 
 
 def record_owner(root: Root, run: Owner) -> None:
-    """Record that the place belongs to this run.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
+    """Record that the place belongs to this run; StoreError if it cannot be written."""
     if owner(root) != run:
         root.make()
         (root / OWNER).write(json.dumps(asdict(run)).encode())

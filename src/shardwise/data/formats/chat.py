@@ -7,7 +7,6 @@ where conversations and answers begin and end; `ConversationBatches` packs them 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,14 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes, digest_of
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
 from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
-from shardwise.data.tokens.encoding import bounds_writers, digests_of, facts_with_bounds, group_by_size, token_writers
+from shardwise.data.tokens.encoding import (
+    ContentDigest,
+    bounds_writers,
+    digests_of,
+    facts_with_bounds,
+    group_by_size,
+    token_writers,
+)
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -42,8 +48,6 @@ _RULE = 2
 _REWRITTEN = "the chat template rewrites an answer once messages follow, so the last answer alone is learned there"
 # Text that is encoded at once.
 _BATCH_CHARACTERS = 1 << 20
-# Characters around an answer where an inspection shows it.
-_ANSWER_MARKS = ("⟦", "⟧")
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,6 @@ def _source(data: DataConfig) -> _Source:
     return source
 
 
-def _left_out_note(source: _Source) -> str:
-    return source.left_out_note() if isinstance(source, FileSource) else ""
-
-
 def _conversations(source: _Source) -> Iterator[Chat]:
     """All conversations; those without messages are left out, and counted."""
     if isinstance(source, ColumnSource):
@@ -144,9 +144,9 @@ def _conversations(source: _Source) -> Iterator[Chat]:
 
 
 def _scan(source: _Source, announce: common.Announce = None) -> Scan:
-    digest = _ContentDigest()
+    digest = _ChatDigest()
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
-        characters = [*map(_characters, digest.watch(_conversations(source)))]
+        characters = [*map(_characters, digest.watch_chats(_conversations(source)))]
     announce_empty(source, announce, "empty conversation")
     return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
@@ -155,20 +155,10 @@ def _characters(chat: Chat) -> int:
     return sum(map(len, chat[1].texts))
 
 
-def _texts(chat: Conversation) -> Iterator[str]:
-    """The texts of a conversation that a tokenizer is trained on."""
-    for message, text in zip(chat.messages, chat.texts, strict=True):
-        yield f"{message['role']}\n{text}"
+class _ChatDigest(ContentDigest):
+    """The digest of conversations, and the size of their texts in bytes."""
 
-
-class _ContentDigest:
-    """A digest of all conversations that pass through `watch`, and the size of their texts in bytes."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-        self.bytes = 0
-
-    def watch(self, chats: Iterable[Chat]) -> Iterator[Chat]:
+    def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
             # The digest of messages alone must stay what it was before there was more.
@@ -177,9 +167,6 @@ class _ContentDigest:
                 self._digest.update(json.dumps(value, sort_keys=True).encode() + b"\n")
             self.bytes += sum(len(text.encode()) for text in chat.texts)
             yield where, chat
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
 
 
 def _held_out(scan: Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
@@ -203,9 +190,9 @@ def _build(
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, kept, announce)
     template = add_template(kept, named or source.name)
-    digest = _ContentDigest()
+    digest = _ChatDigest()
     unread: dict[str, bool] = {}
-    chats = _noting_unread(digest.watch(_conversations(source)), template, unread)
+    chats = _noting_unread(digest.watch_chats(_conversations(source)), template, unread)
     with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         parts = _encode(chats, is_held_out, template, folder)
     common.require_unchanged(source.name, digest.hexdigest(), scan.content)
@@ -243,8 +230,9 @@ def _unread_text(names: Sequence[str]) -> str:
 
 
 def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], request: DataRequest) -> Tokenizer:
-    train = (chat for chat, is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
-    texts = (text for _, conversation in train for text in _texts(conversation))
+    train = (chat for (_, chat), is_out in zip(_conversations(source), is_held_out, strict=False) if not is_out)
+    messages = (message for chat in train for message in zip(chat.messages, chat.texts, strict=True))
+    texts = (f"{message['role']}\n{text}" for message, text in messages)
     return train_tokenizer(texts, request.vocab_size, source.name, chat=True)
 
 
@@ -316,7 +304,7 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
         summary += f"; {counted(cut, 'conversation')} cut at train.sequence_length + 1 ({length + 1:,} tokens)"
     if left_out:
         summary += f"; {counted(left_out, 'conversation')} left out, whose first answer begins after that"
-    return summary + _left_out_note(source)
+    return summary + (source.left_out_note() if isinstance(source, FileSource) else "")
 
 
 def glance(request: DataRequest) -> str:
@@ -373,7 +361,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
     """The text of a conversation with marks around its answers; without a template, the messages and their roles."""
-    begin, end = _ANSWER_MARKS
+    begin, end = "⟦⟧"
     if template is None:
         learned = {number for number, message in enumerate(chat.messages) if message["role"] == ASSISTANT}
         learned -= chat.not_learned

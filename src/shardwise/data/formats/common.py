@@ -206,14 +206,6 @@ def mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
 
 
-def require_room_for_pairs(request: DataRequest) -> None:
-    """Raises ConfigError if samples are pairs of sentences, and too short for one."""
-    if request.in_pairs:
-        from shardwise.data.samples import sentence_pairs
-
-        sentence_pairs.chunk_room(request.sequence_length)
-
-
 def require_sentence_pairs(request: DataRequest) -> int:
     """The segments that the model tells apart, which must be BERT, as shards train no other; else DataError."""
     if request.token_types is None:

@@ -136,10 +136,8 @@ def _parts(
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
-    Without `split`, the splits that are read are the parts.
-
-    Args:
-        last: counter of the last tokens of rows, as the data have them.
+    Without `split`, the splits that are read are the parts. `last` counts the last tokens of rows, as the data have
+    them.
     """
     start = 0  # tokens of the data set before these rows
     end = _appended(request)

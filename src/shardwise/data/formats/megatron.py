@@ -144,11 +144,7 @@ def _packed(
     root: Path,
     announce: common.Announce,
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
-    """The packed samples of each data set; none unless `request` asks for them.
-
-    Raises:
-        DataError: a data set is a single document.
-    """
+    """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
         return
     problems = [

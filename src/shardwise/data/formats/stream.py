@@ -119,17 +119,18 @@ def _key(request: DataRequest, stamp: str) -> str:
     """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
     data = request.data
     assert data.tokenizer is not None
-    described = {
-        "stream": stamp,
-        "text_key": data.text_key,
-        "kind": "by content" if data.format == "auto" else data.format,
-        "split": list(data.split_names) or _share(request),
-        "tokenizer": user_tokenizer_digest(data.tokenizer),
-        "vocab_size": request.vocab_size,
-        "buffer": data.shuffle_buffer,
-        **data.chosen_marks,
-    }
-    return cache.key_of(described)
+    return cache.key_of(
+        {
+            "stream": stamp,
+            "text_key": data.text_key,
+            "kind": "by content" if data.format == "auto" else data.format,
+            "split": list(data.split_names) or _share(request),
+            "tokenizer": user_tokenizer_digest(data.tokenizer),
+            "vocab_size": request.vocab_size,
+            "buffer": data.shuffle_buffer,
+            **data.chosen_marks,
+        }
+    )
 
 
 def _share(request: DataRequest) -> float:
@@ -212,13 +213,7 @@ def _build(
 
 @dataclass(frozen=True)
 class _FirstBlock:
-    """The first documents of a split.
-
-    Attributes:
-        documents: pieces of each document, after the place where it begins.
-        stop: place at which the next document begins.
-        is_all: True if the split has no more documents.
-    """
+    """The first documents of a split, each after the place where it begins; `stop` is where the next one begins."""
 
     documents: Sequence[tuple[_DocumentBegin, list[text_sources.TextPiece]]]
     stop: _DocumentBegin

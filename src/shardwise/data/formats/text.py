@@ -111,13 +111,7 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 @dataclass(frozen=True)
 class Scan:
-    """The results of reading a text, or conversations, once.
-
-    Attributes:
-        content: digest of the text.
-        bytes: size of the text.
-        characters: length of each document, [documents].
-    """
+    """The digest and the size of a text, or of conversations, and the length of each document, [documents]."""
 
     content: str
     bytes: int
@@ -402,11 +396,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a text, a million characters or more, by the tokenizer that `data` names.
-
-    Raises:
-        DataError: it names none.
-    """
+    """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
     documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)

@@ -8,10 +8,10 @@ same whenever and on whichever rank it is asked for; threads may ask at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,25 +25,11 @@ from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, RowBatches
 
 
-class Samples(Protocol):
-    """The samples of a part, as the user's object returns them."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Rows:
-    """The samples of a part, checked as they are read.
+    """The samples of a part, checked as they are read; `path` is `hooks.data`, for messages."""
 
-    Attributes:
-        path: `hooks.data`, for messages.
-        length: sequence length S.
-        vocab_size: vocabulary of the model.
-    """
-
-    samples: Samples
+    samples: Sequence[Any]
     path: str
     length: int
     vocab_size: int
@@ -77,11 +63,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PreparedSamples(PreparedData):
-    """The samples of the user's object.
-
-    Attributes:
-        parts: samples of each part that has some.
-    """
+    """The samples of the user's object, of each part that has some."""
 
     parts: Mapping[Part, Rows]
 

@@ -54,9 +54,7 @@ def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estima
     total = sum(file.stat().st_size for file in files)
     digest = ContentDigest()
     pieces = next(group_by_size(digest.watch(source.pieces()), lambda piece: piece.characters, PIECE_CHARACTERS), [])
-    texts = []
-    for piece in pieces:
-        texts += cut_sentences(piece.text) if sentences else [piece.text]
+    texts = [text for piece in pieces for text in (cut_sentences(piece.text) if sentences else [piece.text])]
     tokens = len(tokenizer.encode_rows(texts, literally=sentences)[0])
     # All of the text has as many tokens for each byte as its beginning.
     scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0

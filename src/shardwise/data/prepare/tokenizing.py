@@ -157,11 +157,7 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
 
     def each(self, call: Callable[[_Task], _Result], tasks: Iterable[_Task]) -> Iterator[tuple[_Task, _Result]]:
-        """Each task and the result of the call, in order. Only a few tasks are taken before their results are used.
-
-        Raises:
-            RunError: a process has ended.
-        """
+        """Each task and its result, in order; only a few tasks are taken ahead. RunError if a process has ended."""
         pending: deque[tuple[_Task, Future[_Result]]] = deque()
         try:
             for task in tasks:

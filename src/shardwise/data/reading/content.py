@@ -63,13 +63,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class _Packing:
-    """A program that packs files.
-
-    Attributes:
-        magic: bytes that its files begin with, one of several.
-        suffixes: suffixes of the names that it gives them.
-        unpacked: function that opens the unpacked content of an open file.
-    """
+    """A program that packs files: their possible beginnings and suffixes, and a function that unpacks an open file."""
 
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
@@ -103,11 +97,7 @@ _PACKINGS: Mapping[str, _Packing] = {
 
 @contextmanager
 def opened(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
-    """The content of a file, unpacked, from byte `start` of it on.
-
-    Raises:
-        DataError: the file cannot be read, or is cut off or damaged, while it is opened or read.
-    """
+    """The content of a file, unpacked, from byte `start` on; DataError if it cannot be read, is cut off or damaged."""
     with readable(path), ExitStack() as files:
         file = files.enter_context(path.open("rb"))
         packing = _packing_of(file.read(HEAD))

@@ -131,10 +131,7 @@ def _fields(names: Collection[str], key: str) -> tuple[str, ...]:
 
 
 def _filled(value: Any, names: Collection[str] = ()) -> Any:
-    """A value of a table without the fields that are null, which it has for each field of other rows.
-
-    `names`: the fields that a row has beside them.
-    """
+    """A value without the fields that are null, which a table has for each field of other rows, but for `names`."""
     if isinstance(value, dict):
         unread = dict.fromkeys(name for name in names if name not in value)
         return unread | {name: _filled(inner) for name, inner in value.items() if inner is not None}

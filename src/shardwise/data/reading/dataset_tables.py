@@ -307,11 +307,7 @@ class DataSet:
 
     @cached_property
     def holds_tokens(self) -> bool:
-        """True if the column holds lists of token ids, False if it holds text.
-
-        Raises:
-            DataError: the column holds neither, or not the same in all splits.
-        """
+        """True if the column holds token ids, False if text; DataError if neither, or not the same in all splits."""
         kinds: dict[str, list[str]] = {}
         for name, table in self._splits.items():
             if self.column not in table.column_names:
@@ -453,9 +449,7 @@ def _json(path: Path) -> dict[str, Any]:
         values = json_value(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON ({error}): save the data set again") from None
-    if not isinstance(values, dict):
-        return {}
-    return values
+    return values if isinstance(values, dict) else {}
 
 
 def open_table(paths: Sequence[Path]) -> Any:

@@ -82,6 +82,7 @@ class IndexedFile:
     """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
 
     Attributes:
+        tokens: all tokens of the .bin.
         sizes: number of tokens of each sequence, [n].
         pointers: first byte of each sequence, [n]. A program that counts with 32 bits writes wrong ones beyond 2 GiB;
             the pointers are then computed from the sizes.
@@ -284,11 +285,7 @@ def _damaged(path: Path, problem: str) -> DataError:
 
 
 def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | None) -> None:
-    """The .bin must have the size that the .idx says.
-
-    Args:
-        overflow: number of the first sequence whose pointer did not fit 32 bits and is wrong; None if none is.
-    """
+    """The .bin must have the size that the .idx says; `overflow`: as `_check_sequences` gives it."""
     size = bin_path.stat().st_size
     if size == expected == 0:
         raise DataError(f"{bin_path} must hold tokens, and it is empty: prepare the data again")
@@ -305,10 +302,8 @@ def _check_bin(bin_path: Path, idx_path: Path, expected: int, overflow: int | No
 def _check_sequences(
     path: Path, sizes: npt.NDArray[np.int32], pointers: IntArray, itemsize: int
 ) -> tuple[int, int | None]:
-    """Each sequence must have a size and begin at the end of the one before.
-
-    Returns:
-        The byte at which the last sequence ends, and the first sequence whose pointer overflowed 32 bits; None if none.
+    """Each sequence must have a size and begin at the end of the one before. Returns the byte at which the last one
+    ends, and the first sequence whose pointer overflowed 32 bits; None if none.
     """
     end = 0
     overflow: int | None = None
@@ -354,9 +349,7 @@ class UnfinishedIndex:
 
     Args:
         vocab_size: vocabulary, which decides the dtype of the tokens.
-        tokens: number of tokens that the files keep, of those that they hold already.
-        sequences: number of sequences that they keep.
-        documents: number of documents that they keep.
+        tokens, sequences, documents: numbers that the files keep, of those that they hold already.
 
     Raises:
         ChangedError: a file holds less than is kept.

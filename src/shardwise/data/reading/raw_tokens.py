@@ -78,24 +78,14 @@ class RawTokens:
             version, found, end = _SHARDS[magic]
             if (written := int.from_bytes(head[4:8], "little")) != version:
                 raise DataError(f"{path} is a shard of llm.c of version {written}, and only {version} can be read")
-            tokens = _flat(path, found, _SHARD_HEADER)
-            if len(tokens) != (number := int.from_bytes(head[8:12], "little")):
-                raise DataError(
-                    f"{path} ({len(tokens)} ids of {found}) must have {number}, as the header of llm.c says: copy it "
-                    "again"
-                )
+            tokens = _flat(path, found, _SHARD_HEADER, (int.from_bytes(head[8:12], "little"), "the header of llm.c"))
             raw = cls(path, tokens, end, f"a shard of llm.c, of {found}")
         elif head.startswith(_NUMPY):
             tokens = _array(path)
             raw = cls(path, tokens, None, f"an array of numpy, of {tokens.dtype.name}")
         elif path.suffix == ".ds" and (metadata := read_metadata(metadata_of(path))) is not None:
             _, found, number = metadata
-            tokens = _flat(path, found)
-            if len(tokens) != number:
-                raise DataError(
-                    f"{path} ({len(tokens)} ids of {found}) must have {number}, as {path.name}.metadata says: copy it "
-                    "again"
-                )
+            tokens = _flat(path, found, told=(number, f"{path.name}.metadata"))
             raw = cls(path, tokens, None, f"a file of datatrove, of {found}", _ends(path, len(tokens)))
         else:
             found, why = (dtype, None) if dtype is not None else _looks_like(path, head, option, vocab_size)
@@ -193,7 +183,8 @@ def _looks_like(path: Path, head: bytes, option: str, vocab_size: int | None) ->
     raise DataError(f"the bytes of {path} may be ids of {dtypes}: say which by {option}")
 
 
-def _flat(path: Path, dtype: str, offset: int = 0) -> npt.NDArray[np.integer[Any]]:
+def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None = None) -> npt.NDArray[np.integer[Any]]:
+    """The ids of a file; `told`: the number that there must be, and what says so."""
     read = np.dtype(dtype).newbyteorder("<")
     size = path.stat().st_size
     if size <= offset or (size - offset) % read.itemsize:
@@ -202,6 +193,8 @@ def _flat(path: Path, dtype: str, offset: int = 0) -> npt.NDArray[np.integer[Any
             f"{dtype}: the file is cut off, or holds something else"
         )
     tokens: npt.NDArray[np.integer[Any]] = np.asarray(np.memmap(path, dtype=read, mode="r", offset=offset))
+    if told is not None and len(tokens) != told[0]:
+        raise DataError(f"{path} ({len(tokens)} ids of {dtype}) must have {told[0]}, as {told[1]} says: copy it again")
     return tokens
 
 

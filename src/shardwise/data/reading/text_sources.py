@@ -453,10 +453,8 @@ TextShard = FileShard | TableShard
 def open_shard(file: str, data: DataConfig) -> TextShard:
     """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
     if data.is_hub_dataset:
-        if unpacked_name(file).endswith(LINES):
-            return FileShard(HubFile(file), "jsonl", data.text_key)
-        if file.endswith(".parquet"):
-            return FileShard(HubFile(file), "parquet", data.text_key)
+        if unpacked_name(file).endswith(LINES) or file.endswith(".parquet"):
+            return FileShard(HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"

@@ -124,11 +124,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of a file, some at once.
-
-    Raises:
-        DataError: a row holds anything but whole numbers; names file and row.
-    """
+    """The rows of a file, some at once; DataError if one holds anything but whole numbers; names file and row."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in text_files.parquet_batches(file, require):

@@ -103,7 +103,9 @@ class Batches(ABC):
 
     def epochs(self, samples: int) -> str:
         """Epochs of a run of this many samples, for the user."""
-        return f"{shown_epochs(samples / self.num_samples)} epochs of {self.num_samples:,} samples"
+        number = samples / self.num_samples
+        shown = f"{number:,.2f}" if number >= 0.01 else f"{number:.1g}"  # of a small fraction the first digit: 0.0004
+        return f"{shown} epochs of {self.num_samples:,} samples"
 
     @abstractmethod
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
@@ -286,11 +288,6 @@ class BlendedBatches(Batches):
     def close(self) -> None:
         for batches in self.batches:
             batches.close()
-
-
-def shown_epochs(number: float) -> str:
-    """Epochs with two decimals; a small fraction of one with its first digit: `0.0004`."""
-    return f"{number:,.2f}" if number >= 0.01 else f"{number:.1g}"
 
 
 def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:

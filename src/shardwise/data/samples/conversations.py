@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shardwise.data.rows import IntArray, TokenArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.order import SampleOrder, mix_integer
-from shardwise.data.samples.packing import Packs, best_fit
+from shardwise.data.samples.packing import Packs, best_fit, packed_batch
 
 WINDOW = 4096
 """Conversations that are packed together: their lengths fill sequences nearly as well as those of all."""
@@ -114,13 +114,15 @@ class ConversationBatches(Batches):
 
     def collate(self, indices: IntArray, epochs: IntArray, samples: IntArray) -> Batch:
         shape = (self.sequence_length, len(indices))
-        places_S1 = np.arange(self.sequence_length)[:, None]
         ids_SB = np.zeros(shape, dtype=np.int64)
         targets_SB = np.full(shape, IGNORE, dtype=np.int64)
         starts_SB = np.zeros(shape, dtype=np.int64)
         for b, (index, epoch) in enumerate(zip(indices.tolist(), epochs.tolist(), strict=True)):
             place = 0
-            for number in self._conversations_of(index, epoch):
+            packs = self._packs(epoch)
+            # A sample that counts nothing has no conversations.
+            numbers = packs.members[packs.begins[index] : packs.begins[index + 1]].tolist() if index >= 0 else []
+            for number in numbers:
                 ids, targets = self.conversations.targets(number, self.sequence_length)
                 rows = slice(place, place + len(ids))
                 ids_SB[rows, b] = ids
@@ -128,21 +130,7 @@ class ConversationBatches(Batches):
                 starts_SB[rows, b] = place
                 place = rows.stop
             starts_SB[place:, b] = place
-        inputs = {
-            "ids_SB": ids_SB,
-            "targets_SB": targets_SB,
-            "positions_SB": places_S1 - starts_SB,
-            "starts_SB": starts_SB,
-        }
-        return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples)
-
-    def _conversations_of(self, index: int, epoch: int) -> list[int]:
-        """The conversations of a sample; none if it counts nothing."""
-        if index < 0:
-            return []
-        packs = self._packs(epoch)
-        numbers: list[int] = packs.members[packs.begins[index] : packs.begins[index + 1]].tolist()
-        return numbers
+        return packed_batch(ids_SB, targets_SB, starts_SB, samples)
 
     def _end(self, epoch: int) -> int:
         """The number of samples before the end of an epoch; those of the epochs before must be known."""

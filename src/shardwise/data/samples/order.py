@@ -325,7 +325,5 @@ class SourceOrder:
             yield number, np.flatnonzero(stages == number)
 
 
-@functools.cache
-def _pattern(weights: tuple[float, ...]) -> BlendPattern:
-    """The pattern of these weights, which takes up to half a second to make."""
-    return BlendPattern(weights)
+_pattern = functools.cache(BlendPattern)
+"""The pattern of a tuple of weights, which takes up to half a second to make."""

@@ -303,6 +303,13 @@ def _with_zero(numbers: IntArray) -> IntArray:
     return np.concatenate([np.zeros(1, dtype=np.int64), numbers])
 
 
+def packed_batch(ids_SB: IntArray, targets_SB: IntArray, starts_SB: IntArray, samples: IntArray) -> Batch:
+    """The batch of packed samples; `starts_SB` is the place at which the document of each place begins."""
+    positions_SB = np.arange(len(ids_SB))[:, None] - starts_SB
+    inputs = {"ids_SB": ids_SB, "targets_SB": targets_SB, "positions_SB": positions_SB, "starts_SB": starts_SB}
+    return Batch(inputs, np.array([np.count_nonzero(targets_SB != IGNORE)]), samples)
+
+
 class PackedBatches(Batches):
     """Batches of packed samples, each of whose documents attends to itself alone and has positions from 0 on.
 
@@ -336,11 +343,5 @@ class PackedBatches(Batches):
         ids_BS[is_read_BS] = np.delete(row, ends_N - 1)
         targets_BS[is_read_BS] = np.delete(row, ends_N - sizes_N - 1)
         starts_BS[is_read_BS] = np.repeat(place_N, sizes_N)
-        inputs = {
-            "ids_SB": ids_BS,
-            "targets_SB": targets_BS,
-            "positions_SB": np.arange(self.packed.length) - starts_BS,
-            "starts_SB": starts_BS,
-        }
-        inputs = {name: np.ascontiguousarray(array_BS.T) for name, array_BS in inputs.items()}
-        return Batch(inputs, np.array([read_B.sum()]), samples)
+        ids_SB, targets_SB, starts_SB = map(np.ascontiguousarray, (ids_BS.T, targets_BS.T, starts_BS.T))
+        return packed_batch(ids_SB, targets_SB, starts_SB, samples)

@@ -119,11 +119,7 @@ def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
 
 @dataclass(frozen=True)
 class _Segments:
-    """Two runs of tokens of each sample, [B] each.
-
-    Attributes:
-        random: 1 if the second run was drawn from elsewhere, 0 if it follows the first.
-    """
+    """Two runs of tokens of each sample, [B] each; `random` is 1 if the second was drawn, 0 if it follows."""
 
     a_start: IntArray
     a_size: IntArray

@@ -126,11 +126,7 @@ class TextStream:
         self.stopped = Event()
 
     def block(self, start: StreamPosition) -> StreamBlock:
-        """The block that begins at `start`; it ends at the end of its epoch.
-
-        Raises:
-            DataError, RunError: a document cannot be read.
-        """
+        """The block that begins at `start`, in its epoch; DataError or RunError if a document cannot be read."""
         self.stopped.clear()
         if self._next != start:
             self._reading = self._read(start)

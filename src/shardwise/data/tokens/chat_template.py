@@ -372,10 +372,7 @@ _Templates = dict[str, tuple[str, str]]
 
 
 def _read_templates(files: TokenizerFiles) -> _Templates:
-    """The templates of a tokenizer, of which `default` and `tool_use` are used.
-
-    A file of its own goes before `tokenizer_config.json`.
-    """
+    """The templates of a tokenizer; files of their own go before `tokenizer_config.json`."""
     templates: _Templates = {}
     paths = {file.name: file for file in files.companions}
     if TOKENIZER_CONFIG in paths:

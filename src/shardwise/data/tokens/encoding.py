@@ -164,10 +164,7 @@ def facts_with_bounds(
 
 def digests_of(parts: Mapping[str, Any]) -> list[str]:
     """The digests of all files of these records, for a fingerprint."""
-    digests = []
-    for facts in parts.values():
-        digests += [facts["sha256"], *(row["sha256"] for row in facts.get("bounds", {}).values())]
-    return digests
+    return [row["sha256"] for facts in parts.values() for row in (facts, *facts.get("bounds", {}).values())]
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:

@@ -92,14 +92,7 @@ def open_tiktoken(content: bytes) -> tokenizers.Tokenizer | None:
 def _byte_level(
     ranks: Mapping[bytes, int], first: int, pattern: str, special: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer of a vocabulary of ranks.
-
-    Args:
-        ranks: the rank of each token.
-        first: id of the token of rank 0.
-        pattern: expression that splits text into pieces.
-        special: special tokens and their ids.
-    """
+    """The tokenizer of a vocabulary of ranks, from the id `first` on; the expression `pattern` splits text."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

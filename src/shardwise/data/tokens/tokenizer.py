@@ -76,9 +76,7 @@ class Tokenizer:
         self._backend = backend
         self._name = name
         self.end_of_document = end_of_document
-        self.end_of_document_id: int | None = None
-        if end_of_document is not None:
-            self.end_of_document_id = backend.token_to_id(end_of_document)
+        self.end_of_document_id = None if end_of_document is None else backend.token_to_id(end_of_document)
         self.pair_names = pair_names
         self._begin_of_document = begin_of_document
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1

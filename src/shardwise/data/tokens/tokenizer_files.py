@@ -52,6 +52,7 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 _ADDED = "added_tokens.json"
 # Files that transformers may read next to a vocabulary; an export copies those that are there.
 _COMPANIONS = (TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
+_OF_MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
 # Classes of transformers that read vocab.json and merges.txt as GPT-2 does; others split text by rules of their own.
@@ -78,11 +79,7 @@ class TokenizerFiles:
 
     @classmethod
     def find(cls, path: Path) -> TokenizerFiles:
-        """The files of the tokenizer in a folder, or of the one that a file belongs to.
-
-        Raises:
-            DataError: there is no such path, the folder holds no tokenizer, or one of two files is missing.
-        """
+        """The files of the tokenizer in a folder, or of the one that a file belongs to; DataError if one is missing."""
         if path.is_dir():
             return cls._in_folder(path)
         if not path.exists():
@@ -141,10 +138,7 @@ class TokenizerFiles:
 
     def named(self, role: str) -> str | None:
         """The token that the companions give a role, such as `eos_token`, or the vocabulary itself."""
-        of_mistral = (
-            {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} if TEKKEN in self.vocabulary else {}
-        )
-        return self._special_tokens.named(role) or of_mistral.get(role)
+        return self._special_tokens.named(role) or (_OF_MISTRAL.get(role) if TEKKEN in self.vocabulary else None)
 
     @cached_property
     def _special_tokens(self) -> SpecialTokens:
@@ -451,15 +445,11 @@ def added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
 
     if (content := content_of(value)) is None:
         raise TypeError(f"{value!r} is no token")
-    given = {}
-    if isinstance(value, dict):
-        given = {flag: value[flag] for flag in _FLAGS if flag in value}
+    given = {flag: value[flag] for flag in _FLAGS if isinstance(value, dict) and flag in value}
     return tokenizers.AddedToken(content, **{**given, **flags})
 
 
 def content_of(value: object) -> str | None:
     """The text of a token, which files give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
-    if isinstance(content, str) and content:
-        return content
-    return None
+    return content if isinstance(content, str) and content else None
