@@ -23,9 +23,8 @@ NCCL_DEBUG=INFO
 ```
 
 `shardwise doctor` prints, and `environment.json` in a run's folder records, the variables that change how a run works,
-without secrets. `launch.environment` sets variables in a submitted job. `make pages` writes this page from a record
-that a test compares with the code: shardwise reads or sets the variables below and no others. Libraries read more:
-torch, NCCL and the Hugging Face hub describe theirs.
+without secrets. `launch.environment` sets variables in a submitted job. shardwise reads or sets the variables below and
+no others; torch, NCCL and the Hugging Face hub describe theirs.
 """
 RECORD = {
     "Yours": {
@@ -144,8 +143,8 @@ def page() -> str:
     """docs/environment.md."""
     parts = [INTRODUCTION]
     for title, rows in RECORD.items():
-        lines = [f"\n## {title}\n", "| variable | meaning |", "|---|---|"]
+        lines = [f"\n## {title}\n"]
         for names, meaning in rows.items():
-            lines.append(f"| {', '.join(f'`{name}`' for name in names.split())} | {meaning} |")
+            lines.append(f"- {', '.join(f'`{name}`' for name in names.split())}: {meaning}")
         parts += ["\n".join(lines), "\n"]
     return "".join([*parts, END])

@@ -88,9 +88,9 @@ brackets is the default: `required` means that a recipe must set the key, and `d
 
 - **Steps or tokens**: a key that counts steps, such as `train.steps`, `optimizer.warmup_steps` or `checkpoint.every`,
   also takes tokens: `500M`, `20B`, `1.5T`. A run reads it as the nearest number of steps.
-- **In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema of recipes. With the line
-  `# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe, editors that use the YAML language
-  server complete keys and mark wrong values.
+- **In an editor**: `shardwise recipes --schema > recipe.schema.json` writes the JSON Schema. With the line
+  `# yaml-language-server: $schema=recipe.schema.json` at the top of a recipe, editors with the YAML language server
+  complete keys and mark wrong values.
 """
 
 MODEL_INTRODUCTION = """\

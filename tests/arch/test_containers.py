@@ -40,6 +40,6 @@ def test_the_image_gets_each_file_that_it_copies_and_has_the_arguments_of_the_pa
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert set(copied) == kept
     assert all((ROOT / name).exists() for name in copied)
-    named = re.findall(r"^\| `([A-Z]+)` \| ", PAGE, re.MULTILINE)
+    named = re.findall(r"^- `([A-Z]+)`: ", PAGE, re.MULTILINE)
     assert named == re.findall(r"^ARG ([A-Z]+)=", DOCKERFILE, re.MULTILINE)
     assert len(PAGE.split()) <= 700

@@ -122,14 +122,13 @@ class SourceConfig(Section):
     )
     streaming: bool = Field(
         default=False,
-        description="tokenize during training, for data that are too large to prepare: text files, .jsonl, "
-        ".parquet, save_to_disk or a hub data set; needs a tokenizer",
+        description="tokenize during training, for large data: text files, .jsonl, .parquet, save_to_disk or a hub "
+        "data set; needs a tokenizer",
     )
     shuffle_buffer: int = Field(
         default=SHUFFLE_BUFFER,
         gt=0,
-        description="documents of a stream that are held in memory and shuffled together; an evaluation reads at most "
-        "this many",
+        description="documents of a stream that are shuffled together; an evaluation reads at most this many",
     )
 
     @model_validator(mode="before")
@@ -211,7 +210,7 @@ class StageConfig(Section):
     at: int = step_field(gt=0, description="the number of steps after which the stage begins")
     weights: dict[str, float] = Field(
         default_factory=dict,
-        description="the weights of all sources that are read from then on, by name; left out = as before",
+        description="the weights of all sources that are read from then on; left out = as before",
         examples=[{"web": 0.5}],
     )
     sequence_length: int | None = Field(
@@ -280,8 +279,7 @@ class DataConfig(SourceConfig):
         default=MASKED_FRACTION,
         gt=0,
         le=1,
-        description="fraction of a sequence's tokens that BERT predicts; no effect on HDF5 shards, which are masked "
-        "already",
+        description="fraction of a sequence's tokens that BERT predicts; no effect on HDF5 shards",
     )
     max_predictions: int | None = Field(
         default=None,
@@ -295,36 +293,36 @@ class DataConfig(SourceConfig):
     )
     append_eod: bool | None = Field(
         default=None,
-        description="append the tokenizer's end-of-document token to each document of text; null = true; must be null "
-        "for bert, whose sentences are paired",
+        description="end each document of text with the tokenizer's end-of-document token; null = true; must be null "
+        "for bert",
     )
     prepend_bos: bool | None = Field(
         default=None,
-        description="put the tokenizer's begin-of-text token, such as <s>, before each document of text; null = "
-        "false; must be null for bert",
+        description="begin each document of text with the tokenizer's begin-of-text token, such as <s>; null = false;"
+        " must be null for bert",
     )
     eod_mask_loss: bool = Field(
         default=False, description="the token after the end of a document is not predicted (causal models)"
     )
     reset_position_ids: bool = Field(
         default=False,
-        description="positions start at 0 again after the end of a document (causal models); always true for "
-        "conversations and with packing: best_fit",
+        description="positions start at 0 in each document (causal models); always true for conversations and with "
+        "packing: best_fit",
     )
     reset_attention_mask: bool = Field(
         default=False,
-        description="tokens attend only to their own document (causal models); always true for conversations and with "
-        "packing: best_fit",
+        description="tokens attend only to their own document (causal models); always true for conversations and with"
+        " packing: best_fit",
     )
     eod_token: int | None = Field(
         default=None,
         ge=0,
-        description="the id that ends a document, for packing, eod_mask_loss and reset_*; null = the tokenizer's",
+        description="the id that ends a document; null = the tokenizer's",
     )
     workers: int = Field(
         default=1,
         ge=1,
-        description="threads that read data ahead, one global batch each, on one rank of each tensor-parallel group",
+        description="threads that read data ahead, one global batch each",
     )
     mixture: dict[str, MixedSource] = Field(
         default_factory=dict,

@@ -21,8 +21,8 @@ class EvaluationConfig(Section):
     sets: dict[str, DataConfig] = Field(
         default_factory=dict,
         examples=[{"code": "code.jsonl", "wiki": {"path": "wiki.parquet", "text_key": "body"}}],
-        description="further evaluation sets by name, each a path or keys of the section data, with one part "
-        "(split: 1,0); every train.eval_every steps train.eval_batches global batches of each are read",
+        description="further evaluation sets by name, each a path or keys of the section data, with one part (split: "
+        "1,0)",
     )
     tasks: tuple[str, ...] = Field(
         default=(),
@@ -30,13 +30,9 @@ class EvaluationConfig(Section):
         examples=[["arc_easy", "lambada_openai"]],
         description="tasks, groups or tags of lm_eval (`shardwise[tasks]`), by their names",
     )
-    tasks_path: str | None = Field(
-        default=None, min_length=1, description="a folder of your own task files (.yaml) in the format of lm_eval"
-    )
+    tasks_path: str | None = Field(default=None, min_length=1, description="a folder of task files (.yaml) of your own")
     tasks_every: int = step_field(0, ge=0, description="steps between evaluations on the tasks; 0 = never")
-    limit: int | None = Field(
-        default=None, gt=0, description="number of examples of each task that are read; null = all"
-    )
+    limit: int | None = Field(default=None, gt=0, description="examples of each task that are read; null = all")
 
     @field_validator("sets", mode="before")
     @classmethod

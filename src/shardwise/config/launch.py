@@ -41,13 +41,13 @@ class LaunchConfig(Section):
     timeout: float = Field(
         default=600.0,
         gt=0,
-        description="seconds after which a rank gives up a collective that another rank does not call; the "
-        "preparation of data has no time limit",
+        description="seconds after which a rank gives up a collective that another does not call; preparing data has "
+        "no limit",
     )
     nodes: int | str | None = Field(
         default=None,
         examples=["2-4"],
-        description="number of machines of a submitted job, or a range such as 2-4; null = --nodes must be given",
+        description="machines of a submitted job, or a range such as 2-4; null = --nodes must be given",
     )
     ranks_per_node: int | None = Field(
         default=None,
@@ -58,8 +58,8 @@ class LaunchConfig(Section):
     max_restarts: int = Field(
         default=100,
         ge=0,
-        description="how often a submitted job starts again after a crash or a time limit while its newest "
-        "checkpoint stays the same; preemptions and lost machines are not counted",
+        description="how often a submitted job starts again after crashes and time limits without a newer checkpoint;"
+        " preemptions and lost machines do not count",
     )
     partition: str | None = Field(default=None, description="SLURM's partition; null = the cluster's default")
     account: str | None = Field(default=None, description="SLURM's account; null = the user's default")
@@ -78,8 +78,8 @@ class LaunchConfig(Section):
         default=300,
         ge=1,
         le=65535,
-        description="seconds before the time limit at which the job saves a checkpoint and is queued again: enough "
-        "for one step and one checkpoint",
+        description="seconds before the time limit at which the job saves and is queued again: enough for a step and "
+        "a checkpoint",
     )
     sbatch: tuple[str, ...] = Field(
         default=(), examples=[["--qos=high", "--mail-type=END"]], description="further options of sbatch"
@@ -87,8 +87,8 @@ class LaunchConfig(Section):
     environment: dict[str, str] = Field(
         default_factory=dict,
         examples=[{"NCCL_DEBUG": "WARN"}],
-        description="environment variables of the job, which its script shows; the job also inherits the variables of "
-        "your shell, where secrets belong",
+        description="environment variables of the job, which its script shows; secrets belong in your shell, whose "
+        "variables it inherits",
     )
 
     @field_validator("partition", "account", "constraint", "gres", mode="after")

@@ -30,8 +30,7 @@ class MuonConfig(Section):
     adamw_lr: float | None = Field(
         default=None,
         gt=0,
-        description="peak learning rate of AdamW, for embeddings, head, norms and biases, by the same schedule; null = "
-        "optimizer.lr",
+        description="peak learning rate of AdamW, for all but matrices of blocks; null = optimizer.lr",
     )
     momentum: float = Field(default=0.95, ge=0, lt=1, description="decay rate of the momentum")
     nesterov: bool = Field(default=True, description="Nesterov's momentum")
@@ -75,7 +74,7 @@ class OptimizerConfig(Section):
     )
     lr: float = Field(gt=0, description="peak learning rate")
     min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = step_field(0, ge=0, description="steps of linear warmup; the last of them has lr")
+    warmup_steps: int = step_field(0, ge=0, description="steps of linear warmup")
     constant_steps: int = step_field(0, ge=0, description="steps at the run's end, after the decay, with min_lr")
     schedule: str = Field(
         default="cosine",
@@ -93,8 +92,8 @@ class OptimizerConfig(Section):
     router_bias_rate: float = Field(
         default=0.001,
         ge=0,
-        description="with routers that have a correction bias: by how much a step raises the bias of an expert that "
-        "got fewer tokens than the mean, and lowers that of one that got more; 0 = they stay",
+        description="with routers that have a correction bias: by how much a step raises the bias of an expert with "
+        "fewer tokens than the mean, and lowers that of one with more; 0 = none",
     )
     router_sequence_loss: float = Field(
         default=0.0,
@@ -124,16 +123,15 @@ class OptimizerConfig(Section):
         default=(),
         strict=False,
         examples=[[{"at": 0, "factor": 0}, {"at": "100M", "factor": 1}, {"at": "2B", "factor": 0.1}]],
-        description="with points: the rate at some steps; between two points it changes from the first rate to "
-        "the second",
+        description="with points: the rate at some steps",
     )
     weight_decay: float = Field(default=0.01, ge=0, description="decoupled decay; none on what no_decay names")
     no_decay: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
         examples=[["*.embed_tokens.weight"]],
-        description="patterns of the names of weights that do not decay, such as *.embed_tokens.weight; [] = all "
-        "decay; null = biases and norms do not",
+        description="patterns of names of weights that do not decay, such as *.embed_tokens.weight; [] = none; null ="
+        " biases and norms",
     )
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False, description="decay rates of the two moments")
     eps: float = Field(
@@ -141,7 +139,7 @@ class OptimizerConfig(Section):
         gt=0,
         description="added to the denominator; default: 1e-8, and 1e-6 with lamb",
     )
-    trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1; not in the paper")
+    trust_clip: bool = Field(default=False, description="with lamb: no trust ratio is above 1")
     muon: MuonConfig = Field(default_factory=MuonConfig, description="with muon: its options")
     max_norm: float | None = Field(default=1.0, gt=0, description="clip the gradient norm to this; null = no clipping")
     zero: Literal[0, 1, 2, 3] = Field(
@@ -161,12 +159,11 @@ class OptimizerConfig(Section):
         "less and holds all weights; null = step with schedules that split the backward pass, else micro_batch",
     )
     prefetch: int = Field(
-        default=1, ge=0, le=99, description="with zero 3: units, such as blocks, whose weights are gathered ahead"
+        default=1, ge=0, le=99, description="with zero 3: units (blocks) whose weights are gathered ahead"
     )
     offload: bool = Field(
         default=False,
-        description="on accelerators, with adamw: masters and optimizer state are in the host's memory, and the host "
-        "updates them",
+        description="on accelerators, with adamw: the host holds and updates masters and optimizer state",
     )
     bucket_mib: float | None = Field(
         default=None,

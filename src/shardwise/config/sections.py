@@ -40,20 +40,19 @@ class HooksConfig(Section):
     )
     optimizer: str | None = Field(
         default=None,
-        description="package.module:Name of an optimizer class that updates each element by itself, in place of "
-        "optimizer.name",
+        description="package.module:Name of an elementwise optimizer class, in place of optimizer.name",
     )
     optimizer_options: dict[str, Any] = Field(
         default_factory=dict,
         examples=[{"momentum": 0.9}],
-        description="further arguments of that class, in addition to those from keys of the section optimizer",
+        description="further arguments of that class",
     )
     callbacks: tuple[str, ...] = Field(
         default=(),
         strict=False,
         examples=["[package.module:Name]"],
-        description="package.module:Name of functions, or of classes that are made without arguments; called on "
-        "rank 0 with every event that metrics.jsonl gets; True asks the run to stop",
+        description="package.module:Name of functions, or of classes without arguments; called on rank 0 with every "
+        "event; True asks the run to stop",
     )
 
     @property
@@ -74,7 +73,7 @@ class CompileConfig(Section):
 
     enabled: bool = Field(
         default=False,
-        description="compile each block and the loss of the output head; other parts, and generation, are not compiled",
+        description="compile each block and the loss of the output head",
     )
     backend: str | None = Field(
         default=None,
@@ -89,17 +88,15 @@ class CompileConfig(Section):
     cache_dir: Path | None = Field(
         default=None,
         strict=False,
-        description="the folder of compiled graphs, which runs and `shardwise compile` share; null = the folder "
-        "`compile` in $SHARDWISE_CACHE or ~/.cache/shardwise",
+        description="the folder of compiled graphs; null = the folder `compile` in $SHARDWISE_CACHE or "
+        "~/.cache/shardwise",
     )
     cache_gib: float = Field(
         default=20.0,
         gt=0,
-        description="largest size of that folder in GiB; above it, the graphs that were used longest ago are removed",
+        description="largest size of that folder in GiB; above, graphs used longest ago go",
     )
-    require_cached: bool = Field(
-        default=False, description="refuse to start the training if a graph is not in that folder"
-    )
+    require_cached: bool = Field(default=False, description="refuse to start if a graph is not in that folder")
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -124,12 +121,10 @@ class ParallelConfig(Section):
 
     tensor: int = Field(default=1, gt=0, description="tensor-parallel degree (TP)")
     sequence: bool = Field(
-        default=False, description="sequence parallelism between the tensor-parallel layers; no effect with TP 1"
+        default=False, description="sequence parallelism between tensor-parallel layers; no effect with TP 1"
     )
-    pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP): the blocks are cut into stages")
-    schedule: Schedule = Field(
-        default=DEFAULT_SCHEDULE, description="the order in which stages work on micro-batches; no effect with PP 1"
-    )
+    pipeline: int = Field(default=1, gt=0, description="pipeline-parallel degree (PP)")
+    schedule: Schedule = Field(default=DEFAULT_SCHEDULE, description="order of the stages' work; no effect with PP 1")
     virtual_stages: int | None = Field(
         default=None,
         gt=0,
@@ -139,14 +134,13 @@ class ParallelConfig(Section):
         default=None,
         strict=False,
         examples=[[7, 7, 7, 7]],
-        description="number of blocks of each stage, first to last; null = divided by compute cost, or equally if the "
-        "schedule has several stages on a rank",
+        description="blocks of each stage, first to last; null = divided by compute cost, or equally with several "
+        "stages on a rank",
     )
     context: int = Field(
         default=1,
         gt=0,
-        description="context-parallel degree (CP): ranks that share the tokens of each sample; each has a part from "
-        "its head and one from its tail; for causal families",
+        description="context-parallel degree (CP): ranks that share the tokens of each sample; for causal families",
     )
     context_keys: ContextKeys | None = Field(
         default=None,
@@ -157,14 +151,14 @@ class ParallelConfig(Section):
     expert: int = Field(
         default=1,
         gt=0,
-        description="expert-parallel degree (EP): ranks that divide the experts of a block among them; it divides the "
-        "data-parallel degree × parallel.context; for families with experts",
+        description="expert-parallel degree (EP): ranks that divide a block's experts; it divides the data-parallel "
+        "degree × parallel.context; for families with experts",
     )
     vocab_multiple: int = Field(
         default=1,
         gt=0,
         description="rows of the embedding and of the output head on each rank are padded to a multiple of this; "
-        "padding rows are not parameters and have neither probability nor gradient",
+        "padding is no parameter",
     )
     tensor_overlap: TensorOverlap | None = Field(
         default=None,
@@ -248,7 +242,7 @@ class TrainConfig(Section):
 
     steps: int = step_field(gt=0, description="optimizer steps of the whole schedule")
     stop_after: int | None = step_field(
-        None, gt=0, description="this run ends after this many steps; the schedule still has train.steps"
+        None, gt=0, description="this run ends after this many steps; the schedule has train.steps"
     )
     skip_batches: int = Field(
         default=0,
@@ -258,11 +252,11 @@ class TrainConfig(Section):
     global_batch: int = Field(
         gt=0,
         description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which a new run "
-        "computes the number; a run that is resumed with the same rule keeps it",
+        "computes the number; a resume with the same rule keeps it",
     )
     batch_rule: str | None = Field(
         default=None,
-        description="the rule that gave global_batch its number, as a run stores it; to set a rule, use global_batch",
+        description="the rule of global_batch, as a run stores it",
     )
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
@@ -275,8 +269,8 @@ class TrainConfig(Section):
     )
     dropout_mode: DropoutMode = Field(
         default="fast",
-        description="fast = masks from each device's generator; invariant = the same masks in every layout, which "
-        "takes more time and memory",
+        description="fast = masks from each device's generator; invariant = the same in every layout, with more time "
+        "and memory",
     )
     bitwise: bool = Field(
         default=False,
@@ -286,15 +280,14 @@ class TrainConfig(Section):
     data_grain: int | None = Field(
         default=None,
         gt=0,
-        description="with train.bitwise: groups of consecutive micro-batches of a step; gradients are summed in "
-        "each group, then over pairs of groups; a power of two that the data-parallel degree divides; null = the "
-        "largest up to 8 that divides the number of micro-batches",
+        description="with train.bitwise: groups of micro-batches in which a step's gradients are summed; a power of "
+        "two that the data-parallel degree divides; null = the largest up to 8 that divides the number of"
+        " micro-batches",
     )
     threads: int = Field(
         default=1,
         gt=0,
-        description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS, because the "
-        "order of a sum depends on their number",
+        description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS",
     )
     eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -367,15 +360,15 @@ def share_of(rule: str | None) -> Fraction | None:
 class CheckpointConfig(Section):
     """The checkpoints of a run, and the source of its weights and training state."""
 
-    every: int = step_field(0, ge=0, description="steps between checkpoints; 0 = no checkpoints by steps")
+    every: int = step_field(0, ge=0, description="steps between checkpoints; 0 = none")
     every_minutes: float | None = Field(
         default=30.0,
         gt=0,
-        description="also save a checkpoint when the last one is this many minutes old; null = never",
+        description="also save when the last checkpoint is this old; null = never",
     )
-    keep: int | None = Field(default=3, ge=1, description="how many of the newest checkpoints are kept; null = all")
+    keep: int | None = Field(default=3, ge=1, description="newest checkpoints that are kept; null = all")
     keep_every: int | None = step_field(
-        None, gt=0, description="checkpoints whose step is a multiple of this are kept too; null = none"
+        None, gt=0, description="also keep checkpoints whose step is a multiple of this; null = none"
     )
     memory_every: int | None = step_field(
         None,
@@ -387,13 +380,11 @@ class CheckpointConfig(Section):
         default=0.2,
         gt=0,
         le=1,
-        description="largest fraction of a node's memory that these copies may take; if they need more, no "
-        "copies are made",
+        description="largest fraction of a node's memory for these copies; if they need more, there are none",
     )
     resume: Literal["auto"] | int = Field(
         default="auto",
-        description="where a run resumes when its folder is given again: auto = its newest intact checkpoint, "
-        "or the STEP of a checkpoint",
+        description="where a run resumes: auto = its newest intact checkpoint, or a checkpoint's STEP",
     )
     path: str | None = Field(
         default=None,
@@ -404,14 +395,14 @@ class CheckpointConfig(Section):
     buffer_mib: float | None = Field(
         default=None,
         gt=0,
-        description="host memory in MiB for the copy that each rank makes of what it saves; a smaller buffer makes "
-        "training wait longer; null = as much as the copy needs",
+        description="host memory in MiB of each rank's copy of what it saves; with less, training waits longer; null "
+        "= as the copy needs",
     )
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="weights to start from: a checkpoint, a run's folder or a folder of checkpoints (the newest; a "
-        "path or a URL), a Hugging Face folder or a hub id; null = drawn from train.seed",
+        description="weights to start from: a checkpoint, run or folder of checkpoints (the newest; a path or a URL),"
+        " a Hugging Face folder or a hub id; null = drawn from train.seed",
     )
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id in load")
     companions: str | None = Field(
@@ -461,18 +452,18 @@ class LogConfig(Section):
     every: int | None = step_field(
         None,
         gt=0,
-        description="steps between records (metrics.jsonl, ranks/, TensorBoard) and between lines of progress "
-        "without a terminal; null = a record of each step, and about 20 lines a run; the last step has both",
+        description="steps between records, and between lines of progress without a terminal; null = a record each "
+        "step, about 20 lines a run",
     )
     drift_every: int = step_field(
         100,
         ge=0,
-        description="steps between comparisons of replicated parameters over ranks; 0 = only before the first step",
+        description="steps between comparisons of replicated parameters; 0 = only before the first step",
     )
     state_hash_every: int = step_field(
         0,
         ge=0,
-        description="steps between hashes of the training's state, which no layout changes, in metrics.jsonl; 0 = none",
+        description="steps between hashes of the training's state in metrics.jsonl; 0 = none",
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field(
@@ -486,39 +477,38 @@ class LogConfig(Section):
     project: str | None = Field(
         default=None,
         examples=["ablations"],
-        description="project of W&B and trackio, experiment of MLflow; null = the one of WANDB_PROJECT, "
-        "MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else shardwise",
+        description="project of W&B and trackio, experiment of MLflow; null = as WANDB_PROJECT or MLflow's variables "
+        "say, else shardwise",
     )
     run_name: str | None = Field(
         default=None,
         examples=["lr 3e-4"],
-        description="name of the run in the trackers; null = the name of its folder",
+        description="name of the run in the trackers; null = that of its folder",
     )
     tags: tuple[str, ...] = Field(
         default=(),
         strict=False,
         examples=[["ablation"], ["ablation", "team=nlp"]],
-        description="tags of the run in W&B and MLflow, there NAME=VALUE is a tag with a value; trackio has none",
+        description="tags of the run in W&B and MLflow, there also NAME=VALUE",
     )
     price: str | None = Field(
         default=None,
         examples=["2.50 USD", "40 USD/node"],
-        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip "
-        "('2 USD/chip'), for the cost in `shardwise report` and `shardwise plan`; null = only what --price says",
+        description="price of a device for an hour with its currency, of a node ('40 USD/node') or of a chip ('2 "
+        "USD/chip'), for costs in reports and plans",
     )
     notify: tuple[str, ...] = Field(
         default=(),
         strict=False,
         examples=[["env:SLACK_WEBHOOK"], ["python notify.py", "https://example.org"]],
-        description="commands and https addresses that are told of the run's end, failure, restart and loss spikes; "
-        "env:NAME is an address in an environment variable, which no file or message shows (docs/notices.md)",
+        description="commands and https addresses that are told of the run's end, failure, restart and loss spikes "
+        "(docs/notices.md); env:NAME = an address in a variable",
     )
     sample_tokens: int = Field(default=64, ge=0, description="tokens generated at the end of the run; 0 = none")
     sample_prompt: str | None = Field(default=None, description="the sample's prompt; null = one from the data")
     profile: str | None = Field(
         default=None,
-        description="START:STOP = torch's profiler writes a Chrome trace of the steps from START to before STOP; "
-        "null = none",
+        description="START:STOP = torch's profiler traces the steps from START to before STOP; null = none",
     )
     profile_ranks: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
