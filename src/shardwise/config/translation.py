@@ -203,6 +203,11 @@ def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
         value = max(0, int(value + 0.5))
     elif isinstance(value, float):
         value = float(f"{value:.12g}")  # such as 0.1 × 3e-4
+    if counts(key) and value < 0:
+        raise NoCounterpartError(
+            f"{key} would be {value}, as rates end after the training: give train.steps their last step, and "
+            "train.stop_after the last one of the training"
+        )
     if ranks is not None:
         return f"{value} per {ranks} rank{'' if ranks == 1 else 's'}"
     return value

@@ -146,3 +146,13 @@ def test_a_branch_after_the_one_that_runs_does_not(tmp_path: Path) -> None:
 def test_the_page_says_how_many_options_are_answered() -> None:
     page = " ".join((ROOT / "docs/porting.md").read_text(encoding="utf-8").split())
     assert f"All {len({name for names in OPTIONS.values() for name in names})} options of the programs" in page
+
+
+def test_rates_that_end_after_the_training_are_told(tmp_path: Path) -> None:
+    """nanoGPT's lr_decay_iters is 600,000 where it is left out."""
+    (tmp_path / "nano.py").write_text("n_layer = 2\nn_head = 2\nn_embd = 64\nmax_iters = 5000\nbatch_size = 4\n")
+    made = recipe_of(str(tmp_path / "nano.py"))
+    assert made.problems == []
+    assert "constant_steps" not in made.sections["optimizer"]
+    (row,) = (row for row in made.rows if row.name == "lr_decay_iters")
+    assert row.reason.startswith("optimizer.constant_steps would be -595000, as rates end after the training")
