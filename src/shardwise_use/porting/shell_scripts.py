@@ -38,6 +38,10 @@ _TEST = re.compile(
     |(?P<left>\S+)\s+(?P<operator>==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s+(?P<right>\S+))\s+\]\]?""",
     re.VERBOSE,
 )
+_OF_BASH = frozenset(
+    ("HOSTNAME", "PWD", "OLDPWD", "USER", "UID", "EUID", "PPID", "SHELL", "PATH", "RANDOM", "SECONDS", "OSTYPE", "LANG")
+)
+"""Names that a shell sets itself."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -63,8 +67,9 @@ def commands(
     is_whole = variables is None
     variables = {"HOME": "~"} if variables is None else variables
     inner = [] if inner is None else inner
-    branches = _Branches(variables)
-    for statement in _STATEMENT.finditer(_COMMENT.sub(r"\1", text.replace("\r", "")).replace("\\\n", " ")):
+    text = _COMMENT.sub(r"\1", text.replace("\r", "")).replace("\\\n", " ")
+    branches = _Branches(variables, text)
+    for statement in _STATEMENT.finditer(text):
         if not branches.run(statement["command"] or ""):
             continue
         if name := statement["name"]:
@@ -75,6 +80,8 @@ def commands(
             variables.setdefault(found[1], _filled(found[2], variables))
         else:
             words = _words(_filled(statement["command"], variables))
+            # What is sourced and not there may set any name.
+            branches.knows_unset &= words[:1] not in (["."], ["source"]) or (folder / words[-1]).is_file()
             for script in (folder / word for word in words if word.endswith(".sh")):
                 if script not in inner and script.is_file():
                     inner.append(script)
@@ -88,10 +95,20 @@ def commands(
 
 
 class _Branches:
-    """The branches of conditions that a script is in; `variables` change while it is read."""
+    """The branches of conditions that a script is in; `variables` change while it is read.
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
+    Attributes:
+        knows_unset: True if a name that the script does not assign is known to be unset.
+    """
+
+    def __init__(self, variables: Mapping[str, str], text: str) -> None:
+        self.knows_unset = True
         self._variables = variables
+        # Names that stand elsewhere than in assignments of their own line, such as in `for`, `read` and `A=1; B=2`.
+        others = _STATEMENT.sub(lambda found: found["command"] or found["value"], text)
+        self._doubtful = _OF_BASH | set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\$\{?\w+|-v \w+", "", others)))
+        if re.search(r"\w\s*\(\)", text):
+            self._doubtful |= set("123456789")  # of a function
         # Of each condition around a line: whether its present branch runs, and whether one before did; None: not known.
         self._open: list[tuple[bool | None, bool | None]] = []
 
@@ -123,12 +140,13 @@ class _Branches:
         found = _TEST.fullmatch(test.strip(" \t;"))
         if not found:
             return None
-        words = [
-            re.sub(r"\$\{?\w+\}?", "", _filled(found[name], self._variables)).strip("\"'")
-            for name in ("only", "left", "right")
-            if found[name]
-        ]
-        if any("$" in word or "`" in word for word in words):
+        parts = [found[name] for name in ("only", "left", "right") if found[name]]
+        names = set(re.findall(r"\$\{?(\w+)", " ".join(parts))) | ({parts[0]} if found["flag"] == "-v" else set())
+        if names & self._doubtful or not (self.knows_unset or names <= self._variables.keys()):
+            return None
+        words = [re.sub(r"\$(?:\w+|\{\w+\})", "", _filled(part, self._variables)).strip("\"'") for part in parts]
+        is_pattern = test.lstrip().startswith("[[") and found["right"] and re.search(r"[*?[]", words[-1])
+        if is_pattern or any("$" in word or "`" in word for word in words):
             return None
         sign = found["operator"] or ""
         if found["flag"]:
@@ -185,7 +203,9 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 def _words(line: str) -> list[str]:
     """The words of the first command of a line."""
     try:
-        words = shlex.split(line.replace("\n", " "))
+        # Arithmetic that is not known stays one word.
+        line = re.sub(r"\$\(\(.*?\)\)+", lambda found: found[0].replace(" ", ""), line.replace("\n", " "))
+        words = shlex.split(line)
     except ValueError:
         return []
     end = next((place for place, word in enumerate(words) if _END_OF_COMMAND.match(word)), len(words))

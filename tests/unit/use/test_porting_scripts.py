@@ -131,6 +131,35 @@ def test_a_condition_is_decided_as_where_nothing_is_set(condition: str, tmp_path
     assert told["max_steps"] == {"then": 7, "else": 9}[CONDITIONS[condition]]
 
 
+DOUBTS = (
+    "MODEL=llama-7b\nif [[ $MODEL == llama* ]]; then",
+    'MODEL=llama-7b\nif [ "${MODEL%%-*}" = llama ]; then',
+    "for TP in 1 2 4; do :; done\nif [ $TP -eq 4 ]; then",
+    "read -r N <<< 4\nif [ $N -eq 4 ]; then",
+    "let N=4\nif [ $N -eq 4 ]; then",
+    "N=0\n((N++))\nif [ $N -eq 1 ]; then",
+    "N=1; N=4\nif [ $N -eq 4 ]; then",
+    "export TP=8 PP=4\nif [ $PP -gt 1 ]; then",
+    "readonly PP=4\nif [ $PP -gt 1 ]; then",
+    'if [ "$HOSTNAME" != "" ]; then',
+    'set_size() {\n  if [ "$1" = big ]; then',
+    'source ../cluster/environment\nif [ "$PARTITION" = big ]; then',
+)
+
+
+@pytest.mark.parametrize("condition", DOUBTS)
+def test_a_condition_on_what_is_not_known_is_not_decided(condition: str, tmp_path: Path) -> None:
+    """The branch may run, so that what it assigns counts."""
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"STEPS=9\n{condition}\n  STEPS=7\nfi\ntrain.py --max_steps $STEPS --grad_accum_usteps 2 "
+        "--tensor_parallel_size 2\n",
+        encoding="utf-8",
+    )
+    told = {row.name: row.value for row in recipe_of(str(script)).rows}
+    assert told["max_steps"] == 7
+
+
 def test_a_branch_after_the_one_that_runs_does_not(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     script.write_text(
