@@ -67,9 +67,9 @@ class Outcome:
 
     @property
     def complaint(self) -> str:
-        """Standard error without the one line which says that data is prepared for the first time."""
+        """Standard error without lines on data that is prepared for the first time, and on how far long work is."""
         lines = self.err.splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("preparing the data "))
+        return "".join(line for line in lines if not re.match(r"preparing the data |[a-z ]+: .* of .*, \d+%, ", line))
 
 
 @functools.cache
