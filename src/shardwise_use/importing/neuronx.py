@@ -162,13 +162,12 @@ def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, An
 
 def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
     """What is saved of the training; `state`: the content of the first rank's file."""
-    told = dict(state) if "model" in state else {}
     paths = {name: source / f"{name}.pt" for name in ("scheduler", "user_content")}
     content = {name: pickled.load(path) for name, path in paths.items() if path.is_file()}
-    told |= content | content.get("user_content", {})
+    told = {**(state if "model" in state else {}), **content, **content.get("user_content", {})}
     given = told.get("cli_args") or {}
-    per_rank = given.get("train_batch_size") or given.get("batch_size", 0) * given.get("grad_accum_usteps", 1)
-    return {**told, "given": given, "batch": per_rank * degree, "length": given.get("seq_len")}
+    per_rank = given.get("train_batch_size") or int(given.get("batch_size", 0)) * int(given.get("grad_accum_usteps", 1))
+    return {**told, "given": given, "batch": int(per_rank) * degree, "length": given.get("seq_len")}
 
 
 # ---- the models

@@ -55,8 +55,8 @@ def combined_with_progress(
         tied: second name of a weight → its name. Where a rank has both, they are one parameter.
         found: states of the optimizer; None: the weights alone are wanted.
         combine: function of a name for messages and the ranks' tensors, which are weights or moments.
-        told: function of the data-parallel degree (0: not known): what is saved of the training, with the arguments
-            `given`, `batch` (samples of an update), `length` (tokens of a sample) and `samples` so far.
+        told: function of the data-parallel degree (0: not known, as of `full_…`): what is saved of the training, with
+            the arguments `given`, `batch` (samples of an update), `length` (tokens of a sample), `samples` so far.
     """
     if not found:
         opened = combine(where, _tensors(values))
@@ -74,11 +74,12 @@ def combined_with_progress(
     streamed = [replace(each, state=kind) for kind, model in moments.items() for each in model.weights]
     path, first = found[0, 0, 0]
     with pickled.reading(f"{where} must tell of its training as its program does", f"; {LEAVE}"):
-        training = told(max(data for *_, data in found) + 1 if "base_state" in first else 0)
+        is_whole = "base_state" not in first or path.name.startswith("full")
+        training = told(0 if is_whole else max(data for *_, data in found) + 1)
         step = int(training.get("total_steps") or training.get("global_step") or updates)
-        batch, length = training["batch"], training["length"]
+        batch, length = (int(training[name] or 0) for name in ("batch", "length"))
         keys, notes = _keys(first["param_groups"], step, training)
-        samples = training.get("samples") or (batch and step * batch) or None
+        samples = training.get("samples") or step * batch or None
         tokens = samples * length if samples and length else None
     if _names(path, first["param_groups"], parameters[0, 0][1])[1]:
         keys["optimizer.no_decay"] = ["*bias*"]

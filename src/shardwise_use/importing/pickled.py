@@ -149,7 +149,7 @@ def reading(problem: str, fix: str = "") -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         raise ConfigError(f"{problem}: {error_text(error)}{fix}") from None
 
 

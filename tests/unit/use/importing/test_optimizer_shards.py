@@ -186,6 +186,25 @@ def test_cosine_goes_on(parts: Any, tmp_path: Path, step: int, constant: int, fi
         assert ours == pytest.approx(cosine(later, constant, first=first), rel=1e-9), later
 
 
+def test_the_converters_files_do_not_tell_the_batch(parts: Any, tmp_path: Path) -> None:
+    """They have what 4 data-parallel ranks had, as files of DP 1 that keep base_state."""
+    beside = {"user_content": {"total_steps": 10, "cli_args": ARGUMENTS}, "scheduler": cosine_state(10, 20)}
+    shards = opened(parts, tmp_path / "shards", beside=beside, dp=4).progress
+    folder = tmp_path / "full"
+    opened(parts, folder, beside=beside, dp=1)
+    for path in (folder / "optim").iterdir():
+        path.rename(path.with_name(path.name.replace("dp_rank_00", "full")))
+    full = open_neuronx(folder, parts[1]).progress
+    assert shards is not None
+    assert full is not None
+    assert (shards.keys["train.global_batch"], shards.samples, shards.tokens) == (32, 320, 5120)
+    assert (full.keys.get("train.global_batch"), full.samples, full.tokens) == (None, None, None)
+    assert full.keys["train.sequence_length"] == 16
+    arguments = argparse.Namespace(weights_only=False, samples=None, tokens=None)
+    with pytest.raises(ConfigError, match=r"does not say how many samples its 10 steps took: give --samples N"):
+        import_._completed(full, arguments)
+
+
 def test_linear_goes_on(parts: Any, tmp_path: Path) -> None:
     import transformers
 
@@ -281,6 +300,35 @@ def test_incomplete_and_foreign_states_are_refused(parts: Any, tmp_path: Path) -
     of_rank_0(r"must tell of its training as its program does", lambda state: state["param_groups"][0].pop("betas"))
     shapes = {number: [1, 2, 3] for number in held["shape_info"]}
     of_rank_0(r"must be \[1, 2, 3\], of", lambda state: state.update(shape_info=shapes))
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"warmup_steps": -1}, "ZeroDivisionError"),
+        ({"max_steps": math.inf}, "OverflowError"),
+        ({"total_steps": math.inf}, "OverflowError"),
+        ({"train_batch_size": math.inf}, "OverflowError"),
+        ({"initial_lr": 0.0}, "ZeroDivisionError"),
+    ],
+)
+def test_numbers_that_cannot_be_are_told(parts: Any, tmp_path: Path, told: dict[str, Any], reason: str) -> None:
+    content = {"total_steps": told.get("total_steps", 10), "cli_args": ARGUMENTS | told}
+    beside = {"user_content": content, "scheduler": cosine_state(10, 20) | told}
+    rate = {"initial_lr": told["initial_lr"]} if "initial_lr" in told else {}
+    with pytest.raises(ConfigError, match=rf"must tell of its training as its program does: {reason}") as caught:
+        opened(parts, tmp_path / "step", beside=beside, **rate)
+    assert len(caught.value.problems) == 1
+
+
+def test_numbers_saved_as_text_are_not_repeated(parts: Any, tmp_path: Path) -> None:
+    batches: list[dict[str, Any]] = [{"train_batch_size": "8"}, {"batch_size": "4", "grad_accum_usteps": 2}]
+    for number, batch in enumerate(batches):
+        content = {"total_steps": 10, "cli_args": {"seq_len": "16", "max_steps": 200, **batch}}
+        done = opened(parts, tmp_path / str(number), beside={"user_content": content}).progress
+        assert done is not None
+        assert (done.samples, done.tokens) == (160, 2560)
+        assert (done.keys["train.global_batch"], done.keys["train.sequence_length"]) == (16, 16)
 
 
 def test_without_the_optimizers_folder_the_weights_alone_are_imported(parts: Any, tmp_path: Path) -> None:
