@@ -183,7 +183,7 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert energy == sorted(energy)
 
 
-@pytest.mark.parametrize(("device", "stages"), [("trn2:64", 2), ("trn2:64", 1), ("h100:8", 2)])
+@pytest.mark.parametrize(("device", "stages"), [("trn2:64", 2), ("trn2:64", 1), ("h100:8", 2), ("trn2:64,h100:8", 2)])
 def test_a_proposed_pipeline_on_trainium_is_warned_of(
     device: str, stages: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
