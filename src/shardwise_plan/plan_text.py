@@ -17,8 +17,8 @@ def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> Predicte
     """Return the prediction of a dry run for a layout on a cluster, whether or not it fits."""
     plan = predicted(config, layout, cluster)
     seconds, facts = (None, None) if plan is None else (plan.time.total, plan_facts(plan))
-    warnings = [("  warning", text) for text in pipeline_warnings(cluster.device.name, layout.pipeline)]
-    return PredictedStep(str(cluster), predicted_rows(plan) + warnings, seconds, facts)
+    rows = predicted_rows(plan) + pipeline_warnings(str(cluster), layout.pipeline)
+    return PredictedStep(str(cluster), rows, seconds, facts)
 
 
 def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:

@@ -252,8 +252,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
-    device = f"{job.gres} {'' if machines is None else machines.device.name}"
-    warnings = [*checked.warnings, *(("warning", text) for text in pipeline_warnings(device, layout.pipeline))]
+    warnings = [*checked.warnings, *pipeline_warnings(f"{job.gres} {machines}", layout.pipeline)]
     plan = None
     if machines is not None:
         from shardwise_plan.cli.rows import error_text, range_text

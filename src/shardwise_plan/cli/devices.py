@@ -10,7 +10,6 @@ from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer, steps_text
-from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.plan import Plan
 from shardwise_plan.plan_text import plan_facts
 from shardwise_plan.proposals import objective_of, recommended
@@ -90,8 +89,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
     for plan in plans.values():
         if sentence := rows.price_text(plan):
             rows.prose(f"{plan.cluster.device.name}: {sentence}")
-    pipelines = [text for plan in plans.values() for text in pipeline_warnings(str(plan.cluster), plan.layout.pipeline)]
-    for sentence in (*rows.warnings(plans.values()), *dict.fromkeys(pipelines), *rows.accuracy(plans.values())):
+    best = plans.values()
+    for sentence in (*rows.warnings(best), *rows.pipelines(best), *rows.accuracy(best)):
         rows.prose(sentence)
     if sum(map(rows.has_range, plans.values())) > 1:
         rows.prose(

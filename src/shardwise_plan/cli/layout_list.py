@@ -13,7 +13,6 @@ from shardwise.estimates.unequal_loads import experts_text
 from shardwise.models.parameter_counts import active_parameter_count, parameter_count
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer
-from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.plan import Plan
 from shardwise_plan.plan_text import plan_facts
 from shardwise_plan.proposals import proposals, recommended, sensitivities
@@ -109,7 +108,7 @@ def notes(listed: Sequence[Plan]) -> list[str]:
         )
     if text := experts_text(best.config, best.layout, best.cluster.device.is_accelerator):
         sentences.append(f"Experts of {layout}: {text}.")
-    sentences += [*rows.warnings(listed), *pipeline_warnings(best.cluster.device.name, best.layout.pipeline)]
+    sentences += [*rows.warnings(listed), *rows.pipelines([best])]
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')
     sentences += [

@@ -103,7 +103,7 @@ def test_a_dry_run_for_trainium_warns_of_a_pipeline(capsys: pytest.CaptureFixtur
     (tmp_path / "ours.yaml").write_text("base: trn2\n", encoding="utf-8")
     for device in ("trn1", "trn3", f"{tmp_path}/ours.yaml", "h100"):
         assert main(["train", "llama2-tiny", "parallel.pipeline=2", "--dry-run", "--device", f"{device}:2"]) == 0
-        told = "\n#   warning      parallel.pipeline (2) is refused by TorchNeuron" in capsys.readouterr().out
+        told = "\n# warning        parallel.pipeline (2) is refused by TorchNeuron" in capsys.readouterr().out
         assert told == (device != "h100")
 
 
