@@ -316,6 +316,17 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
     return Cluster(device, nodes, per_node)
 
 
+def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
+    """A row if the devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
+    if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
+        return []
+    text = (
+        f"parallel.pipeline ({pipeline}) is refused by TorchNeuron's copy of April 2026, which sends no messages from "
+        "rank to rank; documents of Neuron 2.33 claim pipelines (docs/devices.md#trainium)"
+    )
+    return [("warning", text)]
+
+
 def load_device(name: str) -> Device:
     """The device of that name, or of that YAML file.
 

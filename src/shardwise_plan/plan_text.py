@@ -9,7 +9,7 @@ from shardwise.base import units
 from shardwise.config import Config, Layout, tokens_of_run
 from shardwise.estimates.memory import RESERVED
 from shardwise.train.summary import PredictedStep
-from shardwise_plan.device_specs import Cluster
+from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predicted
 
 
@@ -17,7 +17,8 @@ def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> Predicte
     """Return the prediction of a dry run for a layout on a cluster, whether or not it fits."""
     plan = predicted(config, layout, cluster)
     seconds, facts = (None, None) if plan is None else (plan.time.total, plan_facts(plan))
-    return PredictedStep(str(cluster), predicted_rows(plan), seconds, facts)
+    rows = predicted_rows(plan) + pipeline_warnings(str(cluster), layout.pipeline)
+    return PredictedStep(str(cluster), rows, seconds, facts)
 
 
 def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import yaml
@@ -26,6 +27,15 @@ def test_the_manifest_fits_the_schema_of_kubernetes() -> None:
     for manifest in manifests():
         for version in versions:
             kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_model_without_data_of_its_own_is_given_some() -> None:
+    for page in (PAGE, (ROOT / "docs/cluster.md").read_text(encoding="utf-8")):
+        started = re.findall(r"shardwise train llama2-7b\b(?:[\s\\]+(\S+))?", page)
+        assert len(started) > 1
+        assert {word.partition("=")[0] for word in started} == {"data.dataset"}
+    job: Any = manifests()[1]
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][0] == "data.dataset=python"
 
 
 def test_the_linter_finds_nothing_and_would_find_a_fault() -> None:

@@ -35,7 +35,7 @@ from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise_jobs import commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
-from shardwise_plan.device_specs import Cluster, cluster
+from shardwise_plan.device_specs import Cluster, cluster, pipeline_warnings
 
 if TYPE_CHECKING:
     from shardwise_plan.plan import Plan
@@ -252,7 +252,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     machines = checked.machines
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
-    warnings = list(checked.warnings)
+    warnings = [*checked.warnings, *pipeline_warnings(f"{job.gres} {machines}", layout.pipeline)]
     plan = None
     if machines is not None:
         from shardwise_plan.cli.rows import error_text, range_text

@@ -89,7 +89,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
     for plan in plans.values():
         if sentence := rows.price_text(plan):
             rows.prose(f"{plan.cluster.device.name}: {sentence}")
-    for sentence in (*rows.warnings(plans.values()), *rows.accuracy(plans.values())):
+    best = plans.values()
+    for sentence in (*rows.warnings(best), *rows.pipelines(best), *rows.accuracy(best)):
         rows.prose(sentence)
     if sum(map(rows.has_range, plans.values())) > 1:
         rows.prose(

@@ -108,7 +108,7 @@ def notes(listed: Sequence[Plan]) -> list[str]:
         )
     if text := experts_text(best.config, best.layout, best.cluster.device.is_accelerator):
         sentences.append(f"Experts of {layout}: {text}.")
-    sentences += rows.warnings(listed)
+    sentences += [*rows.warnings(listed), *rows.pipelines([best])]
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')
     sentences += [

@@ -9,6 +9,7 @@ from shardwise.base import units
 from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
 from shardwise.cli import output
+from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_interval
 from shardwise_plan.plan import Plan
 
@@ -152,6 +153,12 @@ def warnings(plans: Iterable[Plan]) -> list[str]:
     if any(plan.frees_parts for plan in plans):
         sentences.append("ZeRO-2 and ZeRO-3: published runs with them took about 10% longer than predicted.")
     return sentences
+
+
+def pipelines(plans: Iterable[Plan]) -> list[str]:
+    """Return warnings of pipelines that the devices of proposed plans may refuse."""
+    told = [row for plan in plans for row in pipeline_warnings(str(plan.cluster), plan.layout.pipeline)]
+    return [text for _, text in dict.fromkeys(told)]
 
 
 def has_range(plan: Plan) -> bool:

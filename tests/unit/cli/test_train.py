@@ -99,6 +99,14 @@ def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(capsys: 
     )
 
 
+def test_a_dry_run_for_trainium_warns_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "ours.yaml").write_text("base: trn2\n", encoding="utf-8")
+    for device in ("trn1", "trn3", f"{tmp_path}/ours.yaml", "h100"):
+        assert main(["train", "llama2-tiny", "parallel.pipeline=2", "--dry-run", "--device", f"{device}:2"]) == 0
+        told = "\n# warning        parallel.pipeline (2) is refused by TorchNeuron" in capsys.readouterr().out
+        assert told == (device != "h100")
+
+
 def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     """On a laptop the numbers are of use, though the data are on the cluster."""
     wrong = ["data.path=corpus.jsonl", "data.tokenizer=tokenizer.json"]

@@ -47,6 +47,19 @@ def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.Ca
     assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
 
 
+def test_a_pipeline_on_chips_of_aws_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their library of April 2026 has no messages from rank to rank."""
+
+    def warned(*options: str, stages: int = 2) -> int:
+        command = ["submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "1", f"parallel.pipeline={stages}"]
+        assert main([*command, "train.global_batch=64", *options, "--dry-run"]) == 0
+        return len(re.findall(r"^warning +parallel\.pipeline \(2\) is refused by T", capsys.readouterr().out, re.M))
+
+    assert warned("--gres", "neuron:trn2:4") == warned("--device", "trn1:16") == 1
+    assert warned("--gres", "neuron:4", "--device", "trn2:16") == 1
+    assert warned("--gres", "neuron:4", stages=1) == warned("--gres", "gpu:h100:8", "--device", "h100:8") == 0
+
+
 def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*keys: str) -> str:
         assert main([*TWO, *keys, "--dry-run"]) == 0

@@ -46,7 +46,9 @@ def test_a_job_has_the_layout_of_the_original(
     assert [(int(nodes), int(ranks), *degrees(layout)) for nodes, ranks, layout, *_ in jobs] == LAYOUTS[page]
     for nodes, ranks, layout, seconds, command in jobs:
         assert main([*command.split(), "data.path=text.txt", "--device", DEVICES[ranks], "--dry-run"]) == 0
-        shown = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+        told = capsys.readouterr().out
+        assert ("TorchNeuron's copy" in told) == ("refused so far" in layout) == (degrees(layout)[1] > 1), command
+        shown = told.partition("\n\n")[0].splitlines()
         rows = dict(line.split(maxsplit=1) for line in shown if not line.startswith(" "))
         assert rows["step"].partition(" predicted")[0] == seconds, command
         assert re.fullmatch(rf"{nodes} nodes? × {ranks} ranks", rows["nodes"]), command

@@ -183,6 +183,16 @@ def test_several_devices_stand_side_by_side(capsys: pytest.CaptureFixture[str], 
     assert energy == sorted(energy)
 
 
+@pytest.mark.parametrize(("device", "stages"), [("trn2:64", 2), ("trn2:64", 1), ("h100:8", 2), ("trn2:64,h100:8", 2)])
+def test_a_proposed_pipeline_on_trainium_is_warned_of(
+    device: str, stages: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["plan", "llama2-7b", "train.global_batch=64", f"parallel.pipeline={stages}", "parallel.tensor=4"]
+    assert main([*small, "--device", device]) == 0
+    told = "\nparallel.pipeline (2) is refused by TorchNeuron's copy of" in capsys.readouterr().out
+    assert told == (device.startswith("trn") and stages > 1)
+
+
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
