@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -177,6 +178,14 @@ class Top(App[None]):
 
     def _show(self, frame: Frame, asked: tuple[int, Span, Choice]) -> None:
         is_first = self.frame is None or self.frame.path != frame.path
+        if self.frame is not None and self.frame.runs and frame.runs:
+            # While runs are listed their order stays, and the marked one is marked, whichever wrote last.
+            former = [path for path, *_ in self.frame.runs]
+            places = {path: at for at, path in enumerate(former)}
+            frame = replace(frame, runs=sorted(frame.runs, key=lambda row: places.get(row[0], len(places))))
+            marked = former[min(self._moved[-1], len(former) - 1)]
+            at_marked = (at for at, (path, *_) in enumerate(frame.runs) if path == marked)
+            self._moved[-1] = next(at_marked, self._moved[-1])
         self.frame = frame
         self._is_reading = False
         self._redraw()
