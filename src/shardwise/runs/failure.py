@@ -143,7 +143,12 @@ def checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str,
     }
 
 
-def fails_alike(text: str, sections: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return True if a run that failed with this text would fail again: its own model makes parameters drift."""
+def fails_alike(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
+    """Return True if a run that failed with this text would fail again.
+
+    Its own model makes parameters drift, or without a `checkpoint` it would take the same steps to the same loss.
+    """
+    if not checkpoint and see("training#loss-not-finite") in text:
+        return True
     is_own = ":" in str(sections.get("model", {}).get("family", ""))
     return is_own and see("training#drifted-parameters") in text
