@@ -198,8 +198,7 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
     steps = plan.timeline()
     shown = max(1, _MOST_ACTIONS // len(steps.ranks))
     kinds = dict.fromkeys(timed.action.kind for actions in steps.ranks for timed in actions)
-    count = len(steps.ranks)
-    text = f"Passes of {'one pipeline rank' if count == 1 else f'the {count:,} pipeline ranks'}"
+    text = f"Passes of the {units.counted(len(steps.ranks), 'pipeline rank')}".replace("the 1 ", "one ")
     if any(len(actions) > shown for actions in steps.ranks):
         text += f", the first {shown:,} of each"
     total = plan.time.total

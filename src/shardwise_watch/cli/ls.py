@@ -30,8 +30,7 @@ from shardwise_watch.run import RunView, Unreadable, owners, runs_at
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
 _SHORTEST = 16
-_SLURM_SECONDS = 3.0
-"""Seconds in which SLURM must answer: the list of runs does not need it."""
+_SLURM_SECONDS = 3.0  # the list of runs does not need SLURM
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
