@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardwise.base.errors import ConfigError, RunError, see
 
-_SECONDS = 60
+TIMEOUT = 60.0
 _REQUEUE_TRIES = 6
 _REQUEUE_PAUSE = 10.0
 """A controller that restarts, or ends many jobs at once, does not answer for a while."""
@@ -82,14 +82,14 @@ def own_words(said: str) -> str:
     return "; ".join(dict.fromkeys(line.rstrip(".") for line in lines if line)) or "it gives no reason"
 
 
-def jobs(*, user: bool = True, ids: Sequence[str] = ()) -> list[SlurmJob]:
+def jobs(*, user: bool = True, ids: Sequence[str] = (), timeout: float = TIMEOUT) -> list[SlurmJob]:
     """Return the jobs that wait or run: this user's, or those with given numbers. SLURM forgets a job that has ended.
 
     Raises:
-        RunError: SLURM does not answer.
+        RunError: SLURM does not answer within `timeout` seconds.
     """
     choice = ["--me"] if user else [f"--jobs={','.join(ids)}"]
-    done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"])
+    done = _run(["squeue", *choice, "--noheader", f"--format={'|'.join(_FIELDS)}"], timeout=timeout)
     if done.returncode != 0 and "Invalid job id" in done.stderr:
         return []
     if done.returncode != 0:
@@ -136,9 +136,9 @@ def start_early(job: str) -> None:
     _run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
 
 
-def restarts(job: str) -> int:
+def restarts(job: str, timeout: float = TIMEOUT) -> int:
     """Return the number of times that SLURM has started a job again."""
-    count = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"]).stdout)
+    count = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"], timeout=timeout).stdout)
     return int(count[1]) if count else 0
 
 
@@ -209,7 +209,7 @@ def _require_done(done: subprocess.CompletedProcess[str], problem: str) -> None:
         raise RunError(f"{problem}: {own_words(done.stderr)}")
 
 
-def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             command,
@@ -218,10 +218,10 @@ def _run(command: Sequence[str], text: str | None = None) -> subprocess.Complete
             encoding="utf-8",
             errors="surrogateescape",
             check=False,
-            timeout=_SECONDS,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"{command[0]} did not answer within {_SECONDS} s") from None
+        raise RunError(f"{command[0]} did not answer within {timeout:g} s") from None
     except FileNotFoundError:
         raise ConfigError(f"{command[0]} must be on the PATH: it is a command of SLURM") from None
 

@@ -47,13 +47,13 @@ class JobState:
         return f"{self.state}{reason}{'' if self.kind == 'train' else f', {self.kind}'}"
 
 
-def states(runs: Path) -> list[JobState]:
+def states(runs: Path, timeout: float = commands.TIMEOUT) -> list[JobState]:
     """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
 
     Raises:
-        RunError: SLURM does not answer.
+        RunError: SLURM does not answer a question within `timeout` seconds.
     """
-    present = {job.id: job for job in commands.jobs() if job.run is not None}
+    present = {job.id: job for job in commands.jobs(timeout=timeout) if job.run is not None}
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
     job_states = []
     for job in present.values():
@@ -65,11 +65,11 @@ def states(runs: Path) -> list[JobState]:
     # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
     unique_paths = {path.resolve(): path for path in run_paths}.values()
     for path in unique_paths:
-        job_states += [state_of(job, path, present.get(job.id)) for job in submitted(path)]
+        job_states += [state_of(job, path, present.get(job.id), timeout) for job in submitted(path)]
     return sorted(job_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
 
 
-def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> JobState:
+def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None, timeout: float) -> JobState:
     """Describe a job. `present`: SLURM's facts; None for a job that has ended."""
     endings = [ending for ending in history(run) if ending.job == job.id]
     began, ended = span(job, run, present)
@@ -81,7 +81,7 @@ def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None) -> Jo
     if present is not None:
         reason = present.reason
         if present.state == "PENDING":
-            state = "requeued" if endings or commands.restarts(job.id) else "queued"
+            state = "requeued" if endings or commands.restarts(job.id, timeout) else "queued"
         elif present.state == "RUNNING":
             reason = ""
             started = time.time() - commands.seconds(present.elapsed)

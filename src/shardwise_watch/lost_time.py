@@ -142,7 +142,7 @@ class LostTime:
 
     @property
     def useful(self) -> float:
-        """Seconds in which steps were taken that count."""
+        """Seconds in which steps were taken that count, with evaluations and the sample at the end."""
         return max(0.0, self.whole - sum(self.by_cause.values()))
 
     @property

@@ -214,11 +214,16 @@ class RunView:
 
     @property
     def step_seconds(self) -> float | None:
-        """Mean of the last 20 recorded steps since the last start."""
+        """Mean of `recent_step_seconds`."""
+        return mean(self.recent_step_seconds)
+
+    @property
+    def recent_step_seconds(self) -> Sequence[float]:
+        """Seconds of the last 20 recorded steps since the last start."""
         seconds = self.series.numbers["step_seconds"]
         # Steps of an earlier start may be of other devices, or of another layout.
         begin = max(self._first_recent, len(seconds) - _RECENT_STEPS)
-        return mean(finite_values(seconds[begin:]))
+        return finite_values(seconds[begin:])
 
     @property
     def eta_seconds(self) -> float | None:

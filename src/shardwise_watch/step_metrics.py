@@ -28,6 +28,7 @@ class StepMetric:
         name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
         help: sentence that Prometheus shows.
         title: heading of the chart in the report; empty for a metric that has no chart.
+        note: words under the heading.
         is_share: True if charts show the number in percent.
         is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
         is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
@@ -37,6 +38,7 @@ class StepMetric:
     name: str
     help: str
     title: str = ""
+    note: str = ""
     is_share: bool = False
     is_cut: bool = True
     is_in_every_step: bool = False
@@ -50,7 +52,7 @@ STEP_METRICS = (
     StepMetric("param_norm", "Norm of the parameters.", "Parameter norm", is_cut=False),
     StepMetric("tokens", "Tokens that have been consumed."),
     StepMetric("samples", "Samples that have been consumed."),
-    StepMetric("tokens_per_second", "Tokens a second, over the last steps.", "Tokens per second"),
+    StepMetric("tokens_per_second", "Tokens a second, over the last steps.", "Tokens per second", "mean of 10 steps"),
     StepMetric("samples_per_second", "Samples a second, over the last steps."),
     StepMetric("tokens_per_second_per_device", "Tokens a second on each device."),
     StepMetric("peak_tokens_per_second", "The most tokens a second so far."),

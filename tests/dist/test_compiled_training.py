@@ -165,9 +165,11 @@ def test_generation_stays_eager(ranks: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*OFTEN, *SELDOM])
 def test_compiled_by_inductor(name: str, ranks: Any) -> None:
-    """Products in fp8 for fewer steps: they make a last bit a whole step of their format, and soon another scale."""
-    cell = (OFTEN | SELDOM)[name]
-    check(ranks, cell, "inductor", steps=3 if cell.matmul == "fp8" else 20)
+    """CP 2 with fp8 for 3 steps: its losses are equal within 1e-6 up to step 15; at step 16 a scale flips.
+
+    Scales are powers of two, so the losses differ by 4e-4 to 7e-4 after it. Revision a7ced2b8 does the same.
+    """
+    check(ranks, (OFTEN | SELDOM)[name], "inductor", steps=3 if name == "llama, CP 2, fp8" else 20)
 
 
 @pytest.mark.slow

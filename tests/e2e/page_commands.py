@@ -12,8 +12,8 @@ bash runs the blocks of a page as they are, with a `Reader`'s commands in place 
     ssh               its options are checked
 
 A quick reader starts no ranks: a dry run checks the command of `train` at its own size and number of ranks, and then
-one process trains two steps, or all of a tiny recipe
-where the page shows the end. It only looks for the scripts that measure, and for TensorBoard's files.
+one process trains two steps, or all of a tiny recipe where the page shows the end. It only looks for the scripts that
+measure, and for TensorBoard's files.
 """
 
 from __future__ import annotations

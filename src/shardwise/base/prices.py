@@ -26,7 +26,7 @@ class Price:
         Raises:
             ConfigError: it is no price, or has no currency.
         """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?(?:/(device|chip|node))?(?:/hour)?", text.strip())
+        match = re.fullmatch(_FORM, text.strip())
         if match is None or float(match[1]) > _MOST_PRICE:
             raise ConfigError(
                 f"{named} ({text}) must be a price of a device, a chip or a node for an hour, from 0 to "

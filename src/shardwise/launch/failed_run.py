@@ -102,6 +102,7 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
     # The block has a line for the log.
     lines = [line for line in failure.text.splitlines() if line.strip() and not line.startswith(TRACEBACK)]
     sections = recorded_sections(directory)
+    checkpoint = newest_checkpoint(run)
     record = FailureRecord(
         time=now(),
         cause=lines[0] if lines else "no reason is known",
@@ -110,9 +111,9 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
         rank=failure.rank,
         log=_log(run, failure),
         step=_steps_done(run, began, steps),
-        checkpoint=newest_checkpoint(run),
+        checkpoint=checkpoint,
         **checkpoint_intervals(sections),
-        resume=None if fails_alike(failure.text, sections) else resume,
+        resume=None if fails_alike(failure.text, sections, checkpoint) else resume,
     )
     # A full disk must not hide the failure.
     with contextlib.suppress(OSError):

@@ -143,7 +143,8 @@ def checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str,
     }
 
 
-def fails_alike(text: str, sections: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Return True if a run that failed with this text would fail again: its own model makes parameters drift."""
+def fails_alike(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
+    """Return True if such a failure comes again: a drift by the run's own model; a loss, without a `checkpoint`."""
+    is_same_loss = not checkpoint and see("training#loss-not-finite") in text
     is_own = ":" in str(sections.get("model", {}).get("family", ""))
-    return is_own and see("training#drifted-parameters") in text
+    return is_same_loss or (is_own and see("training#drifted-parameters") in text)

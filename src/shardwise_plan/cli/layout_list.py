@@ -45,7 +45,7 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
             f"degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists the "
             f"{len(result.plans)} fastest with them."
         )
-    output.line(f"Of {result.valid + sum(result.refused.values()):,} layouts were dropped:")
+    output.line(f"Of {result.valid + sum(result.refused.values()):,} layouts, these were dropped:")
     for count, reason in drop_reasons(result):
         rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()

@@ -65,7 +65,7 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
         subject=what_is_trained(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
         sentences=answer.sentences,
         version=__version__,
-        accuracy=" ".join(rows.accuracy([chosen])),
+        accuracy=" ".join(rows.accuracy([chosen], source="docs/planner.md, section How far off it is")),
         layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
         doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
         tiles=_tiles(chosen),
@@ -198,7 +198,7 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
     steps = plan.timeline()
     shown = max(1, _MOST_ACTIONS // len(steps.ranks))
     kinds = dict.fromkeys(timed.action.kind for actions in steps.ranks for timed in actions)
-    text = f"Passes of the {units.counted(len(steps.ranks), 'pipeline rank')}"
+    text = f"Passes of the {units.counted(len(steps.ranks), 'pipeline rank')}".replace("the 1 ", "one ")
     if any(len(actions) > shown for actions in steps.ranks):
         text += f", the first {shown:,} of each"
     total = plan.time.total

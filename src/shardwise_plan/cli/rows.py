@@ -206,11 +206,12 @@ def accuracy_text(plan: Plan) -> str:
     return device.accuracy if plan.cluster.world == 1 else f"{device.accuracy}; {published}"
 
 
-def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
+def accuracy(plans: Iterable[Plan], consequence: str = "", source: str = _ACCURACY_PAGE) -> list[str]:
     """Sentences on how far predictions for the devices can be trusted, with the page that says more.
 
     Args:
         consequence: what the accuracy means for the plans.
+        source: name of the page and its section.
     """
     names: dict[str, list[str]] = {}
     for plan in plans:
@@ -218,5 +219,5 @@ def accuracy(plans: Iterable[Plan], consequence: str = "") -> list[str]:
     sentences = [
         f"Accuracy{f' for {listing(devices)}' if len(names) > 1 else ''}: {text}" for text, devices in names.items()
     ]
-    sentences[-1] += f"{consequence} ({_ACCURACY_PAGE})"
+    sentences[-1] += f"{consequence} ({source})"
     return sentences

@@ -30,6 +30,7 @@ from shardwise_watch.run import RunView, Unreadable, owners, runs_at
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
 _SHORTEST = 16
+_SLURM_SECONDS = 3.0  # the list of runs does not need SLURM
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         waiting = {path.parent.resolve() for path in Path(arguments.folder).glob("*/jobs.jsonl")}
         waiting = {path for path in waiting if not RunDirectory(path).holds_run}
-        states = provided("job_states")(Path(arguments.folder)) if waiting else []
+        states = provided("job_states")(Path(arguments.folder), timeout=_SLURM_SECONDS) if waiting else []
         jobs = [state for state in states if state.job is not None and state.run.resolve() in waiting]
     except ShardwiseError as error:
         problems.append(f"submitted jobs: {error}")

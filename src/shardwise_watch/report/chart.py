@@ -462,7 +462,7 @@ def _rounded(value: float, digits: int) -> float:
 
 
 def _tick_text(value: float, percent: bool) -> str:
-    return f"{100 * value:.4g} %" if percent else short([value])[0]
+    return f"{100 * value:.4g}%" if percent else short([value])[0]
 
 
 def _ticks(values: Sequence[float], *, are_whole: bool = False) -> list[float]:

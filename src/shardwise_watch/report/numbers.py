@@ -303,6 +303,7 @@ def _headline(run: RunView) -> dict[str, Any]:
         "final_eval_loss": None if evaluated is None else number(evaluated),
         **{name: _finite(run.last.get(name)) for name in _RECORDED},
         "step_seconds": _finite(run.step_seconds),
+        "step_seconds_steps": len(run.recent_step_seconds),
         "mfu_attention": terms.get("attention"),
         "peak_flops_per_device": _finite(terms.get("peak_flops_per_device")),
         "parameters": _finite(run.start.get("parameters")),

@@ -6,7 +6,7 @@ function number(value, digits = 5) {
 }
 
 function said(shown, row) {
-  const unit = (value, digits) => (shown.percent ? (100 * value).toFixed(1) + " %" : number(value, digits) + (shown.suffix || ""));
+  const unit = (value, digits) => (shown.percent ? (100 * value).toFixed(1) + "%" : number(value, digits) + (shown.suffix || ""));
   const seconds = (value) => (value < 1 ? number(1000 * value, 3) + " ms" : number(value, 3) + " s");
   if (shown.names) return shown.names.map((name, at) => name + " " + seconds(row[at + 1])).join(", ");
   const [, least, mean, largest] = row;
@@ -19,7 +19,7 @@ const TIMES = [[86400, 86400, " d"], [3600, 3600, " h"], [60, 60, " min"], [0, 1
 function texts(values, kind, own) {
   const most = Math.max(...values.map(Math.abs));
   return values.map((value) => {
-    if (kind === "percent") return number(100 * value, 4) + " %";
+    if (kind === "percent") return number(100 * value, 4) + "%";
     const [, unit, suffix] = (kind === "time" ? TIMES : UNITS).find(([least]) => (own ? Math.abs(value) : most) >= least);
     if (value && most < 1 && kind !== "time") return String(+value.toPrecision(6));
     return value || kind === "time" ? number(value / unit, kind === "time" ? 3 : 6) + suffix : "0";

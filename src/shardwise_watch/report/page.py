@@ -177,7 +177,7 @@ def _metric_chart(
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
     curves: dict[str, Curve] = {}
     layout_notes, marks = _marks(reports)
-    notes = layout_notes if metric is _LOSS else []
+    notes = layout_notes if metric is _LOSS else [metric.note] if metric.note else []
     for name, report in zip(names, reports, strict=True):
         shown, prefix = (_letter(name), f"{_letter(name)}: ") if len(reports) > 1 else (name, "")
         breaks = None

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.base import units
 
 _FEW_PERCENT = 0.5
-"""Percent of the time below which a loss of it is not written as a number: it would be 0."""
+"""Percent of the time below which a loss of it is not written as a number."""
 
 
 def verdict(report: Mapping[str, Any]) -> str:
@@ -53,7 +53,7 @@ def _lost_texts(report: Mapping[str, Any]) -> list[str]:
         return []
     restarts = report["later_starts_text"] or "no restarts"
     percent = 100 * (1 - report["useful_seconds"] / report["seconds"])
-    share = f"{percent:.0f} %" if percent >= _FEW_PERCENT else f"less than {_FEW_PERCENT:g} %"
+    share = f"{percent:.1f}%" if percent >= _FEW_PERCENT else f"less than {_FEW_PERCENT:g}%"
     return [restarts, f"{share} of the time was lost"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import ClassVar
@@ -177,6 +178,12 @@ class Top(App[None]):
 
     def _show(self, frame: Frame, asked: tuple[int, Span, Choice]) -> None:
         is_first = self.frame is None or self.frame.path != frame.path
+        if self.frame is not None and (former := [path for path, *_ in self.frame.runs]) and frame.runs:
+            # While runs are listed their order stays, and the marked one is marked, whichever wrote last.
+            listed = sorted(frame.runs, key=lambda row: former.index(row[0]) if row[0] in former else len(former))
+            marked = former[min(self._moved[-1], len(former) - 1)]
+            self._moved[-1] = next((at for at, row in enumerate(listed) if row[0] == marked), self._moved[-1])
+            frame = replace(frame, runs=listed)
         self.frame = frame
         self._is_reading = False
         self._redraw()

@@ -50,6 +50,16 @@ def test_a_resume_that_would_fail_alike_is_not_offered(family: str, is_offered: 
     assert (facts["every"], facts["every_minutes"]) == (0, 5)
 
 
+@pytest.mark.parametrize("checkpoint", [0, 20])
+def test_a_loss_that_is_not_finite_comes_again_without_a_checkpoint(checkpoint: int, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [Start(0, 25, None)], checkpoint_every=checkpoint or 100)
+    failure = Failure(0, f"step 26: the loss (nan) must be finite{see('training#loss-not-finite')}", 1)
+    lines = failure_text(failure, run, FIRST, "shardwise train x --run-dir run").splitlines()
+    assert any(line.startswith("resume: ") for line in lines) == (checkpoint > 0)
+    facts = json.loads((run / "failure.json").read_text())
+    assert (facts["checkpoint"], facts["resume"] is not None) == (checkpoint, checkpoint > 0)
+
+
 def test_a_start_that_took_no_step_loses_none(run: Path) -> None:
     lines = failure_text(KILLED, run, FIRST + 3600, None).splitlines()
     assert lines[0].startswith("FAILED before the first step after checkpoint 20: ")

@@ -143,7 +143,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     assert f"2: {layouts[1]}\n" in capsys.readouterr().out, "--why takes the numbers of the rows"
     assert '"!": less than 10% of the device\'s memory is free.' in out
     assert max(map(len, out.splitlines())) <= 80
-    (counts,) = re.findall(r"^Of ([\d,]+) layouts were dropped:\n((?: .*\n)+)", out, re.MULTILINE)
+    (counts,) = re.findall(r"^Of ([\d,]+) layouts, these were dropped:\n((?: .*\n)+)", out, re.MULTILINE)
     dropped = sum(int(number.replace(",", "")) for number in re.findall(r"^ +([\d,]+)  ", counts[1], re.MULTILINE))
     assert dropped + len(all_layouts) == int(counts[0].replace(",", ""))
     assert re.search(rf" A step of layout {roomy}: matmul \d\d\.\d%, attention .*optimizer ", " ".join(out.split()))

@@ -123,4 +123,4 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     sources = [entry["source"] for entry in device.figures.values() if isinstance(entry, dict)]
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
-    assert "layouts were dropped" in shown
+    assert "layouts, these were dropped" in shown

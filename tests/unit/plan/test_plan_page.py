@@ -47,6 +47,9 @@ def test_the_answer_leaves_memory_and_its_commands_write_it(
     assert f"<b>{chosen['cost']:,.0f} USD</b>" in page
     assert "ZeRO-" in page
     assert not re.search(r"\bZ[0-3]\b", page)
+    assert "Passes of one pipeline rank" in page
+    assert "(docs/planner.md, section How far off it is)" in page
+    assert "planner.md#" not in page
 
 
 def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -143,8 +144,8 @@ def test_a_submitted_job_is_listed_before_its_run_begins(
         commands._job(f"{number}|{state}|{reason}|2||0:05|1:00|gpu|N/A|T|shardwise:{Path('runs', run).absolute()}")
         for number, state, reason, run in (("7", "PENDING", "Priority", "waits"), ("8", "RUNNING", "None", "starts"))
     ]
-    monkeypatch.setattr(commands, "jobs", lambda: jobs)
-    monkeypatch.setattr(commands, "restarts", lambda _: 0)
+    monkeypatch.setattr(commands, "jobs", lambda timeout: jobs)
+    monkeypatch.setattr(commands, "restarts", lambda _, timeout: 0)
     assert main(["ls"]) == 0
     rows = [line.split("  ")[0:1] + line.split()[1:] for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
     assert rows[1] == ["waits", "queued", "(Priority),", "job", "7"]
@@ -157,12 +158,36 @@ def test_a_submitted_job_is_listed_before_its_run_begins(
         ("8", "starting", "", "starts"),
     ]
 
-    def silent() -> None:
+    def silent(timeout: float) -> None:
         raise RunError("cannot reach SLURM")
 
     monkeypatch.setattr(commands, "jobs", silent)
     assert main(["ls"]) == 0
     assert capsys.readouterr().err == "submitted jobs: cannot reach SLURM\n"
+
+
+@pytest.mark.parametrize("program", ["squeue", "scontrol"])
+def test_a_slurm_that_does_not_answer_holds_the_list_up_for_three_seconds_at_most(
+    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_three()
+    Path("runs", "waits").mkdir()
+    record(Path("runs", "waits"), "7", "train")
+    job = f"7|PENDING|Priority|2||0:05|1:00|gpu|N/A|T|shardwise:{Path('runs', 'waits').absolute()}\n"
+    timeouts = []
+
+    def hangs(command: list[str], *, timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        timeouts.append(timeout)
+        if command[0] == program:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0, stdout=job, stderr="")
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert main(["ls"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == f"submitted jobs: {program} did not answer within 3 s\n"
+    assert "done" in shown.out
+    assert set(timeouts) == {3}
 
 
 def test_durations_are_short() -> None:

@@ -73,6 +73,9 @@ def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, capsys: pyte
     for text in (f"{loss_of(60):.4f}", "2 starts", "5 steps were done again", "16 ranks on 2 hosts", "is a spike"):
         assert text in page.text, text
     assert f"{found['goodput']:.1%} in steps that count" in page.text
+    assert "mean of the last 20" in page.text
+    assert re.search(r"mean of the last 10 steps, at most [\d.]+ ?\w* of the last start", page.text)
+    assert "Tokens per secondmean of 10 steps" in page.text
     assert found["lost_steps"] == 5
     assert sum(found["lost_seconds"].values()) + found["useful_seconds"] == pytest.approx(found["seconds"])
     assert [row[0] for row in found["curves"]["loss"]] == [*range(1, 61)]
@@ -160,7 +163,7 @@ def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tm
     results = json.loads((run / "results.json").read_text()) | {"sample": f"To be {HOSTILE}"}
     (run / "results.json").write_text(json.dumps(results))
     text = Text(report(run)).text
-    verdict = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 50 % of the time was lost."
+    verdict = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
     parts = (
         verdict,
         "Training loss, dots: evaluation",
@@ -173,6 +176,14 @@ def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tm
     assert places == sorted(places), "the order of the page"
     assert text.count("The run: ") == 1
     assert text.count("Training loss, dots: evaluation") == 1
+
+
+def test_a_mean_names_its_number_of_steps(tmp_path: Path) -> None:
+    """After a resume there are fewer than 20; a single start has no other than the last one."""
+    assert "mean of the last 13" in Text(report(write_run(tmp_path / "two", [Start(0, 25, None), Start(20, 33)]))).text
+    page = Text(report(write_run(tmp_path / "one", [Start(0, 9)])))
+    assert "mean of the last 9" in page.text
+    assert "of the last start" not in page.text
 
 
 def test_a_failure_stands_at_the_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,17 +207,17 @@ FACTS["later_starts_text"] = ""
 @pytest.mark.parametrize(
     ("changes", "numbers", "sentence"),
     [
-        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2 % of the time was lost."),
+        ({}, {}, "Finished 480 steps in 3 min 02 s at loss 0.9321; no restarts; 2.0% of the time was lost."),
         (
             {"starts": 4, "later_starts_text": "2 restarts, 1 continuation", "useful_seconds": 181.9},
             {"final_eval_loss": 0.97},
             "Finished 480 steps in 3 min 02 s at loss 0.9321 (evaluation 0.97); 2 restarts, 1 continuation; "
-            "less than 0.5 % of the time was lost.",
+            "less than 0.5% of the time was lost.",
         ),
         (
             {"state": "killed", "steps": 1000},
             {"final_loss": math.nan},
-            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2 % of the time was lost.",
+            "Was killed after 480 of 1,000 steps in 3 min 02 s at loss NaN; no restarts; 2.0% of the time was lost.",
         ),
         ({"state": "running", "steps": None, "seconds": None}, {}, "Is running, with 480 steps done at loss 0.9321."),
         ({"state": "failed", "step": 0, "seconds": None}, {"final_loss": None}, "Failed before the first step."),
@@ -417,7 +428,7 @@ def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
     page = Text(report(run))
     assert "The run: – in steps that countnot recorded" in page.text
-    assert "0.0%" not in page.text
+    assert "0.0%" not in re.sub(r"\d ms\d+\.\d%", "", page.text), "other than in the bar of a step's parts"
     kept = [{key: event.get(key) for key in ("event", "step")} for event in events]
     (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
     assert "0.00 s" not in Text(report(run)).text, "no time is told of a checkpoint"

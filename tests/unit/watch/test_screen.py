@@ -201,6 +201,28 @@ def test_a_run_is_chosen_from_the_list(run: Path, others: Path) -> None:
     on_screen(app, body, (100, 24))
 
 
+def test_the_marked_run_stays_marked_whichever_wrote_last(run: Path, others: Path) -> None:
+    """Two live runs take turns; a third one that is gone makes place above the mark."""
+    third = write_run(run.parent / "third", [Start(0, 60)])
+    app = fixed(run)
+
+    def names(text: str) -> list[list[str]]:
+        return [line.split()[:2] for line in text.splitlines()[4:7]]
+
+    async def body(pilot: Pilot[None]) -> None:
+        first = names(await read(pilot, "r", "down"))
+        assert first == [["third", "finished"], ["▸", "worse"], ["shown", "gpt3-tiny-1"]]
+        for live in (run, others / "worse", run):
+            os.utime(live / "metrics.jsonl", (time.time() + 60, time.time() + 60))
+            assert names(await read(pilot, "p", "p")) == first
+        shutil.rmtree(third)
+        assert names(await read(pilot, "p", "p"))[:2] == first[1:]
+        assert " worse  ● running" in await read(pilot, "enter")
+        assert names(await read(pilot, "r"))[0][1] == "gpt3-tiny-1", "a list that is opened again has the newest first"
+
+    on_screen(app, body, (100, 24))
+
+
 def test_the_curves_of_another_run_stand_behind(run: Path, others: Path) -> None:
     """Over the steps of the run in front; its own are drawn where the front has none."""
     reader = Reader(run, others / "worse")
