@@ -245,7 +245,9 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         with problems:
             chosen, rows = _neediest_stage(config, layout, cluster)
     input_rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
-    rows = [*rows, *input_rows]
+    from shardwise.launch import notices
+
+    rows = [*rows, *input_rows, *(("warning", problem) for problem in notices.problems(chosen.log.notify))]
     continued: _Rows = []
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows

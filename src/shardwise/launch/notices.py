@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any, Literal
 
-from shardwise.base.errors import RunError, StoppedError
+from shardwise.base.errors import RunError, ShardwiseError, StoppedError
 from shardwise.base.files import user_path
 from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
@@ -62,9 +63,7 @@ def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **f
 
 
 def begin(run: Path) -> None:
-    """Look for targets that cannot be told, and tell of a restart by a launcher outside of this package."""
-    for target in _targets:
-        _tell(target, None)
+    """Tell of a restart by a launcher outside of this package."""
     for name, launcher in _RESTARTS.items():
         if NODE not in os.environ and (count := os.environ.get(name, "0")) != "0":
             send("restart", run, f"{launcher} has started the ranks again ({name}={count})")
@@ -77,8 +76,10 @@ def end(run: Path, reason: str) -> None:
         send("end", run, reason, StoppedError.exit_code if is_stopped else 0)
 
 
-def problems() -> list[str]:
-    """Return the reasons, not returned before, for which a target was not told."""
+def problems(targets: Sequence[str] = ()) -> list[str]:
+    """Return the reasons, not returned before, for which a target was not told, or one of `targets` cannot be."""
+    for target in targets:
+        _tell(target, None)
     return [_problems.get() for _ in range(_problems.qsize())]
 
 
@@ -96,9 +97,12 @@ def wait() -> None:
 
 def _note(target: str, error: Exception) -> None:
     """Keep the reason for which a target was not told. The text of an unknown error may have the address."""
-    is_late = isinstance(getattr(error, "reason", error), TimeoutError | TimeoutExpired)
-    text = str(error) if isinstance(error, RunError | OSError) else type(error).__name__
-    text = f"no answer within {SECONDS:g} s" if is_late else hosts_alone(text)
+    text = f"it cannot be told ({type(error).__name__})"
+    if isinstance(getattr(error, "reason", error), TimeoutError | TimeoutExpired):
+        text = f"no answer within {SECONDS:g} s"
+    elif isinstance(error, ShardwiseError | OSError):
+        text = re.sub(r"^<urlopen error |\[\w*:? ?-?\w+\] | \(_ssl.*|>$", "", hosts_alone(str(error)))
+        text = re.sub("^[A-Z](?=[a-z])", lambda found: found[0].lower(), text)
     problem = f"log.notify: {hosts_alone(target)}: {text}"
     if problem not in _known_problems:
         _known_problems.add(problem)
@@ -119,8 +123,10 @@ def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
     text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
     problem = target_problem(text)
-    if text != target and not re.match(ADDRESS, text):
-        problem = "the variable must be set to an https address"
+    if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
+        problem = "the variable must be set to an https address without a log-in"
+    elif problem is None and not re.match(ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:
+        problem = f"no program {program}" + " on the PATH" * ("/" not in program)
     if REDACTED in text:
         problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
     if problem is not None:
@@ -128,12 +134,15 @@ def _resolved(target: str) -> str:
     return text
 
 
+def _words(command: str) -> list[str]:
+    program, *words = shlex.split(command)
+    return [str(user_path(program)) if program.startswith("~") else program, *words]
+
+
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
-    program, *words = shlex.split(command)
-    words = [str(user_path(program)) if program.startswith("~") else program, *words]
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
-    with Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
+    with Popen(_words(command), stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
         try:
             process.communicate(body, 0.95 * SECONDS)
         except TimeoutExpired:
