@@ -45,6 +45,11 @@ def set_up(targets: Sequence[str]) -> None:
     _targets[:] = targets
 
 
+def has_targets() -> bool:
+    """True if anybody is told."""
+    return bool(_targets)
+
+
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
     """Tell the targets of an event, without waiting; `facts`: its `step` and `loss`, if not those recorded last."""
     if not _targets:

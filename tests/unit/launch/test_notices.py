@@ -1,19 +1,22 @@
 """Notices: what a target is told, and that none of them ends or delays a run, or shows its secret."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import check_layout, load_config
 from shardwise.launch import notices
-from shardwise.launch.environment import NODE
+from shardwise.launch.environment import NODE, Rank
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
+from shardwise.launch.rank_process import failure_recorded
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.loopback_hooks import SECRET, Hooks, serve
@@ -105,6 +108,36 @@ def test_a_failure_is_told_once_for_all_ranks(hooks: Hooks, run: Path, monkeypat
     failure_text(Failure(0, "torchrun starts it again", 1), run, FIRST, None)
     notices.wait()
     assert len(hooks.notices) == 1
+
+
+def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell_it(
+    hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without targets none of them waits."""
+
+    def fail(rank: int) -> None:
+        with pytest.raises(RunError, match="nan"), failure_recorded(Rank(rank, rank, 3), run):
+            raise RunError(f"rank {rank}: the loss is nan")
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            assert seconds > 2
+            turns.append(json.loads((run / "failure.json").read_text())["rank"])
+            if turns == [1]:
+                fail(0)
+
+    turns: list[int] = []
+    monkeypatch.setattr(time, "sleep", sleep)
+    fail(1)
+    assert turns == []
+    notices.set_up([hooks.address()])
+    fail(1)
+    notices.wait()
+    os.utime(run / ".failure-told", (FIRST, FIRST))
+    fail(2)
+    notices.wait()
+    assert turns == [1, 2]
+    assert [notice["reason"] for notice in hooks.notices] == [f"rank {rank}: the loss is nan" for rank in (0, 2)]
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
