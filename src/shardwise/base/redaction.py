@@ -28,8 +28,7 @@ _PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
 # alone after a colon are a port.
 _LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
-# The path of a webhook is its password. The addresses of `log.notify` may stand in a list of YAML or JSON, which ends
-# at the next key.
+# The path of a webhook is its password. A list of `log.notify` in YAML or JSON ends at the next key.
 _NOTIFIED = r"""\bnotify\b(?:['"]?\s*[:=].*(?:\n(?!\s*['"]?\w[\w.]*['"]?\s*(?::(?:\s|$)|=)).*)*|.*)"""
 # Of punctuation only what is last, and a comma before the next address, are no part of a path.
 _WEB_PATH = (
