@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
 from shardwise.base.parsing import instances
-from shardwise.base.redaction import redacted
+from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank
@@ -270,8 +270,9 @@ def write_inputs(job: JobPlan, script: str, recipe: str) -> Path:
     The job may wait for days, and start again: it must not depend on whether the user edits the recipe meanwhile.
     """
     folder = RunDirectory(job.run_path).create().path
+    # A URL may have a secret, which the job needs, and nobody else may read. YAML has many ways to write one.
+    has_secret = any(hosts_alone(redacted(target)) != target for target in job.config.log.notify)
     for name, text in ((RECIPE, recipe), (SCRIPT, script)):
-        # A URL may have a secret, which the job needs, and nobody else may read.
-        mode = 0o666 if redacted(text) == text else 0o600
+        mode = 0o600 if has_secret or redacted(text) != text else 0o666
         write_atomic(folder / name, text.encode(errors="surrogateescape"), mode=mode)
     return folder / SCRIPT

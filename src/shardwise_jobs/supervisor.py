@@ -286,9 +286,9 @@ class Supervisor:
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
         """Have SLURM queue the job again, which may kill this process."""
         notices.send("restart", self._run_path, f"{text}; {decision.why}", StoppedError.exit_code)
-        notices.wait()
         problem = commands.requeue(self._allocation.job)
         self._is_queued = problem is None
+        notices.wait()
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
         raise StoppedError(f"{text}\n{result} ({decision.why})")
 

@@ -1,6 +1,7 @@
 """A run that tells of its end, by addresses and commands of which some fail; no file of it shows a secret."""
 
 import json
+import re
 from pathlib import Path
 
 from tests.e2e.command import metrics, miniature, shardwise
@@ -19,8 +20,10 @@ def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> Non
     last = metrics(run, "step")[-1]
     told = [first[name] for name in ("event", "run", "step", "loss", "reason", "exit_code")]
     assert told == ["end", run.name, 4, last["loss"], "finished", 0]
-    warnings = [line for line in ended.complaint.splitlines() if line.startswith("shardwise: warning: ")]
-    assert sorted(line.split(": ")[-1] for line in warnings) == ["'missing-command'", "Not Found"], ended.err
+    warnings = [line for line in ended.complaint.splitlines() if line.startswith("warning: log.notify: ")]
+    assert [line.split(": ")[-1] for line in warnings] == ["Not Found"], ended.err
+    missing = "log.notify: missing-command: no program missing-command on the PATH"
+    assert [(event["step"], event["text"]) for event in metrics(run, "warning")] == [(0, missing)]
     for path in run.rglob("*"):
         if path.is_file():
             assert SECRET.encode() not in path.read_bytes(), path
@@ -30,4 +33,12 @@ def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> Non
     assert again.code == 0, "a target that is not there keeps nobody from going on"
     warned = [event["text"] for event in metrics(run, "warning")]
     assert any("config.yaml keeps no path of an address" in text for text in warned), warned
-    assert SECRET not in shardwise("train", str(run / "config.yaml"), "--dry-run", "--full", at=tmp_path).out
+    dry = shardwise("train", str(run / "config.yaml"), "--dry-run", "--full", at=tmp_path)
+    assert dry.code == 0
+    assert SECRET not in dry.out
+    for text in (
+        missing,
+        r"log.notify: http://localhost:\d+/\(redacted\): config.yaml keeps no path",
+        "log.notify: env:CHAT: the variable must be set",
+    ):
+        assert re.search(rf"^# warning +{text}", dry.out, re.MULTILINE), dry.out

@@ -6,10 +6,13 @@ import shlex
 from shardwise.base.redaction import recorded_variables
 
 VARIABLE, ADDRESS = "env:", r"[\w+.-]+://"
-_ALLOWED = r"""(?i)(https://[^/?#@\s]+|http://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?)([/?#][^\s'"<>,\[\]]*)?"""
+_HOST = r"(https://([\w.-]*\w\.?|\[[\da-f:.]+\])|http://(localhost|127\.0\.0\.1|\[::1\]))"
+_ALLOWED = rf"""(?i){_HOST}(?::(?P<port>\d{{0,9}}))?([/?#][^\s'"<>,\[\]]*)?"""
+# A mistyped address is no command. There are commands whose name is http, http.py or https-notify.
+_ADDRESS_LIKE = rf"""{ADDRESS}|(?i:["'\s]*https?[^\w\s.-])"""
 _RULE = (
-    "must be a command, an https address without a log-in (http is for localhost alone), or env:NAME, a variable that "
-    "holds such an address and is none that runs record (SHARDWISE_… and others)"
+    "must be a command, an https address https://HOST[:PORT]/… without a log-in (http is for localhost alone), or "
+    "env:NAME, a variable that holds such an address and whose value no run records"
 )
 
 
@@ -18,9 +21,10 @@ def target_problem(target: str) -> str | None:
     if target.startswith(VARIABLE):
         name = target.removeprefix(VARIABLE)
         is_right = re.fullmatch(r"[A-Za-z_]\w*", name) is not None and not recorded_variables({name: ""})
-    elif re.match(ADDRESS, target):
-        is_right = re.fullmatch(_ALLOWED, target) is not None
-        target = f"{target.partition('://')[0]}://…"
+    elif found := re.match(_ADDRESS_LIKE, target):
+        allowed = re.fullmatch(_ALLOWED, target)
+        is_right = allowed is not None and int(allowed["port"] or 443) in range(1, 65536)
+        target = f"{found[0]}…"
     else:
         try:
             is_right = bool(shlex.split(target))

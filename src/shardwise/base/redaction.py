@@ -28,9 +28,13 @@ _PARAMETER = rf"""(?i)([?&#](?:{_SIGNED_BY})=)(?!{_MARK})[^\s'"<>&]+"""
 # alone after a colon are a port.
 _LOGIN = r"""(?<=://)(?:[^/\s'"]+|[^/:@\s'"]*:(?!\d+(?:[/?#\s]|$))[^@\s'"]*)(?=@)"""
 
-# The path of a webhook is its password. The addresses of `log.notify` may stand in a list, of YAML too.
-_NOTIFIED = r"\bnotify\b.*(?:\n\s*-.*)*"
-_WEB_PATH = rf"""(?i)(\bhttps?://)(?:[^/?#\s'"]*@)?([^/?#@\s'"<>,\]]+)[/?#](?!{_MARK})[^\s'"<>,\]]+"""
+# The path of a webhook is its password. A list of `log.notify` in YAML or JSON ends at the next key.
+_NOTIFIED = r"""\bnotify\b(?:['"]?\s*[:=].*(?:\n(?!\s*['"]?\w[\w.]*['"]?\s*(?::(?:\s|$)|=)).*)*|.*)"""
+# Of punctuation only what is last, and a comma before the next address, are no part of a path.
+_WEB_PATH = (
+    rf"""(?i)(\bhttps?:/+(?!/))(?:[^/?#\s'"]*@)?((?:\[[\w:.]*\])?[^/?#@\s'"<>,\]]*)[/?#](?!{_MARK})"""
+    rf"""(?:(?!,(?:https?:|env:))[^\s'"])+(?:(?<={_MARK})|(?<![<>),.:;\]}}]))"""
+)
 
 # Variables that decide how, how fast and where a run works. SLURM and MPI pass secret keys in variables with the same
 # prefix as harmless ones, so of theirs only the variables that are named here are recorded.
@@ -68,7 +72,7 @@ def redacted(text: str) -> str:
     if ":/" in text or "=" in text:
         for query in (_WEB_QUERY, _OTHER_QUERY, _PARAMETER):
             text = re.sub(query, rf"\g<1>{REDACTED}", text)
-    if "notify" in text and "://" in text:
+    if "notify" in text and ":/" in text:
         text = re.sub(_NOTIFIED, lambda found: hosts_alone(found[0]), text)
     return re.sub(_LOGIN, REDACTED, text) if "://" in text else text
 

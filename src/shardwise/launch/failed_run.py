@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -79,7 +80,27 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
     return False
 
 
-def failure_text(failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0) -> str:
+def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
+    """Tell of the failure of a rank of a program, once for all ranks: rank 0 is first to tell what all have met."""
+    time.sleep((2.0 + 0.01 * failure.rank) * (failure.rank > 0))
+    mark = run / ".failure-told"
+    with contextlib.suppress(OSError):  # the folder may be gone; file systems round times
+        if mark.exists() and mark.stat().st_mtime > began - 0.05:
+            return
+        mark.touch()
+    _tell(failure, run, 0)
+
+
+def _tell(failure: Failure, run: Path, steps: int) -> None:
+    # Where torchrun starts the ranks again, that is told.
+    if not may_restart():
+        facts = {"step": steps} if steps else {}
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
+
+
+def failure_text(
+    failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0, *, tells: bool = True
+) -> str:
     """Return the text of a failure for the user. That of a run which has begun is a block, and is recorded.
 
     Args:
@@ -87,12 +108,11 @@ def failure_text(failure: Failure, run: Path | None, began: float, resume: str |
         began: beginning of this start of the run, in seconds since the epoch.
         resume: command that continues the run; None if it is unknown.
         steps: steps that were done, as the ranks' heartbeats show them.
+        tells: whether the targets of `log.notify` are told, once for all ranks.
     """
     is_recorded = run is not None and _is_recorded(RunDirectory(run), began)
-    # Once for all ranks; where torchrun starts them again, that is told.
-    if run is not None and not is_recorded and not may_restart():
-        facts = {"step": steps} if steps else {}
-        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
+    if run is not None and tells and not is_recorded:
+        _tell(failure, run, steps)
     if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
         return failure.told
     directory = RunDirectory(run)

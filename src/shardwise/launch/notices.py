@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import signal
 import threading
 import time
@@ -19,8 +20,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any, Literal
 
-from shardwise.base.errors import RunError, StoppedError
-from shardwise.base.files import user_path
+from shardwise.base.errors import RunError, ShardwiseError, StoppedError
 from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
@@ -33,20 +33,20 @@ Event = Literal["end", "failure", "restart", "spike"]
 SECONDS = 10.0
 """Time in which a target must take a notice."""
 _RESTARTS = {"TORCHELASTIC_RESTART_COUNT": "torchrun", "SLURM_RESTART_COUNT": "SLURM"}
-_targets: list[str] = []
+targets: list[str] = []
 _threads: list[threading.Thread] = []
 _problems: queue.SimpleQueue[str] = queue.SimpleQueue()
 _known_problems: set[str] = set()
 
 
-def set_up(targets: Sequence[str]) -> None:
-    """Let the notices of this process go to `targets`, those of `log.notify`."""
-    _targets[:] = targets
+def set_up(new_targets: Sequence[str]) -> None:
+    """Let the notices of this process go to `new_targets`, those of `log.notify`."""
+    targets[:] = new_targets
 
 
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
     """Tell the targets of an event, without waiting; `facts`: its `step` and `loss`, if not those recorded last."""
-    if not _targets:
+    if not targets:
         return
     facts = {name: (last_event(run, "step") or {}).get(name) for name in ("step", "loss")} | facts
     notice = {"event": event, "run": run.resolve().name, **facts, "reason": redacted(reason), "exit_code": exit_code}
@@ -54,7 +54,7 @@ def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **f
     text = f"{notice['run']}: {event}{at}: {notice['reason']}"
     body = json_text({**notice, "time": now(), "text": text}).encode()
     _threads[:] = [thread for thread in _threads if thread.is_alive()]
-    for target in _targets:
+    for target in targets:
         thread = threading.Thread(target=_tell, args=(target, body), name=target, daemon=True)
         with contextlib.suppress(RuntimeError):  # the limit on threads is reached
             thread.start()
@@ -62,9 +62,7 @@ def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **f
 
 
 def begin(run: Path) -> None:
-    """Look for targets that cannot be told, and tell of a restart by a launcher outside of this package."""
-    for target in _targets:
-        _tell(target, None)
+    """Tell of a restart by a launcher outside of this package."""
     for name, launcher in _RESTARTS.items():
         if NODE not in os.environ and (count := os.environ.get(name, "0")) != "0":
             send("restart", run, f"{launcher} has started the ranks again ({name}={count})")
@@ -77,8 +75,10 @@ def end(run: Path, reason: str) -> None:
         send("end", run, reason, StoppedError.exit_code if is_stopped else 0)
 
 
-def problems() -> list[str]:
-    """Return the reasons, not returned before, for which a target was not told."""
+def problems(wanted: Sequence[str] = ()) -> list[str]:
+    """Return the reasons, not returned before, for which a target was not told, or one of `wanted` cannot be."""
+    for target in wanted:
+        _tell(target, None)
     return [_problems.get() for _ in range(_problems.qsize())]
 
 
@@ -96,9 +96,12 @@ def wait() -> None:
 
 def _note(target: str, error: Exception) -> None:
     """Keep the reason for which a target was not told. The text of an unknown error may have the address."""
-    is_late = isinstance(getattr(error, "reason", error), TimeoutError | TimeoutExpired)
-    text = str(error) if isinstance(error, RunError | OSError) else type(error).__name__
-    text = f"no answer within {SECONDS:g} s" if is_late else hosts_alone(text)
+    text = f"it cannot be told ({type(error).__name__})"
+    if isinstance(getattr(error, "reason", error), TimeoutError | TimeoutExpired):
+        text = f"no answer within {SECONDS:g} s"
+    elif isinstance(error, ShardwiseError | OSError):
+        text = re.sub(r"^<urlopen error |\[\w*:? ?-?\w+\] | \(_ssl.*|>$", "", hosts_alone(str(error)))
+        text = re.sub("^[A-Z](?=[a-z])", lambda found: found[0].lower(), text)
     problem = f"log.notify: {hosts_alone(target)}: {text}"
     if problem not in _known_problems:
         _known_problems.add(problem)
@@ -119,8 +122,12 @@ def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
     text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
     problem = target_problem(text)
-    if text != target and not re.match(ADDRESS, text):
-        problem = "the variable must be set to an https address"
+    if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
+        problem = "the variable must be set to an https address without a log-in"
+    elif problem is None and not re.match(ADDRESS, text):
+        program = shlex.split(text)[0]
+        if shutil.which(os.path.expanduser(program)) is None:  # noqa: PTH111
+            problem = f"no program {program}" + " on the PATH" * ("/" not in program)
     if REDACTED in text:
         problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
     if problem is not None:
@@ -131,7 +138,7 @@ def _resolved(target: str) -> str:
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
     program, *words = shlex.split(command)
-    words = [str(user_path(program)) if program.startswith("~") else program, *words]
+    words = [os.path.expanduser(program), *words]  # noqa: PTH111  Path drops the ./ of a program
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
     with Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
         try:

@@ -171,9 +171,9 @@ def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None
             from shardwise.launch import failed_run
 
             failure = failed_run.failure_of_error(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
-            # Rank 0 is first to tell what all ranks have met.
-            time.sleep(2.0 * (rank > 0))
-            failed_run.failure_text(failure, run_path, began, None)
+            failed_run.failure_text(failure, run_path, began, None, tells=False)
+            if notices.targets:
+                failed_run.tell_in_turn(failure, run_path, began)
         raise
 
 

@@ -314,6 +314,8 @@ def _begin(
     )
     if turn.began is None and opened.mesh.world.rank == 0:
         notices.begin(opened.folder.directory.path)
+        for problem in notices.problems(config.log.notify):
+            reporter.warning(problem)
     reporter.message(f"data: {opened.data.summary}")
     _warn_of_repeats(trainer.feed.batches, end, reporter)
     shapes = config.shapes

@@ -31,6 +31,25 @@ SIGNED = "https://store.example/data.txt?X-Amz-Credential=AKIA%2F20261121&X-Amz-
             "log:\n  notify:\n    - https://a/5e/cret\n    - 'https://b/5ecret'\n  x: https://c/d",
             "log:\n  notify:\n    - https://a/(redacted)\n    - 'https://b/(redacted)'\n  x: https://c/d",
         ),
+        (
+            "log:\n  notify:\n    # https://a/5ecret\n\n    - curl -d @-\n      https://b/5ecret\n  x: https://c/d",
+            "log:\n  notify:\n    # https://a/(redacted)\n\n    - curl -d @-\n      https://b/(redacted)\n  x: https://c/d",
+        ),
+        (
+            "notify: [\n  https://a/5ecret,  # x\n  env:X,\n  https://b/5ecret\n]\nx: https://c/d",
+            "notify: [\n  https://a/(redacted),  # x\n  env:X,\n  https://b/(redacted)\n]\nx: https://c/d",
+        ),
+        (
+            '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/5ecret"\n ],\n "x": "https://c/d"\n}',
+            '{\n "notify": [\n  "env:X",\n  "curl http://[::1]:8/(redacted)"\n ],\n "x": "https://c/d"\n}',
+        ),
+        ("notify https://a/5ecret\nhttps://c/d", "notify https://a/(redacted)\nhttps://c/d"),
+        ("(log.notify https://a/b?5ecret)", "(log.notify https://a/(redacted))"),
+        ("log.notify=['curl https://a/b,5ecret']", "log.notify=['curl https://a/(redacted)']"),
+        (
+            "log.notify=[https://a/b,env:X,https:/a/5ecret]",
+            "log.notify=[https://a/(redacted),env:X,https:/a/(redacted)]",
+        ),
     ],
 )
 def test_log_ins_and_query_strings_are_hidden_in_any_text(text: str, shown: str) -> None:

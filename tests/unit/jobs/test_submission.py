@@ -132,3 +132,12 @@ def test_fault_15_a_script_has_the_bytes_of_paths_under_any_locale(tmp_path: Pat
     path = write_inputs(planned, text, "")
     assert b"/home/\xc3\xa9" in path.read_bytes()
     assert commands._run(["cat"], text).stdout == text.replace(under_ascii, "é")
+
+
+@pytest.mark.parametrize("target", ["https://h.org/x", "curl https://h.org?x", "https://h.org", "env:X", "tee x"])
+def test_files_that_name_a_target_by_its_secret_are_read_by_the_user_alone(target: str, tmp_path: Path) -> None:
+    """However the recipe writes it: YAML has escapes and anchors too."""
+    planned, _ = job(tmp_path, "launch.gres=gpu:h100:8", f"log.notify=[{target}]", ranks=8)
+    folder = write_inputs(planned, "#!/bin/sh\n", "log: {notify: *it}\n").parent
+    modes = {path.stat().st_mode & 0o077 == 0 for path in (folder / "job.sh", folder / "recipe.yaml")}
+    assert modes == {target.endswith("x") and "h.org" in target}

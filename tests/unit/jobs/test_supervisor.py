@@ -201,6 +201,18 @@ def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: 
     assert told == [("failure", "data.path (x) must be there", 2)], "also where no run has begun"
 
 
+def test_a_target_that_hangs_does_not_hold_up_that_slurm_queues_the_job_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(supervisor.notices, "send", lambda event, *_arguments, **_options: order.append(event))
+    monkeypatch.setattr(supervisor.notices, "wait", lambda: order.append("wait"))
+    monkeypatch.setattr(commands, "requeue", lambda _: order.append("requeue"))
+    with pytest.raises(StoppedError):
+        job.supervise(signal.SIGUSR1, SAVED)
+    assert order == ["restart", "requeue", "wait"]
+
+
 def test_failures_of_an_earlier_job_of_the_run_are_not_counted(job: Job) -> None:
     for step in range(5):
         record(job.run, replace(CRASH, job="6", step=step))

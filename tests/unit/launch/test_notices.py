@@ -1,19 +1,22 @@
 """Notices: what a target is told, and that none of them ends or delays a run, or shows its secret."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import check_layout, load_config
 from shardwise.launch import notices
-from shardwise.launch.environment import NODE
+from shardwise.launch.environment import NODE, Rank
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
+from shardwise.launch.rank_process import failure_recorded
 from tests.arch.source import ROOT
 from tests.e2e import processes
 from tests.loopback_hooks import SECRET, Hooks, serve
@@ -107,6 +110,36 @@ def test_a_failure_is_told_once_for_all_ranks(hooks: Hooks, run: Path, monkeypat
     assert len(hooks.notices) == 1
 
 
+def test_ranks_of_a_program_record_a_failure_before_they_wait_for_rank_0_to_tell_it(
+    hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without targets none of them waits."""
+
+    def fail(rank: int) -> None:
+        with pytest.raises(RunError, match="nan"), failure_recorded(Rank(rank, rank, 3), run):
+            raise RunError(f"rank {rank}: the loss is nan")
+
+    def sleep(seconds: float) -> None:
+        if seconds:
+            assert seconds > 2
+            turns.append(json.loads((run / "failure.json").read_text())["rank"])
+            if turns == [1]:
+                fail(0)
+
+    turns: list[int] = []
+    monkeypatch.setattr(time, "sleep", sleep)
+    fail(1)
+    assert turns == []
+    notices.set_up([hooks.address()])
+    fail(1)
+    notices.wait()
+    os.utime(run / ".failure-told", (FIRST, FIRST))
+    fail(2)
+    notices.wait()
+    assert turns == [1, 2]
+    assert [notice["reason"] for notice in hooks.notices] == [f"rank {rank}: the loss is nan" for rank in (0, 2)]
+
+
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_by_another_launcher_is_told(
     name: str, hooks: Hooks, run: Path, monkeypatch: pytest.MonkeyPatch
@@ -127,39 +160,39 @@ def test_what_cannot_be_told_is_a_warning_once_for_each_reason_and_shows_no_secr
     monkeypatch.setenv("HOOK", hooks.address("404"))
     monkeypatch.setenv("PLAIN", f"http://example.org/{SECRET}")
     host = f"http://localhost:{hooks.port}/(redacted)"
+    (script := tmp_path / "no-script").touch(0o755)
     expected = {
         hooks.address("404"): (host, "HTTP Error 404: Not Found"),
         hooks.address("moved"): (host, "it sends to another address, where a notice does not arrive"),
-        f"http://127.0.0.1:1/{SECRET}": (
-            "http://127.0.0.1:1/(redacted)", "<urlopen error [Errno 111] Connection refused>",
-        ),
-        f"https://[::/{SECRET}": ("https://[::/(redacted)", "ValueError"),
+        f"http://127.0.0.1:1/{SECRET}": ("http://127.0.0.1:1/(redacted)", "connection refused"),
+        f"http://localhost:1/é{SECRET}": ("http://localhost:1/(redacted)", "it cannot be told (UnicodeEncodeError)"),
         "https://h/(redacted)": (
             "https://h/(redacted)",
             "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME",
         ),
         "env:HOOK": ("env:HOOK", "HTTP Error 404: Not Found"),
-        "env:UNSET": ("env:UNSET", "the variable must be set to an https address"),
-        "env:PLAIN": (
-            "env:PLAIN",
-            "log.notify (http://…) must be a command, an https address without a log-in (http is for localhost "
-            "alone), or env:NAME, a variable that holds such an address and is none that runs record (SHARDWISE_… and "
-            "others)",
-        ),
+        "env:UNSET": ("env:UNSET", "the variable must be set to an https address without a log-in"),
+        "env:PLAIN": ("env:PLAIN", "the variable must be set to an https address without a log-in"),
         "false": ("false", "it ended with exit code 1"),
         f"sh -c 'kill -9 $$' https://x/{SECRET}": (
             "sh -c 'kill -9 $$' https://x/(redacted)", "it was killed by SIGKILL",
         ),
-        "/no/such": ("/no/such", "[Errno 2] No such file or directory: '/no/such'"),
-        "/": ("/", "[Errno 13] Permission denied: '/'"),
+        "/no/such -x": ("/no/such -x", "no program /no/such"),
+        "no-such-program": ("no-such-program", "no program no-such-program on the PATH"),
+        "./told.json": ("./told.json", "no program ./told.json"),
+        str(script): (str(script), f"exec format error: '{script}'"),
     }  # fmt: skip
     notices.set_up([*expected])
-    notices.begin(run)
+    early = ("no program", "the variable", "config.yaml")
+    known = [f"log.notify: {name}: {why}" for name, why in expected.values() if why.startswith(early)]
+    assert len(known) == 6
+    assert notices.problems([*expected]) == known
     for _ in range(2):
         notices.send("spike", run, "the loss is high")
         notices.wait()
     err = told(capsys)
-    assert sorted(err) == sorted(f"shardwise: warning: log.notify: {name}: {why}" for name, why in expected.values())
+    late = {f"log.notify: {name}: {why}" for name, why in expected.values()} - {*known}
+    assert sorted(err) == sorted(f"warning: {problem}" for problem in late)
     assert hooks.notices == []
 
 
@@ -204,17 +237,29 @@ def keys(*targets: str) -> Any:
     [
         f"http://example.org/{SECRET}", f"http://localhost.example.org/{SECRET}", f"ftp://host/{SECRET}",
         f"https://me:{SECRET}@host/x", f"https:///{SECRET}", f"https://host/a,{SECRET}", "env:", "env:A-B",
-        "env:SHARDWISE_HOOK", "", " ", f"notify '{SECRET}",
+        "env:SHARDWISE_HOOK", "", " ", f"notify '{SECRET}", f"https:/h.org/{SECRET}", f"https:h.org/{SECRET}",
+        f" HTTPS//h.org/{SECRET}", f"'https://h.org/{SECRET}'", f"https://h:abc/{SECRET}", f"https://h:65536/{SECRET}",
+        f"https://h:99999999/{SECRET}", f"https://h:0/{SECRET}", f"https://./{SECRET}", f"https://a,b/{SECRET}",
+        f"https://[::/{SECRET}", f"http://localhost:99999/{SECRET}",
     ],
 )  # fmt: skip
 def test_a_target_that_cannot_be_used_is_refused_in_one_sentence(target: str) -> None:
     with pytest.raises(ConfigError, match=r"^log\.notify \(.*\) must be a command, an https address") as error:
         check_layout(keys(target), 1)
-    assert SECRET not in str(error.value) or not target.startswith("http")
+    assert SECRET not in str(error.value) or target.startswith("notify")
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["http POST localhost:8", "https-notify", "http.py", "https://h", "https://[::1]:8/x", "HTTPS://h:65535?x"],
+)
+def test_what_only_resembles_a_mistyped_address_is_a_target(target: str) -> None:
+    check_layout(keys(target), 1)
 
 
 def test_no_record_shows_more_of_an_address_than_its_host() -> None:
-    config = keys(f"https://hooks.example.org/{SECRET}", f"http://localhost:8/{SECRET}", f"curl https://h/{SECRET}")
+    commands = (f"curl https://h/{SECRET}", f"curl https://h/a,{SECRET}", f"curl http://[::1]/a]{SECRET}")
+    config = keys(f"https://hooks.example.org/{SECRET}", f"http://localhost:8/{SECRET}", *commands)
     recorded = config.recorded()
     assert SECRET not in json.dumps(recorded)
     assert recorded["log"]["notify"][:2] == ["https://hooks.example.org/(redacted)", "http://localhost:8/(redacted)"]
