@@ -88,14 +88,8 @@ def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
         if mark.exists() and mark.stat().st_mtime > began - 0.05:
             return
         mark.touch()
-    _tell(failure, run, 0)
-
-
-def _tell(failure: Failure, run: Path, steps: int) -> None:
-    # Where torchrun starts the ranks again, that is told.
     if not may_restart():
-        facts = {"step": steps} if steps else {}
-        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code)
 
 
 def failure_text(
@@ -111,8 +105,10 @@ def failure_text(
         tells: whether the targets of `log.notify` are told, once for all ranks.
     """
     is_recorded = run is not None and _is_recorded(RunDirectory(run), began)
-    if run is not None and tells and not is_recorded:
-        _tell(failure, run, steps)
+    # Once for all ranks; where torchrun starts them again, that is told.
+    if run is not None and tells and not is_recorded and not may_restart():
+        facts = {"step": steps} if steps else {}
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
     if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
         return failure.told
     directory = RunDirectory(run)
