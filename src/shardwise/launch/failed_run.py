@@ -82,7 +82,7 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
 
 def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
     """Tell of the failure of a rank of a program, once for all ranks: rank 0 is first to tell what all have met."""
-    time.sleep((2.0 + 0.01 * failure.rank) * (failure.rank > 0))
+    time.sleep((2.0 + 0.01 * (failure.rank % 100)) * (failure.rank > 0))
     mark = run / ".failure-told"
     with contextlib.suppress(OSError):  # the folder may be gone; file systems round times
         if mark.exists() and mark.stat().st_mtime > began - 0.05:
