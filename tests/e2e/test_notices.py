@@ -11,6 +11,7 @@ from tests.loopback_hooks import SECRET, serve
 def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> None:
     with serve() as hooks:
         targets = [hooks.address(), hooks.address("404"), "env:CHAT", "tee told.json", "missing-command"]
+        targets.append(f"false -d @- https://127.0.0.1:1/a,{SECRET}")
         keys = ("parallel.tensor=2", "train.eval_every=0", "log.sample_tokens=0", f"log.notify={json.dumps(targets)}")
         ended = shardwise("train", miniature(tmp_path), *keys, at=tmp_path, CHAT=hooks.address())
     run = (tmp_path / "runs/latest").resolve()
@@ -21,7 +22,7 @@ def test_the_end_is_told_once_and_what_fails_is_a_warning(tmp_path: Path) -> Non
     told = [first[name] for name in ("event", "run", "step", "loss", "reason", "exit_code")]
     assert told == ["end", run.name, 4, last["loss"], "finished", 0]
     warnings = [line for line in ended.complaint.splitlines() if line.startswith("warning: log.notify: ")]
-    assert [line.split(": ")[-1] for line in warnings] == ["Not Found"], ended.err
+    assert [line.split(": ")[-1] for line in sorted(warnings)] == ["it ended with exit code 1", "Not Found"], ended.err
     missing = "log.notify: missing-command: no program missing-command on the PATH"
     assert [(event["step"], event["text"]) for event in metrics(run, "warning")] == [(0, missing)]
     for path in run.rglob("*"):

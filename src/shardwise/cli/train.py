@@ -254,10 +254,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         input_problems += reasons
     problems.require_none(input_problems)
     assert layout is not None, "a layout that is refused is a problem"
-    from shardwise.launch import notices
     from shardwise.train.summary import dry_run
 
-    rows += [("warning", problem) for problem in notices.problems(chosen.log.notify)]
     kind, count = accelerators()
     own, rows = _counted(chosen, cluster, rows)
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
@@ -393,6 +391,10 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
 
         with problems:
             rows += [("trackers", note) for note in require_trackers(config.log.trackers)]
+    if config.log.notify:
+        from shardwise.launch import notices
+
+        rows += [("warning", problem) for problem in notices.problems(config.log.notify)]
     if config.companions is not None:
         from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 

@@ -82,20 +82,14 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
 
 def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
     """Tell of the failure of a rank of a program, once for all ranks: rank 0 is first to tell what all have met."""
-    time.sleep((2.0 + 0.01 * failure.rank) * (failure.rank > 0))
+    time.sleep((2.0 + 0.01 * (failure.rank % 100)) * (failure.rank > 0))
     mark = run / ".failure-told"
     with contextlib.suppress(OSError):  # the folder may be gone; file systems round times
         if mark.exists() and mark.stat().st_mtime > began - 0.05:
             return
         mark.touch()
-    _tell(failure, run, 0)
-
-
-def _tell(failure: Failure, run: Path, steps: int) -> None:
-    # Where torchrun starts the ranks again, that is told.
     if not may_restart():
-        facts = {"step": steps} if steps else {}
-        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code)
 
 
 def failure_text(
@@ -111,8 +105,10 @@ def failure_text(
         tells: whether the targets of `log.notify` are told, once for all ranks.
     """
     is_recorded = run is not None and _is_recorded(RunDirectory(run), began)
-    if run is not None and tells and not is_recorded:
-        _tell(failure, run, steps)
+    # Once for all ranks; where torchrun starts them again, that is told.
+    if run is not None and tells and not is_recorded and not may_restart():
+        facts = {"step": steps} if steps else {}
+        notices.send("failure", run, failure.text.partition("\n")[0], failure.exit_code, **facts)
     if failure.exit_code == ConfigError.exit_code or run is None or not _has_begun(run):
         return failure.told
     directory = RunDirectory(run)

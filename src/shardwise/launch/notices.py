@@ -21,6 +21,7 @@ from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any, Literal
 
 from shardwise.base.errors import RunError, ShardwiseError, StoppedError
+from shardwise.base.files import user_path
 from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
@@ -124,10 +125,8 @@ def _resolved(target: str) -> str:
     problem = target_problem(text)
     if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
         problem = "the variable must be set to an https address without a log-in"
-    elif problem is None and not re.match(ADDRESS, text):
-        program = shlex.split(text)[0]
-        if shutil.which(os.path.expanduser(program)) is None:  # noqa: PTH111
-            problem = f"no program {program}" + " on the PATH" * ("/" not in program)
+    elif problem is None and not re.match(ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:
+        problem = f"no program {program}" + " on the PATH" * ("/" not in program)
     if REDACTED in text:
         problem = "config.yaml keeps no path of an address: give log.notify again, or an address by env:NAME"
     if problem is not None:
@@ -135,12 +134,15 @@ def _resolved(target: str) -> str:
     return text
 
 
+def _words(command: str) -> list[str]:
+    program, *words = shlex.split(command)
+    return [str(user_path(program)) if program.startswith("~") else program, *words]
+
+
 def _call(command: str, body: bytes) -> None:
     """Run a command with a notice on its standard input; what it has started ends with it where it takes too long."""
-    program, *words = shlex.split(command)
-    words = [os.path.expanduser(program), *words]  # noqa: PTH111  Path drops the ./ of a program
     # A session of its own: Ctrl-C ends the training, and not what tells of it.
-    with Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
+    with Popen(_words(command), stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True) as process:
         try:
             process.communicate(body, 0.95 * SECONDS)
         except TimeoutExpired:
