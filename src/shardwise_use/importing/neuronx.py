@@ -161,7 +161,7 @@ def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, An
 
 
 def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
-    """What is saved of the training; `state`: the content of the first rank's file."""
+    """Return what is saved of the training; `state`: the content of the first rank's file."""
     paths = {name: source / f"{name}.pt" for name in ("scheduler", "user_content")}
     content = {name: pickled.load(path) for name, path in paths.items() if path.is_file()}
     told = {**(state if "model" in state else {}), **content, **content.get("user_content", {})}

@@ -369,7 +369,7 @@ def load_location(load: str, announce: Callable[[str], None] | None = None, *, k
 
 
 def companions_folder(companions: str) -> Root:
-    """What `checkpoint.companions` names, of a run its newest intact checkpoint; ConfigError if there is none."""
+    """Return what `checkpoint.companions` names, of a run the newest intact checkpoint; ConfigError: there is none."""
     if user_path(companions).exists():
         return Root.of(load_location(companions, key="checkpoint.companions"))
     raise ConfigError(
