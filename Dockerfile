@@ -22,6 +22,6 @@ RUN python3 -m venv --system-site-packages /opt/venv \
 
 # Runs and prepared data are in the folder that is mounted, as any user.
 ENV PATH=/opt/venv/bin:${PATH} \
-    SHARDWISE_CACHE=/work/.cache/shardwise
-WORKDIR /work
+    SHARDWISE_CACHE=/train/.cache/shardwise
+WORKDIR /train
 CMD ["shardwise", "--help"]

@@ -41,7 +41,7 @@ def test_a_model_without_data_of_its_own_is_given_some() -> None:
 def test_the_linter_finds_nothing_and_would_find_a_fault() -> None:
     done = subprocess.run([LINTER, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
-    wrong = DOCKERFILE.replace("WORKDIR /work", "RUN cd /work")
+    wrong = DOCKERFILE.replace("WORKDIR /train", "RUN cd /train")
     assert subprocess.run([LINTER, "-"], input=wrong, text=True, capture_output=True, check=False).returncode == 1
 
 

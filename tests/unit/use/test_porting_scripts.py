@@ -119,16 +119,20 @@ CONDITIONS = {
 }
 
 
+def steps_of(lines: str, folder: Path) -> object:
+    """The number of steps of a training whose script sets STEPS in these lines."""
+    script = folder / "run.sh"
+    script.write_text(
+        f"{lines}\ntrain.py --max_steps $STEPS --grad_accum_usteps 2 --tensor_parallel_size 2\n", encoding="utf-8"
+    )
+    return {row.name: row.value for row in recipe_of(str(script)).rows}["max_steps"]
+
+
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_a_condition_is_decided_as_where_nothing_is_set(condition: str, tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        f"KNOWN=yes\nNUMBER=3\nHOST=`hostname`\nif {condition}; then\n  STEPS=7\nelse\n  STEPS=9\nfi\n"
-        "train.py --max_steps $STEPS --grad_accum_usteps 2 --tensor_parallel_size 2\n",
-        encoding="utf-8",
-    )
-    told = {row.name: row.value for row in recipe_of(str(script)).rows}
-    assert told["max_steps"] == {"then": 7, "else": 9}[CONDITIONS[condition]]
+    branches = f"if {condition}; then\n  STEPS=7\nelse\n  STEPS=9\nfi"
+    steps = steps_of(f"KNOWN=yes\nNUMBER=3\nHOST=`hostname`\n{branches}", tmp_path)
+    assert steps == {"then": 7, "else": 9}[CONDITIONS[condition]]
 
 
 DOUBTS = (
@@ -150,26 +154,15 @@ DOUBTS = (
 @pytest.mark.parametrize("condition", DOUBTS)
 def test_a_condition_on_what_is_not_known_is_not_decided(condition: str, tmp_path: Path) -> None:
     """The branch may run, so that what it assigns counts."""
-    script = tmp_path / "run.sh"
-    script.write_text(
-        f"STEPS=9\n{condition}\n  STEPS=7\nfi\ntrain.py --max_steps $STEPS --grad_accum_usteps 2 "
-        "--tensor_parallel_size 2\n",
-        encoding="utf-8",
-    )
-    told = {row.name: row.value for row in recipe_of(str(script)).rows}
-    assert told["max_steps"] == 7
+    assert steps_of(f"STEPS=9\n{condition}\n  STEPS=7\nfi", tmp_path) == 7
 
 
 def test_a_branch_after_the_one_that_runs_does_not(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "A=1\nif [ $A -eq 1 ]; then\n  if [ -d x ]; then\n    STEPS=5\n  fi\nelif [ $A -eq 1 ]; then\n  STEPS=6\n"
-        "elif [ -d y ]; then\n  STEPS=7\nelse\n  STEPS=8\nfi\n[ -z x ]\n"
-        "if [ -z x ]; then STEPS=9; fi\ntrain.py --max_steps $STEPS --grad_accum_usteps 2 --tensor_parallel_size 2\n",
-        encoding="utf-8",
+    branches = (
+        "if [ $A -eq 1 ]; then\n  if [ -d x ]; then\n    STEPS=5\n  fi\nelif [ $A -eq 1 ]; then\n  STEPS=6\n"
+        "elif [ -d y ]; then\n  STEPS=7\nelse\n  STEPS=8\nfi"
     )
-    told = {row.name: row.value for row in recipe_of(str(script)).rows}
-    assert told["max_steps"] == 5
+    assert steps_of(f"A=1\n{branches}\n[ -z x ]\nif [ -z x ]; then STEPS=9; fi", tmp_path) == 5
 
 
 def test_the_page_says_how_many_options_are_answered() -> None:
