@@ -487,6 +487,13 @@ def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
     return [name for part in wanted if (name := f"{part}.safetensors") not in names]
 
 
+def lacking_files(where: object, names: Iterable[str], ranks: int = 0) -> list[str]:
+    """The problem of a folder of torch's Hugging Face writer that lacks files, as `absent_parts` finds them."""
+    absent = listing(absent_parts(shards(names), ranks), most=3)
+    must = f"{where} must have the files {SHARDS} of all ranks of one save, and lacks"
+    return [f"{must} {absent}: fetch or copy what is missing"] if absent else []
+
+
 def has_weights(names: Collection[str]) -> bool:
     """True if files with these names include safetensors weights."""
     return SINGLE in names or INDEX in names or bool(shards(names))

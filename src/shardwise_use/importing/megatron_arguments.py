@@ -151,8 +151,7 @@ def _llama_section(
         section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     if args.get("num_experts"):
         _require(where, "model with experts", ("biases", any(biases.values()), False))
-        section = {key: value for key, value in section.items() if key not in biases}
-        section |= _expert_section(args, where, family)
+        section = {key: section[key] for key in section.keys() - biases} | _expert_section(args, where, family)
     return section
 
 
@@ -161,16 +160,15 @@ def _expert_section(args: Mapping[str, Any], where: str, family: str) -> dict[st
     every = args.get("moe_layer_freq") or 1
     is_sparse = every if isinstance(every, list) else [layer % every == 0 for layer in range(args["num_layers"])]
     width = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
-    experts, chosen = args["num_experts"], args.get("moe_router_topk") or 2
+    chosen = {"num_experts_per_tok": args.get("moe_router_topk") or 2}
+    softmax_first = bool(args.get("moe_router_pre_softmax"))
     if family == "qwen3":
         dense = tuple(layer for layer, sparse in enumerate(is_sparse) if not sparse)
-        sizes = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
-        normalized = not args.get("moe_router_pre_softmax")
-        return {"family": "qwen3_moe", **sizes, "norm_topk_prob": normalized, "mlp_only_layers": dense}
-    softmax = ("moe_router_pre_softmax", bool(args.get("moe_router_pre_softmax")), False)
+        rule = {"norm_topk_prob": not softmax_first, "mlp_only_layers": dense, "moe_intermediate_size": width}
+        return {"family": "qwen3_moe", "num_experts": args["num_experts"], **chosen, **rule}
+    softmax = ("moe_router_pre_softmax", softmax_first, False)
     _require(where, "Mixtral", ("add_qkv_bias", family == "qwen2", False), softmax, ("moe_layer_freq", every, 1))
-    sizes = {"num_local_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
-    return {"family": "mixtral", **sizes}
+    return {"family": "mixtral", "num_local_experts": args["num_experts"], **chosen, "intermediate_size": width}
 
 
 def _gpt_section(

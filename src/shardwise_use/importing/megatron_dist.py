@@ -49,18 +49,14 @@ _BUCKET = re.compile(
 )
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
-_BALANCE = {
-    "aux_loss": "optimizer.router_batch_loss",
-    "global_aux_loss": "optimizer.router_batch_loss",
-    "seq_aux_loss": "optimizer.router_sequence_loss",
-}
+_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _COMPARED = 2**22
 """Elements that are compared at a time."""
 _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
-_STACKED = (r"(decoder\.layers\.)([a-z].*)", r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)([a-z].*)")
+_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
@@ -131,10 +127,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
-        single = {name: tensor}
-        for pattern in _STACKED:
-            single = dict(itertools.chain(*(_unstacked(*each, pattern) for each in single.items())))
-        for full_name, part in single.items():
+        for full_name, part in _unstacked(name, tensor):
             role = megatron_model.role_name(full_name, 0)
             if role is not None:
                 found[role] = part
@@ -149,12 +142,12 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     return shards
 
 
-def _unstacked(name: str, tensor: LazyTensor, pattern: str) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors along the leading axis, by numbers in the name, where the name says that they are stacked."""
-    stacked = re.fullmatch(pattern, name)
-    yield from (
-        [(f"{stacked[1]}{i}.{stacked[2]}", tensor[i]) for i in range(len(tensor))] if stacked else [(name, tensor)]
-    )
+def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
+    if not (stacked := _STACKED.fullmatch(name)):
+        yield name, tensor
+    for i in range(len(tensor)) if stacked else ():
+        yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
 
 
 # ---- the optimizer's state
@@ -346,14 +339,13 @@ def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
     """Add the keys of the balance of loads of experts to `keys`; sentences on what has no counterpart."""
     kinds, rates = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
     pairs = zip(kinds, rates, strict=True) if isinstance(kinds, list) and isinstance(rates, list) else [(kinds, rates)]
-    used = {kind: rate for kind, rate in pairs if rate}
-    keys |= {_BALANCE[kind]: float(rate) for kind, rate in used.items() if kind in _BALANCE}
-    keys |= {"optimizer.router_z_loss": float(rate)} if (rate := args.get("moe_z_loss_coeff")) else {}
-    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if "aux_loss" in used else []
-    unlike = {"moe_router_load_balancing_type": kinds == "sinkhorn"} | {
-        name: args.get(name) for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps")
-    }
-    return notes + [f"{name} ({args[name]}) has no counterpart here" for name, is_set in unlike.items() if is_set]
+    used = {_BALANCE[kind]: rate for kind, rate in pairs if rate and kind in _BALANCE}
+    used["z"] = args.get("moe_z_loss_coeff")
+    keys |= {f"optimizer.router_{kind}_loss": float(rate) for kind, rate in used.items() if rate}
+    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if "batch" in used else []
+    unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
+    unlike += ["moe_router_load_balancing_type"] if kinds == "sinkhorn" else []
+    return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:

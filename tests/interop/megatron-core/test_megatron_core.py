@@ -66,7 +66,7 @@ CASES = {
         2,
         {**EXPERTS, "expert_model_parallel_size": 2, "qk_layernorm": True, "moe_layer_freq": [0, 1, 1, 1],
          "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
-        ("parallel.expert=2",), imported_as="qwen3_moe",
+        ("parallel.expert=2", "--nproc", "2"), imported_as="qwen3_moe",
     ),
 }  # fmt: skip
 
