@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from shardwise.api.arguments import config_problems
 from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing
+from shardwise.base.registered import provided
 from shardwise.config import Config
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import FIXABLE
@@ -19,7 +21,7 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     Nothing is measured, and torch is not imported. docs/planner.md compares predictions with published runs.
 
     Args:
-        config: what is trained, of a family of this package.
+        config: what is trained; a model of your own is built without data, for which torch is imported.
         device: a device and the number of devices of a node, such as `h100:8`; or a YAML file that describes a device.
         nodes: machines, at least 1.
         best: layouts to return at most, at least 1.
@@ -32,8 +34,7 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         rules allow, `too_large` those that were dropped, by reason, and `refused` those that a rule forbids, by key.
 
     Raises:
-        ConfigError: an argument is wrong, there is no such device, or the model is one of your own, whose shapes are
-            not known.
+        ConfigError: an argument is wrong, there is no such device, or a model of your own reads values of its input.
     """
     # Programs give values of any type.
     name: Any = device
@@ -54,4 +55,14 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         raise ConfigError(problems)
     with keys_renamed({"--device": "device", "--nodes": "nodes"}):
         devices = cluster(device, int(nodes))
-    return search(config, devices, best=best, fixed=fixed)
+    if not config.model.is_own:
+        return search(config, devices, best=best, fixed=fixed)
+    fixed = set(fixed)
+    sized, held, _ = provided("sized_own")(config, fixed)
+    device_left = replace(devices.device, memory=devices.device.memory - held)
+    found = search(sized, replace(devices, device=device_left), best=best, fixed=fixed)
+    found.plans = [
+        replace(plan, config=plan.config.model_copy(update={"model": config.model}), like=sized.model)
+        for plan in found.plans
+    ]
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardwise.config import Config, Layout
+from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.estimates.memory import RESERVED, MemoryEstimate, expected_memory
 from shardwise.estimates.memory_choice import fitted
 from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
@@ -34,6 +34,7 @@ class Plan:
         cluster: devices that it runs on.
         time: time of a step.
         memory: memory of the rank that needs most, in the stage of the run that needs most.
+        like: family's model from which a model of the user's own is predicted.
     """
 
     choice: Choice
@@ -42,6 +43,12 @@ class Plan:
     cluster: Cluster
     time: StepTime
     memory: MemoryEstimate
+    like: FamilyConfig | None = None
+
+    @property
+    def sized(self) -> Config:
+        """The configuration with a model whose shapes are known."""
+        return self.config if self.like is None else self.config.model_copy(update={"model": self.like})
 
     def text(self) -> str:
         """Return the layout in one line."""
@@ -56,9 +63,8 @@ class Plan:
     def mfu(self) -> float | None:
         """Model FLOPs over the peak; masked attention and recompute do not count."""
         train = self.config.train
-        flops = flops_per_token(
-            self.config.model, train.sequence_length, self.config.data.predictions(train.sequence_length)
-        )
+        predictions = self.config.data.predictions(train.sequence_length)
+        flops = flops_per_token(self.sized.model, train.sequence_length, predictions)
         precision = self.config.precision.resolved(self.cluster.device.is_accelerator)
         peak = self.cluster.device.peak(precision.parameter)
         return model_flops_utilization(flops, self.tokens_per_second, self.cluster.world, peak)
@@ -87,8 +93,9 @@ class Plan:
     def seconds(self) -> float:
         """Seconds of all steps of all stages, without evaluations, checkpoints and restarts."""
         seconds = 0.0
-        for stage in stages_with_layout(self.config, self.layout):
-            time = self.time if stage is self.config else step_time(stage, self.layout, self.cluster)
+        config = self.sized
+        for stage in stages_with_layout(config, self.layout):
+            time = self.time if stage is config else step_time(stage, self.layout, self.cluster)
             assert time is not None, "the shapes of the model are known"
             seconds += time.total * (stage.last_step - stage.steps_before)
         return seconds
@@ -96,7 +103,7 @@ class Plan:
     @cached_property
     def calendar(self) -> Calendar:
         """The time of the training with evaluations, checkpoints and failures."""
-        return calendar(self.config, self.cluster, self.seconds / self.config.train.steps)
+        return calendar(self.sized, self.cluster, self.seconds / self.config.train.steps)
 
     @property
     def device_hours(self) -> float:
@@ -117,12 +124,12 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """Return the passes of a step on each pipeline rank."""
-        return timeline_of(self.config, self.layout, self.cluster)
+        return timeline_of(self.sized, self.layout, self.cluster)
 
     def on(self, device: Device) -> Plan:
         """Return the same layout on other devices, whose memory is not asked again."""
         cluster = replace(self.cluster, device=device)
-        time = step_time(self.config, self.layout, cluster)
+        time = step_time(self.sized, self.layout, cluster)
         assert time is not None, "the shapes of the model are known"
         return replace(self, cluster=cluster, time=time)
 

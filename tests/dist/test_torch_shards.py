@@ -1,5 +1,6 @@
 """Files of torch's Hugging Face writer, each with parts of tensors, as two ranks write them: read as any folder is."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,11 +99,17 @@ def test_missing_and_contradicting_files_are_named(folders: dict[tuple[str, int]
     half = tmp_path / "half"
     shutil.copytree(folders["llama", 0], half)
     (half / first).unlink()
-    with pytest.raises(ConfigError, match=r"must have the files shard-\*-model-\*\.safetensors of all ranks"):
+    wanted = r"must have the files shard-\*-model-\*\.safetensors of all ranks of one save, and lacks {}: fetch or copy"
+    with pytest.raises(ConfigError, match=wanted.format(first)):
         StoredTensors.of(Root.of(half))
     shutil.copy(folders["llama", 0] / first, half)
     (half / second).unlink()
-    with pytest.raises(ConfigError, match=r"shape of lm_head\.weight"):  # no file says how many ranks there were
+    with pytest.raises(ConfigError, match=wanted.format(second)):  # the model's shapes say how many ranks there were
+        open_hugging_face(Root.of(half))
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    shutil.copy(folders["llama", 0] / second, half)
+    with pytest.raises(ConfigError, match=r"shape of lm_head\.weight \[67, 24\] must be \[100, 24\]"):
         open_hugging_face(Root.of(half))
     shutil.copy(half / first, half / second)
     with pytest.raises(ConfigError, match="are missing, or there twice"):

@@ -27,6 +27,7 @@ COMMAND_MODULES = {
 _FUNCTIONS = {
     "cluster": "shardwise_plan.device_specs:cluster",
     "plot_runs": "shardwise_watch.plot:plot_runs",
+    "sized_own": "shardwise_plan.own_model:sized_own",
     "predicted_step": "shardwise_plan.plan_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "gguf_export": "shardwise_use.gguf_file:GGUFExport",

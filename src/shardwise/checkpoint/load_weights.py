@@ -56,7 +56,7 @@ def load_hugging_face(
     tensors, config_problems = _open_hugging_face(config, mesh.world, folder)
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
-    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored)
+    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored, tensors.files)
     # Weights of another configuration have other shapes: its keys tell why.
     collectives.agree(config_problems or problems, mesh.world)
     requests: list[ReadRequest] = []

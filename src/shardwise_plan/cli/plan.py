@@ -24,10 +24,9 @@ from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
-from shardwise.config import Config, ModelConfig, check_layout, dump_yaml, largest_stage, recipe_name
+from shardwise.config import ModelConfig, dump_yaml, largest_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model, own_data
 from shardwise.config.token_counts import parse_tokens
-from shardwise.estimates.memory import expected_memory
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
 from shardwise_plan.cli.layout_list import answer_facts, show
@@ -158,7 +157,10 @@ def _plan(arguments: argparse.Namespace) -> None:
     trained = config.model
     held = 0
     if config.model.is_own:
-        config, held = _sized(config, fixed)
+        from shardwise_plan.own_model import sized_own  # costly to import, as torch is
+
+        config, held, counts = sized_own(config, fixed)
+        output.progress(counts)
     devices = named_devices(arguments.device)
     # That of the recipe is of the user's own devices, and no price of others that they are compared with.
     price_of = prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
@@ -201,32 +203,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         _draw(listed, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
-
-
-def _sized(config: Config, fixed: set[str]) -> tuple[Config, int]:
-    """The configuration with a family's model that is like the user's own, and the bytes that the own one adds.
-
-    Keys that its class does not take, and the size of the micro-batch that was counted, are put into `fixed`.
-    """
-    from shardwise.cli.train import check_user_code
-    from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
-
-    check_user_code(config)
-    shapes = own_shapes(config, accelerator=True)
-    fixed |= {"parallel.pipeline", "parallel.context", "parallel.expert", "train.micro_batch"}
-    fixed |= set() if shapes.is_cut else {"parallel.tensor", "parallel.sequence"}
-    fixed |= set() if shapes.recomputes else {"train.recompute"}
-    sized = shapes.sized(config)
-    alone = sized.with_keys(parallel={"tensor": 1, "sequence": False}, train={"recompute": "none"})
-    memory = expected_memory(alone, check_layout(alone, 1), True)
-    assert memory is not None, "the shapes of a family are known"
-    held = max(0, shapes.saved_bytes - memory.activations - memory.loss)
-    output.progress(
-        f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
-        f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
-        f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"
-    )
-    return sized, held
 
 
 def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> Machines:

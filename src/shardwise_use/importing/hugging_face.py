@@ -218,7 +218,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
-    sources, problems = find_sources(str(folder), config.family, shapes, stored)
+    sources, problems = find_sources(str(folder), config.family, shapes, stored, tensors.files)
     if not problems:
         # Only tied weights have a second copy, whose values must be those of the first.
         tied = {name: names[0] for name, names in sources.items() if len(names) > 1}

@@ -49,17 +49,14 @@ _BUCKET = re.compile(
 )
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
+_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _COMPARED = 2**22
 """Elements that are compared at a time."""
 _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
-# Roles of a layer's tensors in the order of its modules: Megatron Core's own ones, and TransformerEngine's.
-_ORDERS = (
-    ("input_norm", "dense", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
-    ("dense", "input_norm", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
-)
+_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
@@ -130,9 +127,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
-        stacked = re.fullmatch(r"(decoder\.layers\.)([a-z].*)", name)
-        single = {f"{stacked[1]}{i}.{stacked[2]}": tensor[i] for i in range(len(tensor))} if stacked else {name: tensor}
-        for full_name, part in single.items():
+        for full_name, part in _unstacked(name, tensor):
             role = megatron_model.role_name(full_name, 0)
             if role is not None:
                 found[role] = part
@@ -145,6 +140,14 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     shards.add([found], "in the checkpoint")
     shards.require_floats()
     return shards
+
+
+def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
+    if not (stacked := _STACKED.fullmatch(name)):
+        yield name, tensor
+    for i in range(len(tensor)) if stacked else ():
+        yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
 
 
 # ---- the optimizer's state
@@ -208,13 +211,25 @@ def _unpacked(
                 shards.add(ranks, "")
         return found
 
-    for order in _ORDERS:
+    for order in _orders(args.get("num_experts") or 0):
         found = placed(order)
         if found and _are_masters(
             megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
         ):
             return found
     return {}
+
+
+def _orders(experts: int) -> Iterator[tuple[str, ...]]:
+    """Roles of a layer's tensors in the order of its modules, which are Megatron Core's own or TransformerEngine's.
+
+    The matrices of the experts follow one another expert by expert, or by kind where they are grouped.
+    """
+    one_by_one = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(experts)]
+    for first in (("input_norm", "dense"), ("dense", "input_norm")):
+        for matrices in (one_by_one, [*zip(*one_by_one, strict=True)]):
+            norms = ("q_norm", "k_norm", "post_norm")
+            yield (*first, "qkv", *norms, "fc1", "fc2", "router", *itertools.chain(*matrices))
 
 
 def _roles(weights: Shards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
@@ -304,6 +319,8 @@ def _progress(
         notes.append(f"weight decay changes there: {keys['optimizer.weight_decay']:g} is that of the next step")
     points = _points(common.get("opt_param_scheduler") or {}, args, batch)
     rate, style = keys["optimizer.lr"], args.get("lr_decay_style")
+    if args.get("num_experts"):
+        notes += _balance(args, keys)
     schedule, unlike = rate_keys(points, rate, step, float(groups[0]["lr"]), style)
     keys |= schedule
     notes += unlike
@@ -316,6 +333,19 @@ def _progress(
         step, states, samples=samples, tokens=samples * length, updates=max(done, default=step), keys=keys
     )
     return progress, notes
+
+
+def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
+    """Add the keys of the balance of loads of experts to `keys`; sentences on what has no counterpart."""
+    kinds, rates = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
+    pairs = zip(kinds, rates, strict=True) if isinstance(kinds, list) and isinstance(rates, list) else [(kinds, rates)]
+    used = {_BALANCE[kind]: rate for kind, rate in pairs if rate and kind in _BALANCE}
+    used["z"] = args.get("moe_z_loss_coeff")
+    keys |= {f"optimizer.router_{kind}_loss": float(rate) for kind, rate in used.items() if rate}
+    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if "batch" in used else []
+    unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
+    unlike += ["moe_router_load_balancing_type"] if kinds == "sinkhorn" else []
+    return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:

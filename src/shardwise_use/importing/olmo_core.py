@@ -101,10 +101,8 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
     if config.tie_word_embeddings:
         without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
     weights = named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
-    opened = ForeignModel(config, weights)
-    if weights_only:
-        return opened
-    progress, notes = _progress(folder, step, described["train_module"], config, in_pairs)
+    told = (None, []) if weights_only else _progress(folder, step, described["train_module"], config, in_pairs)
+    progress, notes = told
     return ForeignModel(config, weights, notes=notes, progress=progress)
 
 

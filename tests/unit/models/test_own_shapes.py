@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise
 from examples.own_model import plain
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, config_from, load_config
@@ -163,4 +164,15 @@ def test_dry_run_and_plan_know_it(tmp_path: Path) -> None:
     assert min(plan["headroom_bytes"] for plan in plans) < free - logits / 2
     written = within("plan", "own.yaml", *device, "--write", "planned.yaml", at=tmp_path)
     assert written.code == 0, written.err
-    assert load_config(str(tmp_path / "planned.yaml")).model == load_config(str(tmp_path / "own.yaml")).model
+    own = load_config(str(tmp_path / "own.yaml"), ["precision.mode=mixed"])
+    assert load_config(str(tmp_path / "planned.yaml")).model == own.model
+    found = shardwise.plan(own, "h100:8", best=3).plans
+    assert [plan.headroom for plan in found] == [plan["headroom_bytes"] for plan in plans[:3]]
+    assert [plan.calendar.seconds / 86_400 for plan in found] == [plan["days"] for plan in plans[:3]]
+    assert {plan.config.model for plan in found} == {own.model}
+    assert found[0].mfu == pytest.approx(plans[0]["mfu"])
+
+
+def test_a_plan_from_python_refuses_what_cannot_be_built_without_data() -> None:
+    with pytest.raises(ConfigError, match="forward must work on tensors without data"):
+        shardwise.plan(config_of(f"{__name__}:ReadsData"), "h100:8")

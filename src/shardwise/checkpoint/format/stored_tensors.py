@@ -7,14 +7,14 @@ tensors of a folder with those of a model: names, shapes, dtypes, and second cop
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, shards
+from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
@@ -43,13 +43,14 @@ class StoredTensors:
     Attributes:
         states: state (`model`, `exp_avg`, …) → name → tensor.
         manifest: manifest of a checkpoint; None for plain Hugging Face weights.
+        files: names of its weight files, where it has no manifest.
         readers: number of a file → reader that has read parts of it so far.
     """
 
     folder: Root
     states: Mapping[str, Mapping[str, TensorEntry]]
     manifest: Manifest | None
-    _files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     readers: dict[int, ChunkedReader] = field(default_factory=dict)
 
     @staticmethod
@@ -130,7 +131,7 @@ class StoredTensors:
         """Bytes of a file, verified where it is a checkpoint's: plain files have no checksums."""
         if self.manifest is not None:
             return self.reader(file).read(start, stop)
-        return read_range(self.folder / self._files[file], start, stop)
+        return read_range(self.folder / self.files[file], start, stop)
 
     def reader(self, file: int) -> ChunkedReader:
         """The reader of a checkpoint's file, which is kept."""
@@ -164,6 +165,8 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
     index = folder / INDEX
     if not index.exists():
         if files := shards(folder.names()):
+            if problems := lacking_files(folder, files):
+                raise ConfigError(problems)
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(
@@ -196,7 +199,7 @@ def ordered_names(names: Iterable[str]) -> list[str]:
 
 
 def find_sources(
-    where: str, family: str, shapes: Shapes, stored: Mapping[str, TensorEntry]
+    where: str, family: str, shapes: Shapes, stored: Mapping[str, TensorEntry], files: Collection[str] = ()
 ) -> tuple[dict[str, list[str]], list[str]]:
     """The names under which a folder holds each canonical tensor, the one to read first; and every mismatch.
 
@@ -206,6 +209,7 @@ def find_sources(
         where: subject of the lines on mismatches.
         shapes: canonical tensors of the model.
         stored: name in the folder → tensor.
+        files: names of the files, where a manifest does not tell that all are there.
     """
     spelled = weight_names(family)
     canonical_names = spelled.canonical(list(stored), set(shapes))
@@ -215,7 +219,24 @@ def find_sources(
     for canonical_name, names in sources.items():
         # The canonical spelling comes first, and the second copy of a tied weight last.
         names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
-    return sources, mismatches(where, shapes, stored, canonical=canonical_names)
+    absent = lacking_files(where, files, _ranks_of_parts(shapes, stored, sources) if shards(files) else 0)
+    return sources, absent or mismatches(where, shapes, stored, canonical=canonical_names)
+
+
+def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: Mapping[str, Sequence[str]]) -> int:
+    """The least number of ranks that saved, where all matrices are cut short along one dim; 0 where they are not.
+
+    No file says how many there were: each but the last has an equal part.
+    """
+    ranks = 0
+    for name, shape in shapes.items():
+        for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not _EXPERT.search(name)):
+            cut = [dim for dim, whole in enumerate(shape) if entry.shape[dim : dim + 1] != (whole,)]
+            if len(entry.shape) != len(shape) or len(cut) != 1 or entry.shape[cut[0]] > shape[cut[0]]:
+                return 0
+            part = max(piece.box.size[cut[0]] for piece in entry.pieces)
+            ranks = max(ranks, -(-shape[cut[0]] // max(1, part)))
+    return ranks
 
 
 def mismatches(

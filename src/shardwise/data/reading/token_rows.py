@@ -24,8 +24,9 @@ from shardwise.data.rows import IntArray
 
 # Lines that are decoded at once.
 _LINES = 256
-# Kinds of columns that hold numbers: those that are no whole numbers are refused when they are read.
-_NUMBERS = r"tokens|.*list.*<.*: (float|double|halffloat)"
+# Kinds of columns of lists: those that hold no whole numbers, such as floats or lists, are refused when they are read.
+_LISTS = r"tokens|\w*list\w*<(?!.*: (string|large_string|struct))"
+_FIX = "(data.text_key): write it as a list of integers, or name another"
 
 
 @dataclass(frozen=True)
@@ -99,24 +100,24 @@ def beyond(token: np.integer[Any], vocab_size: int) -> str:
 
 
 def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
-    """The reading of a file whose first row has a list of numbers, and its column: `key`, or `input_ids` for `text`.
+    """The reading of a file whose first row has a list, not of texts, and its column: `key`, or `input_ids` for `text`.
 
-    None if the file has no such rows; DataError if it cannot be read.
+    None if the file has no such rows; DataError if it cannot be read. A column `input_ids` counts whatever it holds.
     """
     reading = reading_of(file, None, key)
     names = [key, *([text_files.TOKENS] if key == "text" else [])]
     if reading.kind == "parquet":
         kinds = text_files.parquet_kinds(file, names)
         name = next(iter(kinds), key)
-        return (reading, name) if re.match(_NUMBERS, kinds.get(name, "")) else None
+        return (reading, name) if name != key or re.match(_LISTS, kinds.get(name, "")) else None
     for number, line in _lines(file) if reading.kind == "jsonl" else ():
         record = text_files.line_record(line, partial(text_files.line_name, file, 0, number), key, orjson.loads)
         for name in names:
             with contextlib.suppress(KeyError):
                 values = text_files.field_of(record, name)
                 if values != []:  # which may be anything: the next line tells
-                    is_row = isinstance(values, list) and {*map(type, values)} <= {int, float}
-                    return (reading, name) if is_row else None
+                    is_row = isinstance(values, list) and {*map(type, values)}.isdisjoint((str, dict))
+                    return (reading, name) if name != key or is_row else None
                 break
         else:
             return None
@@ -153,13 +154,11 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
     where = partial(text_files.line_name, file, 0, number)
     values = text_files.record_field(text_files.line_record(line, where, column, orjson.loads), where, column, "tokens")
     if not isinstance(values, list):
-        raise DataError(
-            f"{where()}: the field {column!r} must hold a list of whole numbers, not {text_files.type_name(values)} "
-            "(data.text_key)"
-        )
+        found = text_files.type_name(values)
+        raise DataError(f"{where()}: the field {column!r} must hold a list of whole numbers, not {found} {_FIX}")
     if not {*map(type, values)} <= {int}:
         at = next(at for at, value in enumerate(values) if type(value) is not int)
-        raise DataError(f"{where()}: token {at} ({json.dumps(values[at])[:40]}) must be a whole number")
+        raise DataError(f"{where()}: token {at} ({json.dumps(values[at])[:40]}) must be a whole number {_FIX}")
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:
@@ -172,5 +171,5 @@ def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
     if kind != "tokens":
         found = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
-        raise DataError(f"{found}, and must hold lists of whole numbers (data.text_key){see('data#no-such-field')}")
+        raise DataError(f"{found}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")
     return [column]
