@@ -1,6 +1,6 @@
 """One rank's block at TP 8 with sequence parallelism, by what torch's dispatcher is asked to do: for any tree.
 
-`python block_rank.py RECOMPUTE DEVICE TOKENS` prints a line of JSON. On the device `meta` nothing is computed. The
+`python block_rank.py RECOMPUTE DEVICE TOKENS RANKS` prints a line of JSON. On the device `meta` nothing is computed. The
 kernels that CUDA has and this device lacks are operators of their own here: of a norm, of attention, and of a product
 that is added to a gradient in float32. Collectives are torch's fake ones.
 """
@@ -29,7 +29,6 @@ from shardwise.models import attention
 from shardwise.models.blocks import Context, Part
 from shardwise.models.build import build_model
 
-RANKS = 8
 LIBRARY = torch.library.Library("bench", "FRAGMENT")
 LIBRARY.define("norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 LIBRARY.define("norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor inverse) -> (Tensor, Tensor)")
@@ -102,10 +101,14 @@ class Operations(TorchDispatchMode):
         self.operators[name] += 1
         schema = func._schema
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if not (is_view or name in ("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "_fused_sdp_choice")):
+        if not (
+            is_view
+            or name in ("_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided", "_fused_sdp_choice")
+        ):
             read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             held = {id(t) for t in read}
-            changed = [] if "out" in kwargs or func.namespace == "c10d" else self._changed(schema, args)
+            is_written_once = "out" in kwargs or "grad_input" in kwargs or name == "copy_" or func.namespace == "c10d"
+            changed = [] if is_written_once else self._changed(schema, args)
             made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and id(t) not in held]
             self.moved[name] += sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in (*read, *changed, *made))
         for tensor in tree_leaves(out):
@@ -133,21 +136,27 @@ class Operations(TorchDispatchMode):
         self.live += size
 
 
-def main(recompute: str, device_name: str, tokens: str) -> None:
+def main(recompute: str, device_name: str, tokens: str, ranks: str) -> None:
     device = torch.device(device_name)
-    fake_process_group(0, RANKS)
-    keys = [f"parallel.tensor={RANKS}", "parallel.sequence=true", "precision.mode=mixed", "train.micro_batch=1"]
+    size = int(ranks)
+    fake_process_group(0, size)
+    keys = [
+        f"parallel.tensor={size}",
+        f"parallel.sequence={str(size > 1).lower()}",
+        "precision.mode=mixed",
+        "train.micro_batch=1",
+    ]
     keys += [f"train.recompute={recompute}", f"train.sequence_length={tokens}", "parallel.sequence_regather=false"]
     config = load_config("llama2-7b", keys)
     part = Part(range(1), is_first=False, is_last=False)
-    group = Mesh(tensor=RANKS, device=device).tp
-    model = build_model(config, group, sequence_parallel=True, device=device, dtype=torch.bfloat16, part=part)
+    group = Mesh(tensor=size, device=device).tp
+    model = build_model(config, group, sequence_parallel=size > 1, device=device, dtype=torch.bfloat16, part=part)
     block = model.layers[0]
     for parameter in block.parameters():
         parameter.grad_dtype = torch.float32
         parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
     products.let_products_add([p for p in block.parameters() if p.dim() == 2])
-    x = torch.randn(int(tokens) // RANKS, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
+    x = torch.randn(int(tokens) // size, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
     dy = torch.randn_like(x)
     context = Context(rotary_tables={None: model.rotary.tables(int(tokens), x)})
     kept = [x, dy, *context.rotary_tables[None]]
