@@ -58,8 +58,8 @@ def dropping(*sources: Recomputed) -> Iterator[None]:
             if share_storage(saved, source.result):
                 return _Recipe(source, saved)
         # A node that saves its own output would hold itself: where only a part of a backward pass frees the graph, as
-        # in a schedule that splits it, for ever.
-        return saved.detach()
+        # in a schedule that splits it, for ever. A leaf is no output.
+        return saved if saved.is_leaf else saved.detach()
 
     try:
         with saved_tensors_hooks(pack, _unpack):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,12 @@ from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import has_fused_attention
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
-from shardwise.layers.linear import LinearOptions, RowParallelLinear
+from shardwise.layers.linear import GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
 from shardwise.models.masks import KernelMask, Mask
-from shardwise.models.rotary import rotate
+from shardwise.models.rotary import RotateJoined, rotate
 
 _Tables = tuple[Tensor, Tensor] | None
 """Cosines and sines by which queries and keys are rotated."""
@@ -59,6 +59,8 @@ class AttentionCore(nn.Module):
         """q `[S, B, n, d]`, k and v `[L, B, m, d]`, where m divides n and L ≥ S → `[S, B, n·d]`."""
         mask = context.masks.get(self.window)
         key = context.dropout if self.p else None
+        if not isinstance(mask, KernelMask):
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         if self.recompute and torch.is_grad_enabled() and not self._is_fused(q, k, v, mask, key):
             # Masks of dropout depend on the context's key alone: no generator's state must be kept for them.
             arguments = (q, k, v, mask, key)
@@ -72,7 +74,6 @@ class AttentionCore(nn.Module):
             return False
         if torch.compiler.is_compiling() or isinstance(mask, KernelMask):
             return True
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
         p = self.p if key is not None else 0.0
         is_grouped = q.shape[1] != k.shape[1]
         return has_fused_attention(q, k, v, mask, p, causal=self.causal and mask is None, is_grouped=is_grouped)
@@ -85,9 +86,7 @@ class AttentionCore(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, key: AnyKey | None) -> Tensor:
         if isinstance(mask, KernelMask):
             return mask.attend(q, k, v, self.scale).flatten(2)
-        by_steps = self.goes_by_steps(q, key)
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
-        if key is not None and by_steps:
+        if key is not None and self.goes_by_steps(q, key):
             out = self._step_by_step(q, k, v, mask, key)
         else:
             # torch aligns its causal mask with the first key; a query after cached keys sees all of them.
@@ -186,6 +185,10 @@ class Attention(nn.Module):
         self.recomputes_block = factory.recompute == "full"
         # A norm of q and k is no cheap function where it communicates, and keeps its input.
         self.drops_rotated = factory.drops_cheap and norm is None
+        # What a norm or a sum by parts makes of q, k and v are tensors by themselves.
+        self.joins_heads = norm is None and type(self).heads is Attention.heads and not factory.group.has_parts
+        key_heads = max(config.num_key_value_heads // factory.group.size, 1)
+        self.widths = (config.num_attention_heads // factory.group.size, key_heads, key_heads)
         self.layer = layer
         self.qkv = qkv
         self.norm = norm
@@ -209,21 +212,29 @@ class Attention(nn.Module):
         heads = (-1, self.head_dim)
         return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, normalised if there is a norm: each `[S, B, heads, d]`."""
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v, normalised if there is a norm, each `[S, B, heads, d]`; or one tensor of all heads."""
+        if self.joins_heads:
+            return (cast(GQAQKVColumnParallelLinear, self.qkv).joined(x).unflatten(-1, (-1, self.head_dim)),)
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)
         return q, k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+    def attend(self, projected: Sequence[Tensor], context: Context) -> Tensor:
         """Return the input of the output projection, `[S, B, n·d]`, of q, k and v as `project` gives them."""
         tables: _Tables = None
         if self.rotates:
             cos, sin = context.rotary_tables[self.core.window]
-            tables = (cos.to(q.dtype), sin.to(q.dtype))
-        drops = context.gathers_keys or (self.rotates and self.drops_rotated)
-        if not (drops or context.cache or context.parts):
+            tables = (cos.to(projected[0].dtype), sin.to(projected[0].dtype))
+        keeps = not (context.gathers_keys or context.cache or context.parts)
+        if len(projected) == 1:
+            if keeps and tables is not None and not torch.compiler.is_compiling():
+                rotated = RotateJoined.apply(*projected, self.widths, *tables)  # type: ignore[no-untyped-call]
+                return cast(Tensor, self.core(*rotated, context))
+            projected = projected[0].split(self.widths, dim=2)
+        q, k, v = projected
+        if keeps and not (self.rotates and self.drops_rotated):
             if tables is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
             attended: Tensor = self.core(q, k, v, context)
@@ -287,7 +298,7 @@ class Attention(nn.Module):
         return torch.cat([self.core(*arguments) for arguments in by_part])
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        out: Tensor = self.out(self.attend(*self.project(x), context))
+        out: Tensor = self.out(self.attend(self.project(x), context))
         return out
 
 
@@ -300,8 +311,8 @@ class Block(nn.Module):
     attention_name: ClassVar[str] = "attention"
     """Name of the module that is the block's `Attention`."""
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, each `[S, B, heads, d]`."""
+    def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return what `Attention.project` does."""
         raise NotImplementedError
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
@@ -312,7 +323,7 @@ class Block(nn.Module):
         if context.parts:
             return self._forward_by_part(x, context)
         attention: Attention = getattr(self, self.attention_name)
-        return self.behind_attention(x, attention.attend(*self.before_attention(x), context), context)
+        return self.behind_attention(x, attention.attend(self.before_attention(x), context), context)
 
     def _forward_by_part(self, x: Tensor, context: Context) -> Tensor:
         from shardwise.layers.bitwise.replicated import SequenceParts
@@ -322,6 +333,6 @@ class Block(nn.Module):
         count = len(context.parts)
         xs = x.chunk(count)
         projected = layers.results(self.before_attention, xs)
-        q, k, v = (torch.cat(by_part) for by_part in zip(*projected, strict=True))
-        attended = attention.attend(q, k, v, context).chunk(count)
+        joined = [torch.cat(by_part) for by_part in zip(*projected, strict=True)]
+        attended = attention.attend(joined, context).chunk(count)
         return torch.cat(layers.results(self.behind_attention, xs, attended, context.parts))

@@ -71,7 +71,7 @@ class BertBlock(Block):
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
         self.mlp_norm = factory.norm(config, f"{name}.output.LayerNorm")
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.attention.project(x)
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:

@@ -105,6 +105,12 @@ class LayerFactory:
         """True if results that are cheap to compute are not kept for the backward pass."""
         return self.recompute == "selective"
 
+    @property
+    def drops_normed(self) -> bool:
+        """The same of the inputs of column-parallel layers, which keep what they gathered of them."""
+        keeps_input = self.group.size == 1 or not self.sequence_parallel or self.in_blocks.regathers
+        return self.drops_cheap and keeps_input
+
     def activation(self, config: FamilyConfig) -> Callable[[Tensor], Tensor]:
         """Return the activation function of a rank's part of the width."""
         function = ACTIVATIONS[config.activation]

@@ -32,7 +32,7 @@ class GPTBlock(Block):
         qkv = factory.query_key_value(config, 3 * (f"{name}.attn.c_attn",), transposed=True)
         # GPT-2 scales the weights of a block's two terms of the residual stream by 1 / √(number of all terms).
         scaled = Init.normal(config.initializer_range / math.sqrt(2 * config.num_hidden_layers))
-        self.drops_normed = factory.drops_cheap
+        self.drops_normed = factory.drops_normed
         self.ln_1 = factory.norm(config, f"{name}.ln_1")
         self.attn = Attention(config, layer, factory, qkv, f"{name}.attn.c_proj", transposed=True, out_init=scaled)
         self.attn_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_ATTENTION)
@@ -42,7 +42,7 @@ class GPTBlock(Block):
         )
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return compose(self.attn.project, self.ln_1, x, drops=self.drops_normed)
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:

@@ -49,7 +49,7 @@ class GPTNeoXBlock(Block):
             **factory.options,
         )
         mark_heads(qkv.weight, config.head_dim, maps=3)
-        self.drops_normed = factory.drops_cheap
+        self.drops_normed = factory.drops_normed
         self.parallel_residual = config.use_parallel_residual
         self.sums_together = self.parallel_residual and not config.hidden_dropout_p
         self.input_layernorm = factory.norm(config, f"{name}.input_layernorm")
@@ -61,7 +61,7 @@ class GPTNeoXBlock(Block):
         self.mlp = MLP(config, layer, factory, (f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"))
         self.mlp_dropout = factory.dropout(config.hidden_dropout_p, layer, AFTER_MLP)
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         return compose(self.attention.project, self.input_layernorm, x, drops=self.drops_normed)
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:

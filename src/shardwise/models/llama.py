@@ -13,15 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
+from shardwise.distributed.torch_private import graph_is_kept
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
-from shardwise.models.blocks import Context, LayerFactory
+from shardwise.models.blocks import ACTIVATIONS, Context, LayerFactory
 from shardwise.models.causal import CausalLM
 from shardwise.models.rotary import Rotary
 
@@ -44,38 +44,28 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, act: Gate) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.act = act
+        ctx.is_leaf = gate_up.is_leaf
         gate, up = gate_up.chunk(2, dim=-1)
-        activated = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
-        return activated.mul_(up)
+        return ACTIVATIONS[act](gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         dy = grads[0]
-        gate, up = gate_up.chunk(2, dim=-1)
         if torch.is_grad_enabled():
-            return _differentiable_gradient(dy, gate, up, ctx.act), None
-        gradient = torch.empty_like(gate_up)
-        dgate, dup = gradient.chunk(2, dim=-1)
+            gate, up = gate_up.chunk(2, dim=-1)
+            return torch.autograd.grad(ACTIVATIONS[ctx.act](gate) * up, gate_up, dy, create_graph=True)[0], None
+        # Nothing else reads a product's output: its gradient takes its memory.
+        gradient = gate_up.clone() if ctx.is_leaf or graph_is_kept() else gate_up.detach()
+        gate, up = gradient.chunk(2, dim=-1)
+        d_activated = dy * up
         if ctx.act == "silu":
-            torch.ops.aten.silu.out(gate, out=dup).mul_(dy)
-            torch.ops.aten.silu_backward.grad_input(torch.mul(dy, up, out=dgate), gate, grad_input=dgate)
+            torch.ops.aten.silu.out(gate, out=up).mul_(dy)
+            torch.ops.aten.silu_backward.grad_input(d_activated, gate, grad_input=gate)
         else:
-            torch.ops.aten.gelu.out(gate, approximate="tanh", out=dup).mul_(dy)
-            d_activated = torch.mul(dy, up, out=dgate)
-            torch.ops.aten.gelu_backward.grad_input(d_activated, gate, approximate="tanh", grad_input=dgate)
+            torch.ops.aten.gelu.out(gate, approximate="tanh", out=up).mul_(dy)
+            torch.ops.aten.gelu_backward.grad_input(d_activated, gate, approximate="tanh", grad_input=gate)
         return gradient, None
-
-
-def _differentiable_gradient(dy: Tensor, gate: Tensor, up: Tensor, act: Gate) -> Tensor:
-    """Return the gradient by operations that torch differentiates again."""
-    if act == "gelu_tanh":
-        dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate="tanh")
-        return torch.cat((dgate, dy * F.gelu(gate, approximate="tanh")), dim=-1)
-    # torch's `silu_backward` has no gradient.
-    sigmoid = torch.sigmoid(gate)
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return torch.cat((dy * up * slope, dy * gate * sigmoid), dim=-1)
 
 
 class GatedMLP(nn.Module):
@@ -107,15 +97,22 @@ class GatedMLP(nn.Module):
             name=f"{name}.down_proj",
             **factory.options,
         )
+        cast(Any, self.down_proj.weight).owns_input = True
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.leave(*self.enter(x))
+
+    def enter(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return gate and up, or one tensor of both."""
         # The compiler makes one kernel of single operations.
         if self.gated is None or torch.compiler.is_compiling():
-            sides = self.gate_up(x)
-            out = compose(self.down_proj, lambda gate, up: self.act(gate) * up, *sides, drops=self.drops_activated)
-        else:
-            out = compose(self.down_proj, self.gated, self.gate_up.joined(x), drops=self.drops_activated)
-        return cast(Tensor, out)
+            return cast(tuple[Tensor, ...], self.gate_up(x))
+        return (self.gate_up.joined(x),)
+
+    def leave(self, *sides: Tensor) -> Tensor:
+        """Return the output, of what `enter` returned."""
+        activated = self.gated if len(sides) == 1 and self.gated else lambda gate, up: self.act(gate) * up
+        return cast(Tensor, compose(self.down_proj, activated, *sides, drops=self.drops_activated))
 
 
 class SparseMLP(nn.Module):
@@ -161,7 +158,8 @@ class LlamaBlock(Block):
         q, k, v, o = (f"{name}.self_attn.{part}_proj" for part in "qkvo")
         bias = config.attention_bias
         self.norm_place = config.norm_place
-        self.drops_normed = factory.drops_cheap
+        # A router keeps its own input, which is not gathered.
+        self.drops_normed = factory.drops_normed if config.routing(layer) is None else factory.drops_cheap
         if config.norms_input:
             self.input_layernorm = factory.norm(config, f"{name}.input_layernorm", RMSNorm)
         self.self_attn = Attention(
@@ -181,24 +179,28 @@ class LlamaBlock(Block):
         if config.norms_output:
             self.post_feedforward_layernorm = factory.norm(config, f"{name}.post_feedforward_layernorm", RMSNorm)
 
-    def before_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def before_attention(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.norm_place == "output":
             return self.self_attn.project(x)
         return compose(self.self_attn.project, self.input_layernorm, x, drops=self.drops_normed)
 
     def behind_attention(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
-        attended = self.self_attn.out(attended)
         if self.norm_place == "output":
-            x = x + self.post_attention_layernorm(attended)
+            x = x + self.post_attention_layernorm(self.self_attn.out(attended))
             added = self.post_feedforward_layernorm(self.mlp(x))
         elif self.norm_place == "both":
-            x = x + self.post_attention_layernorm(attended)
-            added = compose(self.mlp, self.pre_feedforward_layernorm, x, drops=self.drops_normed)
-            added = self.post_feedforward_layernorm(added)
+            x = x + self.post_attention_layernorm(self.self_attn.out(attended))
+            added = self.post_feedforward_layernorm(self._feed(x, self.pre_feedforward_layernorm))
         else:
-            x = x + attended
-            added = compose(self.mlp, self.post_attention_layernorm, x, drops=self.drops_normed)
+            x = x + self.self_attn.out(attended)
+            added = self._feed(x, self.post_attention_layernorm)
         return cast(Tensor, x + added)
+
+    def _feed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """Return `mlp(norm(x))`; what the norm returned is free before the last product."""
+        if isinstance(self.mlp, SparseMLP):
+            return compose(self.mlp, norm, x, drops=self.drops_normed)
+        return self.mlp.leave(*compose(self.mlp.enter, norm, x, drops=self.drops_normed))
 
 
 class Llama(CausalLM[DecoderConfig]):

@@ -175,8 +175,35 @@ class _Rotate(torch.autograd.Function):
         return _rotate_by(grads[0], cos, sin, -1.0), None, None
 
 
-def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """Rotate each pair by its angle (sign 1) or back (sign -1); elements beyond the tables' width are kept."""
+class RotateJoined(torch.autograd.Function):
+    """heads `[S, B, n + 2·m, d]`, a product's output that nothing else reads → q and k, rotated in its memory, and v.
+
+    `widths` are n, m and m. The gradient is one tensor too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, widths: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.widths = widths
+        joined = heads.narrow(2, 0, widths[0] + widths[1])
+        _rotate_by(joined, cos, sin, 1.0, joined)
+        return heads.split(widths, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        tables = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return torch.cat([*(_rotate_by(grad, *tables, -1.0) for grad in grads[:2]), grads[2]], 2), None, None, None
+        heads = grads[0].new_empty((*grads[0].shape[:2], sum(ctx.widths), grads[0].shape[3]))
+        q, k, v = heads.split(ctx.widths, dim=2)
+        _rotate_by(grads[0], *tables, -1.0, q)
+        _rotate_by(grads[1], *tables, -1.0, k)
+        v.copy_(grads[2])
+        return heads, None, None, None
+
+
+def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float, rotated: Tensor | None = None) -> Tensor:
+    """Rotate each pair by its angle (sign 1) or back (sign -1), into `rotated`, which may be x; keep other elements."""
     half = cos.shape[-1]
     widths = (half, half, x.shape[-1] - 2 * half)
     first, second, not_rotary = x.split_with_sizes(widths, dim=-1)
@@ -185,11 +212,13 @@ def _rotate_by(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
         rotated_first = (first * cos).addcmul_(second, sin, value=-sign)
         rotated_second = (second * cos).addcmul_(first, sin, value=sign)
         return torch.cat((rotated_first, rotated_second, not_rotary), dim=-1)
-    rotated = x.new_empty(x.shape)
+    rotated = x.new_empty(x.shape) if rotated is None else rotated
     rotated_first, rotated_second, kept = rotated.split_with_sizes(widths, dim=-1)
-    torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
+    new_first = torch.mul(first, cos, out=None if rotated is x else rotated_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=rotated_second).addcmul_(first, sin, value=sign)
-    if widths[2]:
+    if rotated is x:
+        first.copy_(new_first)
+    elif widths[2]:
         kept.copy_(not_rotary)
     return rotated
 
