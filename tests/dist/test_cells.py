@@ -202,7 +202,7 @@ def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
 
 
 @pytest.mark.slow
-@by_name([*sweep(100), *pipelines()])
+@pytest.mark.sweep("cell", lambda: [*sweep(100), *pipelines()])
 def test_any_other_cell_trains_like_one_process(
     cell: Cell, ranks: Any, record_property: Callable[[str, object], None]
 ) -> None:
