@@ -24,7 +24,9 @@ OFTEN = (
 """Each family, few and many heads, odd numbers of them, and each optimizer."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in recipe_names()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in recipe_names()]
+)
 def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> None:
     recipe = load_config(name)
     config, cells = small(recipe)
