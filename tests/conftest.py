@@ -90,15 +90,26 @@ _POOLED = ("dist", "golden")
 class PoolsOnce(LoadFileScheduling):
     """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
 
-    One worker has all tests of the strict device, too, as others would wait while it is built, all of SLURM, and all
-    that parse the whole project.
+    One worker has all tests of the strict device, too, as others would wait while it is built, all of SLURM, all that
+    parse the whole project, and all of the commands, which share a server, a trained run and an object store.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         folder = _folder(nodeid)
         if folder in _POOLED:
             return "ranks"
-        return folder if folder in ("arch", "cluster", "strict") else super()._split_scope(nodeid)
+        return folder if folder in ("arch", "cluster", "e2e", "strict") else super()._split_scope(nodeid)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draw the cells of sweeps where slow tests are asked for: each worker would draw them for seconds.
+
+    `pytest.mark.sweep(names, draw)` marks a slow test whose parameters `draw` returns.
+    """
+    for mark in metafunc.definition.iter_markers("sweep"):
+        names, draw = mark.args
+        found = [] if metafunc.config.option.markexpr == "not slow" else draw()
+        metafunc.parametrize(names, found, ids=lambda one: getattr(one, "name", one))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:

@@ -105,7 +105,7 @@ def others(count: int) -> list[Cell]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", others(40), ids=lambda cell: cell.name)
+@pytest.mark.sweep("cell", lambda: others(40))
 def test_any_other_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), train(cell.alone))
 

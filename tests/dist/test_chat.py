@@ -66,7 +66,7 @@ def test_the_batches_count_differently() -> None:
     assert len(set(counts)) > 1
 
 
-OFTEN = ("tp2-sp", "dp2-pp2")
+OFTEN = ("tp2-sp",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in LAYOUTS])

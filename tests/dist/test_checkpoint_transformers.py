@@ -25,7 +25,7 @@ LAYOUTS = {
 def _is_quick(family: str, layout: str) -> bool:
     if layout == "TP 2 × PP 2":
         return family == "gpt"  # tied: both ends of the pipeline have the embedding
-    return layout == "TP 2 + SP × DP 2" and family in ("llama", "bert")
+    return layout == "TP 2 + SP × DP 2" and family == "llama"
 
 
 CELLS = [

@@ -32,7 +32,7 @@ FAMILIES = {
     "mixtral": "Mixtral",
     "glm4_moe": "Glm4Moe",
 }
-OFTEN = ("mixtral", "glm4_moe")
+OFTEN = ("glm4_moe",)
 
 
 def written(family: str, folder: Path, *, fused: bool, **keys: Any) -> Any:

@@ -154,6 +154,7 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
         ranks(size).close()  # gloo has a thread for each of many groups
 
 
+@pytest.mark.slow
 def test_every_two_choices_that_can_meet_do() -> None:
     assert set().union(*(pairs(*one) for one in grid())) == possible_pairs()
     assert len(grid()) <= 45, "the grid has grown: does each new choice need an axis of its own?"
@@ -165,7 +166,7 @@ def test_a_layout_trains_like_one_process(family: str, cell: Cell, trained: Trai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "cell"), [*grid(), *ODD], ids=lambda one: getattr(one, "name", one))
+@pytest.mark.sweep(("family", "cell"), lambda: [*grid(), *ODD])
 def test_any_layout_trains_like_one_process(
     family: str, cell: Cell, trained: Train, record_property: Callable[[str, object], None]
 ) -> None:

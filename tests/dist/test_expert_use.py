@@ -76,7 +76,7 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
 LAYOUTS = [
     pytest.param(2, {"expert": 2}, id="EP 2"),
     pytest.param(4, {"expert": 2, "tensor": 2}, id="EP 2, TP 2", marks=pytest.mark.slow),
-    pytest.param(4, {"expert": 2, "pipeline": 2}, id="EP 2, PP 2"),
+    pytest.param(4, {"expert": 2, "pipeline": 2}, id="EP 2, PP 2", marks=pytest.mark.slow),
     pytest.param(4, {"expert": 2}, id="DP 4, EP 2", marks=pytest.mark.slow),
 ]
 

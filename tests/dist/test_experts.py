@@ -313,7 +313,7 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if "copies" in name or "PP" in name else pytest.mark.slow) for name in TRAININGS],
+    [pytest.param(name, marks=() if "copies" in name else pytest.mark.slow) for name in TRAININGS],
 )
 def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
     world, sections = TRAININGS[name]

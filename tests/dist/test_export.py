@@ -41,6 +41,7 @@ LAYOUTS = {
     "tp2-dp2": (4, 2, False),
     "dp2": (2, 1, False),
 }
+OFTEN = ("tp4-sp", "tp2-dp2")
 
 
 def config(variant: str, tensor: int = 1, sequence: bool = False) -> Config:
@@ -84,7 +85,7 @@ def sample(chosen: Config, window: int) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in LAYOUTS])
 def test_canonical_tensors_are_those_of_one_process(layout: str, variant: str, ranks: Any) -> None:
     world, tensor, sequence = LAYOUTS[layout]
     wanted = digests(config(variant))

@@ -96,6 +96,7 @@ def test_bert_has_the_same_curve_with_data_and_with_tensor_parallelism(update: s
     assert min(norms) < CLIP < max(norms), "the curve must have steps that clip and steps that do not"
 
 
+@pytest.mark.slow
 def test_gradients_divided_by_the_world_size_would_be_seen(ranks: Any, cache: Path) -> None:
     overrides = [*UPDATES["adamw, clipped"], *TP2_DP2]
     losses, norms = ranks(4).run(curve, "bert-tiny", overrides, cache)[0]

@@ -150,8 +150,14 @@ def chunked(tp: int, sequence: bool, vocabulary: int, smoothing: float, rows: in
     return case.errors(loss, case.x.grad, case.weight.grad)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize(
+    ("tp", "sequence"),
+    [
+        pytest.param(tp, sequence, marks=() if sequence == (tp > 1) else pytest.mark.slow)
+        for tp in DEGREES
+        for sequence in (False, True)
+    ],
+)
 def test_linear_cross_entropy_at_every_chunk_size(tp: int, sequence: bool, ranks: Any) -> None:
     here = S // tp if sequence else S
     for vocabulary, smoothing in itertools.product((8, 9, 13), (0.0, 0.1)):

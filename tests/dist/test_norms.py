@@ -44,10 +44,15 @@ BIASED = {"attention_bias": True, "mlp_bias": True}
         pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
         (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
         # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
-        (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
+        pytest.param(4, {"parallel": {"tensor": 4}, "model": BIASED}, 1, marks=pytest.mark.slow),
         (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
         pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
+        pytest.param(
+            4,
+            {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED},
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_norms_count_every_element_once(world: int, sections: dict[str, Any], sums: int, ranks: Any) -> None:

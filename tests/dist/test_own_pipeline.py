@@ -24,7 +24,7 @@ SIZES = {
 }
 SLOW = pytest.mark.slow
 CELLS = [
-    ("Plain", {}),
+    pytest.param("Plain", {}, marks=SLOW),
     ("Sharded", {"tensor": 2, "schedule": "interleaved"}),
     pytest.param("Plain", {"schedule": "interleaved_zero_bubble"}, marks=SLOW),
     pytest.param("Plain", {"schedule": "dualpipev"}, marks=SLOW),

@@ -73,7 +73,7 @@ def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
 
 
-OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp4-sp", "adamw"), ("pp2-dp2", "lamb"), ("tp2-pp2", "adamw"))
+OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "adamw"))
 CELLS = [
     pytest.param(layout, model, optimizer, marks=() if (layout, optimizer) in OFTEN else pytest.mark.slow)
     for layout in LAYOUTS

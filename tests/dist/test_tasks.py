@@ -11,10 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout
@@ -22,7 +19,6 @@ from shardwise.data.evaluation_tasks import longest_input
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_optimizer
-from shardwise_use import task_evaluation
 from shardwise_use.task_requests import ScoreRequest, TaskModel
 from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
@@ -76,6 +72,7 @@ def recorded(model: type[Any], answers: dict[str, list[Any]]) -> type[Any]:
 def theirs(case: str) -> Scored:
     """The answers of `lm_eval --model hf`."""
     from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     model, tasks = folders(case)
@@ -88,6 +85,8 @@ def theirs(case: str) -> Scored:
 
 def ours(model: Path, tasks: Path, parallel: dict[str, Any], batch: int, limit: int | None) -> Scored | None:
     """The answers at a layout; None on all ranks but 0."""
+    from shardwise_use import task_evaluation  # and lm_eval, which takes a second of each worker that collects tests
+
     config = make_config(
         model=described(model).model_dump(mode="json"),
         parallel={key: degree for key, degree in parallel.items() if key != "zero"},
@@ -154,8 +153,10 @@ def test_scores_are_those_of_lm_eval(case: str, layout: str, ranks: Any) -> None
                 assert first.metrics[task][name] == value
 
 
-def answers(model: Path, parallel: dict[str, Any], ask: Callable[[task_evaluation.ShardedLM], Any]) -> Any:
+def answers(model: Path, parallel: dict[str, Any], ask: Callable[[Any], Any]) -> Any:
     """What a model at a layout answers to `ask`; None on all ranks but 0."""
+    from shardwise_use import task_evaluation
+
     config = make_config(model=described(model).model_dump(mode="json"), parallel=parallel)
     ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
     stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
@@ -167,6 +168,8 @@ def answers(model: Path, parallel: dict[str, Any], ask: Callable[[task_evaluatio
 
 def draws(count: int, lm: Any, **settings: Any) -> list[str]:
     """Continuations of one prompt, as a task that repeats a request wants them."""
+    from lm_eval.api.instance import Instance
+
     arguments = ("The ring of", {"do_sample": True, "until": [], **settings})
     return list(lm.generate_until([Instance("generate_until", {}, arguments, row) for row in range(count)]))
 
@@ -184,6 +187,8 @@ def test_each_repeat_of_a_request_has_draws_of_its_own_at_any_layout(
 
 @pytest.mark.slow
 def test_draws_are_from_the_tokens_from_which_transformers_draws() -> None:
+    from transformers import AutoModelForCausalLM
+
     model, _ = folders("llama")
     with torch.no_grad():
         ids = torch.tensor([Tokenizer.load(model).encode("The ring of").tolist()])

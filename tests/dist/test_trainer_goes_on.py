@@ -104,7 +104,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Conti
     return of
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+OFTEN = ("llama", "qwen3_moe")
+
+
+@pytest.mark.parametrize("case", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES])
 def test_the_next_ten_losses_are_the_trainers(elsewhere: Callable[[str], Continued], case: str) -> None:
     continued = elsewhere(case)
     losses = run(continued.config(), AFTER, 0, str(continued.folder), None).losses

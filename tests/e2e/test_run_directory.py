@@ -183,6 +183,7 @@ def test_each_rank_has_a_log(trained: Trained) -> None:
     assert (trained.run / "logs/rank-0001.log").read_text() == "", "a healthy rank has nothing to say"
 
 
+@pytest.mark.slow
 def test_the_same_layout_trains_the_same_bits(trained: Trained, tmp_path: Path) -> None:
     """Inside torchrun, as a cluster's script starts it, and ended early: the schedule stays that of train.steps."""
     again = shardwise(

@@ -35,7 +35,11 @@ CELLS = small(
 )
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [CELLS[0], *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS[1:4]), CELLS[4]],
+    ids=lambda cell: cell.name,
+)
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
     compare(strict(2, "neuron").run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
 

@@ -66,7 +66,9 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     ("world", "sections"),
     [
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}),
+        pytest.param(
+            2, {"model": {"tie_word_embeddings": True}, "train": {"recompute": "full"}}, marks=pytest.mark.slow
+        ),
         pytest.param(2, {"model": SIZES | FAMILIES["bert"]}, marks=pytest.mark.slow),
         pytest.param(2, {"model": SIZES | FAMILIES["gpt_neox"]}, marks=pytest.mark.slow),
         pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, marks=pytest.mark.slow),

@@ -114,7 +114,7 @@ def save_behind_steps(config: Config, root: str, waits: bool) -> tuple[str | Non
         pytest.param(1, {"precision": {"mode": "mixed"}}, marks=pytest.mark.slow),
         (2, {"precision": {"mode": "mixed"}, "optimizer": {"zero": 3}}),
         pytest.param(2, {"parallel": {"tensor": 2}}, marks=pytest.mark.slow),
-        (1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}),
+        pytest.param(1, {"model": {**SIZES, "family": "gpt", "num_hidden_layers": 6}}, marks=pytest.mark.slow),
     ],
     ids=["mixed", "ZeRO-3, mixed", "TP 2", "gpt, whose QKV is put together"],
 )

@@ -64,7 +64,7 @@ def last_loss(script: str) -> float:
     return float(names["loss"])
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["layers.py", pytest.param("zero1.py", marks=pytest.mark.slow)])
 def test_the_readmes_loops_with_the_devices_backend_named(name: str, strict: Callable[..., RankPool]) -> None:
     """As after `init_process_group("nccl")`: ranks of the tests have no group that takes tensors of the CPU."""
     wanted = strict(2).run(last_loss, SCRIPTS[name])

@@ -39,11 +39,11 @@ def step(config: Config, default: bool) -> device.Counters:
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (1, {"model": {"attention_dropout": 0.1}, "train": {"dropout_mode": "invariant", "recompute": "full"}}),
         (2, {"parallel": {"tensor": 2, "sequence": True}}),
         (2, {"parallel": {"pipeline": 2, "schedule": "1f1b"}}),
-        (2, {"optimizer": {"zero": 1}}),
+        pytest.param(2, {"optimizer": {"zero": 1}}, marks=pytest.mark.slow),
         (2, {"optimizer": {"zero": 3}}),
     ],
     ids=[

@@ -46,11 +46,10 @@ def test_a_cycle_that_outlives_its_step_is_collected_later(monkeypatch: pytest.M
     [(True, False), (False, True), *(pytest.param(b, b, marks=pytest.mark.slow) for b in (True, False))],
 )
 def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
-    was_enabled = gc.isenabled()
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     try:
         (gc.enable if enabled else gc.disable)()
-        if frozen:
-            gc.freeze()
+        (gc.freeze if frozen else gc.unfreeze)()
         had_frozen = gc.get_freeze_count() > 0
         with SteppedCollection() as collection:
             for _ in range(3):
@@ -60,5 +59,6 @@ def test_the_collector_is_as_before(enabled: bool, frozen: bool) -> None:
         # Not their number: other threads of a test process free some.
         assert (gc.get_freeze_count() > 0) == had_frozen
     finally:
-        gc.unfreeze()
+        # As tests/conftest.py has it: all later tests would look for garbage among what they have imported.
+        (gc.freeze if was_frozen else gc.unfreeze)()
         (gc.enable if was_enabled else gc.disable)()

@@ -40,7 +40,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, kept: s
         assert abs(found[token] - float(P[token]) / total) < 0.05
 
 
-@pytest.mark.parametrize("top_k", [1, 7, 50, 60])
+@pytest.mark.parametrize("top_k", [7, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 50, 60))])
 def test_the_kept_tokens_are_those_of_transformers(top_k: int) -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 

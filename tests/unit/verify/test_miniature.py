@@ -17,7 +17,16 @@ def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[
     return miniature(recipe, cells, steps, has_accelerator=False), cells
 
 
-@pytest.mark.parametrize("name", recipe_names())
+OFTEN = (
+    "bert-tiny", "gemma3-1b", "glm4-moe-tiny", "gpt-neox-20b", "gpt2-xl", "llama2-70b", "mixtral-8x7b", "olmo3-7b",
+    "olmoe-tiny", "quickstart", "qwen3-0.6b", "qwen3-30b-a3b", "smollm3-3b",
+)  # fmt: skip
+"""Each family, few and many heads, odd numbers of them, and each optimizer."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in recipe_names()]
+)
 def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> None:
     recipe = load_config(name)
     config, cells = small(recipe)
