@@ -13,7 +13,7 @@ from shardwise.config.model import ModelConfig
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
 from shardwise.config.run_config import Config
-from shardwise.config.sections import ParallelConfig, TrainConfig
+from shardwise.config.sections import ParallelConfig, Switch, TrainConfig
 
 _ANOTHER_SCHEDULE = f"choose another schedule, such as {DEFAULT_SCHEDULE}"
 _NO_EVALUATION_PART = (
@@ -22,6 +22,22 @@ _NO_EVALUATION_PART = (
 )
 _MASKS = "with model.family {=model.family}, which masks tokens"
 _MASKS_NONE = "must be left out: model.family {=model.family} predicts the next token and masks none"
+
+_REFUSED: dict[Switch, RuleTable] = {
+    "update_in_backward": {
+        "": ("{optimizer.max_norm}, which needs all gradients first", "{optimizer.offload}", "{hooks.optimizer}"),
+        "optimizer.cuts_gradients": ("optimizer.zero ({=optimizer.zero}), which reduces in each micro-batch",),
+        "optimizer.spec.needs_whole_tensors": ("optimizer.name ({=optimizer.name}), which updates whole tensors",),
+    },
+    "cuda_graphs": {
+        "": ("{data.reset_attention_mask}", "{data.mixture}", "{precision.matmul}", "{train.bitwise}", "{hooks.loss}"),
+        "optimizer.cuts_gradients": ("optimizer.zero ({=optimizer.zero}), which communicates in each pass",),
+        "may_have_experts": ("experts, or a model of your own",),
+        "model.has_dropout": ("dropout",),
+        "model.predicts_masked_tokens": ("model.family ({=model.family})",),
+    },
+}
+"""For some of `train.switches`, what they do not go with."""
 
 _RULES: RuleTable = {
     "": (
@@ -117,6 +133,11 @@ _RULES: RuleTable = {
 def key_problems(config: Config) -> list[str]:
     """The rules of keys of several sections that a configuration breaks."""
     problems = broken(_RULES, config)
+    for switch in config.train.switches:
+        reasons = broken(_REFUSED.get(switch, {}), config)
+        if switch == "cuda_graphs" and config.parallel.ranks > 1:
+            reasons.append(config.parallel.keys_text)
+        problems += [f"train.switches ({switch}) must be left out with {reason}" for reason in reasons]
     hooks = config.hooks
     problems += [
         f"{key} ({path!r}) must read package.module:Name"

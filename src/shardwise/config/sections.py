@@ -103,6 +103,7 @@ Recompute = Literal["none", "selective", "full"]
 DropoutMode = Literal["fast", "invariant"]
 TensorOverlap = Literal["pieces", "symmetric_memory"]
 ContextKeys = Literal["gather", "ring"]
+Switch = Literal["flash_attention_3", "update_in_backward", "cuda_graphs"]
 BITWISE = "train.bitwise"
 """The key of bit-equal training, for messages."""
 _SINGLE_STAGE_NAMES = " and ".join(spec.name for spec in SCHEDULES.values() if spec.is_single_stage)
@@ -283,6 +284,13 @@ class TrainConfig(Section):
         description="with train.bitwise: groups of micro-batches in which a step's gradients are summed; a power of "
         "two that the data-parallel degree divides; null = the largest up to 8 that divides the number of"
         " micro-batches",
+    )
+    switches: tuple[Switch, ...] = Field(
+        default=(),
+        strict=False,
+        examples=["[update_in_backward]"],
+        description="ways that no GPU has measured yet (docs/performance.md#past-60-mfu): flash_attention_3 and "
+        "cuda_graphs, which have no effect but on CUDA, and update_in_backward",
     )
     threads: int = Field(
         default=1,

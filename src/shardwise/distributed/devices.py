@@ -219,6 +219,17 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
+def use_flash_attention_3(device: torch.device) -> None:
+    """Let FlashAttention 3 (arXiv:2407.08608) compute attention on CUDA; ConfigError if it is not there."""
+    if device.type == "cuda":
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except (AttributeError, ImportError, RuntimeError, ValueError) as error:
+            needs = "train.switches (flash_attention_3) needs torch 2.11 and the module flash_attn_interface"
+            raise ConfigError(f"{needs}: {error}; install them, or leave it out") from None
+        torch.backends.cuda.enable_cudnn_sdp(False)  # which torch would prefer
+
+
 def least_flex_width(device: torch.device) -> int:
     """Elements of a head that the compiler's kernels for FlexAttention take at least."""
     return 16 if device.type == "cuda" else 1

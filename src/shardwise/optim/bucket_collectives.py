@@ -10,7 +10,7 @@ round, so that all ranks call the same collectives, whatever parameters their sa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -35,6 +35,7 @@ class Reductions:
             parameter.
         overlaps: True if the present backward pass is the last one of the step: full buckets start at once.
         is_local: True while backward passes leave each rank the gradients of its own samples.
+        update_reduced: called with each bucket that is reduced while others still wait for gradients; None: nothing.
 
     Args:
         buckets: buckets of this rank; more may be added to this list.
@@ -45,6 +46,7 @@ class Reductions:
         self, buckets: Sequence[Bucket], places: Mapping[nn.Parameter, tuple[Bucket, int]], *, each_pass: bool
     ) -> None:
         self.each_pass = each_pass
+        self.update_reduced: Callable[[Bucket], object] | None = None
         self.overlaps = False
         self.is_local = False
         self._buckets = buckets
@@ -133,7 +135,10 @@ class Reductions:
 
     def _start(self, bucket: Bucket) -> None:
         while len(self._under_way) >= _MOST_UNDER_WAY:
-            self._under_way.popleft().finish_reduction()
+            reduced = self._under_way.popleft()
+            reduced.finish_reduction()
+            if self.update_reduced is not None:
+                self.update_reduced(reduced)
         bucket.start_reduction()
         self._under_way.append(bucket)
 
@@ -182,6 +187,7 @@ class Gathers:
     def run(self, buckets: Iterable[Bucket]) -> None:
         """Start the gather of each bucket as soon as it is updated; wait for all, unless inside `behind_forward`."""
         for bucket in buckets:
+            self._wait_for([bucket])
             pending = bucket.start_gather()
             if pending is not None:
                 self._pending[bucket] = pending

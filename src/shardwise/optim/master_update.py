@@ -37,6 +37,7 @@ class Update:
         # Buckets were filled from the last parameter to the first, and equal ones keep their order.
         self._in_forward_order.reverse()
         self._in_forward_order.sort(key=lambda entry: entry[1].order)
+        self._all = self._in_forward_order
 
     def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
@@ -53,6 +54,15 @@ class Update:
         yield from self._update(factor, number)
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             outer.update(options_of(inner))
+        self._in_forward_order = self._all
+
+    def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> list[Bucket]:
+        """Do the `step` of one bucket, which needs no other one, and return it; the step itself leaves it out then."""
+        others = [entry for entry in self._in_forward_order if entry[1] is not bucket]
+        self._in_forward_order = [entry for entry in self._in_forward_order if entry[1] is bucket]
+        updated = list(self.step(groups, factor, number))
+        self._in_forward_order = others
+        return updated
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, SliceOptimizer):

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Protocol, cast, overload
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.errors import RAISED, error_text, listing
+from shardwise.base.errors import RAISED, ConfigError, error_text, listing
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Pieces
 from shardwise.distributed.torch_private import step_optimizer, without_compiler
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import CanonicalNorms, ElementRun
-from shardwise.optim.sharding import Ranks
+from shardwise.optim.sharding import Dtypes, Ranks, Sharding
 
 _ADVICE = (
     "each rank gives it flat slices of parameters, so it must update each element by itself, as AdamW does, "
@@ -324,3 +324,22 @@ def gradient_of(bucket: Bucket) -> Tensor:
     """Return the gradient of a bucket's master, which `step_slices` may replace by a direction."""
     assert bucket.master.grad is not None
     return bucket.master.grad
+
+
+def require_suitable(
+    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes, model: nn.Module | None
+) -> None:
+    """Refuse what does not go together: ZeRO-3 without a model, and options of elementwise classes with others."""
+    if sharding.stage == 3 and model is None:
+        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
+    if sharding.offload and dtypes.rounds_at_random:
+        raise ConfigError(
+            "offload (True) must be False with rounding='stochastic' or a state_dtype, whose random bits the device "
+            "draws: leave them out, with optimizer_dtype=torch.float32"
+        )
+    for name, value in (("offload", sharding.offload or None), ("state_dtype", dtypes.state)):
+        if value is not None and issubclass(optimizer_class, SliceOptimizer):
+            raise ConfigError(
+                f"{name} ({value}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
+                "an elementwise class, such as torch.optim.AdamW"
+            )

@@ -114,6 +114,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
     _before_changes: torch.Event | None = None
     _weights: UnitWeights | None = None
     _uncut: checks.UncutGradients | None = None
+    _update_stream: torch.Stream | None = None
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         )
         checks.require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)
         self._inner_class = wrapped_class.class_for_slices(optimizer_class, defaults)
-        _require_suitable(self._inner_class, self._sharding, self._dtypes, model)
+        wrapped_class.require_suitable(self._inner_class, self._sharding, self._dtypes, model)
         self.optimizer_class = optimizer_class
         self.grad_clipping = grad_clipping
         self.max_norm = max_norm
@@ -312,6 +313,32 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Report that a parameter's gradient is complete for this step. A full bucket starts its reduction at once."""
         self._reductions.ready(parameter)
 
+    @torch.no_grad()
+    def update_in_backward(self) -> Tensor:
+        """Update buckets of the next step as soon as they are reduced, with the options of now. Collective.
+
+        On an accelerator that runs beside the backward pass. Its last buckets wait for `step`, and so do parameters of
+        which tensor-parallel ranks have copies. Returns the norm `[]` of all parameters before the update.
+        """
+        whole = issubclass(self._inner_class, SliceOptimizer)
+        if whole or self.cut.stage > 1 or (self.grad_clipping and self.max_norm is not None):
+            raise ConfigError("update_in_backward() needs max_norm=None, stage 0 or 1, and an elementwise class")
+        self._adopt_changes()
+        self._update_stream = devices.side_stream(self._device)
+        if self._update_stream is not None and self._before_changes is not None:
+            self._update_stream.wait_event(self._before_changes)
+        self._reductions.update_reduced = self._update_reduced
+        return self._model.measure(None, ElementRun.weights)[1]
+
+    def _update_reduced(self, bucket: Bucket) -> None:
+        pieces = (piece for p in bucket.parameters for piece in of_or_whole(p, tensor=self.tensor).pieces)
+        if any(piece.copies.size > 1 for piece in pieces):
+            return
+        if self._update_stream is not None:
+            self._update_stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._update_stream or nullcontext():
+            self.gathers.run(self._updates.ahead(self.param_groups, self._scale, self.steps + 1, bucket))
+
     def reduce_gradients(self) -> None:
         """Finish this step's gradients: each rank then has the sum (not yet averaged or clipped) of what it owns."""
         self._reduce(measures_weights=False)
@@ -326,6 +353,9 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
                     "a parameter that was frozen when the optimizer was made has a gradient: make it again"
                 )
         self._reductions.overlaps = False
+        if self._update_stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._update_stream)
+        self._reductions.update_reduced = self._update_stream = None
         self.gathers.wait()
         if self._watch.is_due:
             self._watch.check()
@@ -556,22 +586,3 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         padding = elements - sum(bucket.elements for bucket in self.buckets)
         per_element = (state_bytes + master_bytes) / max(elements, 1)
         return {"state": state_bytes, "masters": master_bytes, "padding": round(padding * per_element)}
-
-
-def _require_suitable(
-    optimizer_class: type[torch.optim.Optimizer], sharding: Sharding, dtypes: Dtypes, model: nn.Module | None
-) -> None:
-    """Refuse what does not go together: ZeRO-3 without a model, and options of elementwise classes with others."""
-    if sharding.stage == 3 and model is None:
-        raise ValueError("stage (3) must have model=, whose units gather their parameters when they run")
-    if sharding.offload and dtypes.rounds_at_random:
-        raise ConfigError(
-            "offload (True) must be False with rounding='stochastic' or a state_dtype, whose random bits the device "
-            "draws: leave them out, with optimizer_dtype=torch.float32"
-        )
-    for name, value in (("offload", sharding.offload or None), ("state_dtype", dtypes.state)):
-        if value is not None and issubclass(optimizer_class, SliceOptimizer):
-            raise ConfigError(
-                f"{name} ({value}) must be left out with {optimizer_class.__name__}, which needs whole tensors: give "
-                "an elementwise class, such as torch.optim.AdamW"
-            )

@@ -74,6 +74,8 @@ def build_trainer(
     layout = layout or check_layout(config, mesh.world.size)
     if config.is_bit_equal:
         devices.add_in_one_order(mesh.device, config.train.threads)
+    if "flash_attention_3" in config.train.switches:
+        devices.use_flash_attention_3(mesh.device)
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
     dtype = torch_dtype(precision.parameter)

@@ -6,8 +6,9 @@ Shapes: K = objectives of the loss; N = terms of a rank's losses: 1, or in bit-e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,9 @@ class Passes:
         self._groups = config.train.groups_apart(self._mesh.dp.size)
         self._layout = training.layout
         self._balance = balance_of(config, training.layout, self._mesh)
+        self._captured: CapturedPass | None = None
+        if "cuda_graphs" in config.train.switches and self._mesh.device.type == "cuda":
+            self._captured = CapturedPass(self._both_passes)
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
@@ -84,7 +88,8 @@ class Passes:
             stage = getattr(part, "part", None)
             first = stage.layers.start if isinstance(stage, Part) and stage.layers else 0
             with dropout.seeded(self._mesh.device, *_WHOLE_MODEL, first), replicated, recording:
-                out = batch.result(part, batch.call_of(part, x, dropout)())
+                # Captured passes and others share the graphs of blocks.
+                out = batch.result(part, batch.call_of(part, x, None if self._captured else dropout)())
             if only_counts or not gives_losses(part):
                 return out
             # Divided by the targets of the global batch, not of this micro-batch: gradients need no factor afterwards.
@@ -108,7 +113,14 @@ class Passes:
                     self._pipeline.step(compute, ready, end_group)
                 return self._loss_terms(sums, counts.wait(), len(micro_batches))
             for number in range(len(micro_batches)):
-                with self._optimizer.accumulate(last=last and number == len(micro_batches) - 1):
+                is_last = last and number == len(micro_batches) - 1
+                # The hooks of the last pass begin reductions.
+                if self._captured is not None and not is_last:
+                    self._optimizer.gathers.wait()
+                    with self._clock.phase(BACKWARD):
+                        sums.append(self._captured(micro_batches[number], counts.wait()))
+                    continue
+                with self._optimizer.accumulate(last=is_last):
                     with record_function(f"forward, micro-batch {number}"), self._clock.phase(FORWARD):
                         loss = compute(self._model, None, number).sum()
                     with record_function(f"backward, micro-batch {number}"), self._clock.phase(BACKWARD):
@@ -116,6 +128,12 @@ class Passes:
                     if self._groups > 1:
                         end_group(number)
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
+
+    def _both_passes(self, batch: MicroBatch, counts_K: Tensor) -> Tensor:
+        """Add the gradients of a micro-batch of the whole model; return its sums of losses [K]."""
+        sums_K = batch.result(self._model, batch.call_of(self._model)())
+        mean_over_targets(sums_K, counts_K).sum().backward()
+        return sums_K.detach()
 
     def _count_rows(self, compute: Compute, micro_batches: list[MicroBatch]) -> None:
         """Count the rows of the experts in the global batch, where objectives of routers need them beforehand."""
@@ -154,6 +172,9 @@ class Passes:
 
         The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
         """
+        must = f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite"
+        if "update_in_backward" in self._config.train.switches:
+            return RunError(f"{must}, and weights are updated: go on from a checkpoint, without update_in_backward")
         self._optimizer.zero_grad()
         with self._optimizer.local_gradients(), self._optimizer.gathered():
             rank_loss = float(self.run(micro_batches, step, last=False).sum())
@@ -163,9 +184,8 @@ class Passes:
         for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
             place = f"on rank {rank}, {text}"
         return RunError(
-            f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {place}. "
-            "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
-            f"{see('training#loss-not-finite')}"
+            f"{must}; {place}. No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set "
+            f"optimizer.max_norm{see('training#loss-not-finite')}"
         )
 
     def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
@@ -175,3 +195,36 @@ class Passes:
             return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
         sums_NK = torch.stack(sums or [missing] * micro_batches).float()
         return mean_over_targets(collectives.all_reduce_(sums_NK, self._mesh.cp), counts_K)
+
+
+class CapturedPass:
+    """A function of a micro-batch and counted targets `[K]` → `[K]`: its fourth call is captured, later ones replay it.
+
+    It reads tensors of the same shapes in each call, and adds gradients to memory that stays.
+    """
+
+    def __init__(self, function: Callable[[MicroBatch, Tensor], Tensor]) -> None:
+        self._function = function
+        self._stream = torch.cuda.Stream()
+        self._calls = 0
+        self._graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, batch: MicroBatch, counts_K: Tensor) -> Tensor:
+        self._calls += 1
+        if self._calls < 4:
+            # On the stream of the capture, with which autograd's nodes stay.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                losses_K = self._function(batch, counts_K)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return losses_K
+        if self._calls == 4:
+            self._batch = replace(batch, inputs={name: tensor.clone() for name, tensor in batch.inputs.items()})
+            self._counts_K = counts_K.clone()
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._losses_K = self._function(self._batch, self._counts_K)
+        for name, tensor in batch.inputs.items():
+            self._batch.inputs[name].copy_(tensor)
+        self._counts_K.copy_(counts_K)
+        self._graph.replay()
+        return self._losses_K.clone()

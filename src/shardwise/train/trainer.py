@@ -118,23 +118,26 @@ class Trainer(Training):
         self.feed.seconds = 0.0
         with clock.phase(DATA):
             micro_batches = self.feed.at(self.progress.position, following=self.config.last_step - step)
+        # A caller who reads each record may read all of it.
+        reads_all = self.log_every is None or is_logged
+        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_factor", 1.0)
+        before = self.optimizer.update_in_backward() if "update_in_backward" in self.config.train.switches else None
         self.progress.phase = "forward and backward"
         losses_NK = self.passes.run(micro_batches, step)
         self.progress.phase = "gradient reduction"
         losses_NK = self.passes.over_ranks(losses_NK)
         flags = None if rank_flags is None else rank_flags()
         with clock.phase(OPTIMIZER):
-            # A caller who reads each record may read all of it.
-            reads_all = self.log_every is None or is_logged
-            norms = self.optimizer.norms() if reads_all else (self.optimizer.gradient_norm(),)
+            norms = self.optimizer.norms() if reads_all and before is None else (self.optimizer.gradient_norm(),)
+        if before is not None:
+            norms = (norms[0], before)
         numbers = self.meters.read(losses_NK, norms, flags, reads_all=reads_all)
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):
             raise self.passes.non_finite_error(micro_batches, step, loss, numbers.gradient_norm)
         self.progress.phase = "optimizer update"
-        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)
         # The loss and the norms are finite: from here on the parameters change.
         with record_function("optimizer"), clock.phase(OPTIMIZER):
             self.optimizer.step()

@@ -30,6 +30,7 @@ OTHERS: dict[str, list[str]] = {
     "model.layer_types": ["model.family=qwen3", "model.sliding_window=16", "model.layer_types=4"],
     "model.mlp_only_layers": ["model.family=qwen3_moe", "model.mlp_only_layers=[1]"],
     "parallel.stages": ["parallel.stages=[3,5]"],
+    "train.switches": ["train.switches=[update_in_backward]", "optimizer.max_norm=null"],
     "optimizer.betas": ["optimizer.betas=[0.8,0.9]"],
     "optimizer.no_decay": ["optimizer.no_decay=[model.embed_tokens.weight,'*norm.weight']"],
     "evaluation.sets": ["train.eval_every=2", "evaluation.sets={code: a, wiki: {path: b, split: '1,0'}}"],

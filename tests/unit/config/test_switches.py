@@ -1,0 +1,49 @@
+"""What `train.switches` does not go with."""
+
+import pytest
+
+from shardwise.base.errors import ConfigError
+from shardwise.config import check_layout, load_config
+
+IN_BACKWARD = ("train.switches=[update_in_backward]", "optimizer.max_norm=null")
+GRAPHS = ("train.switches=[cuda_graphs]",)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "problem"),
+    [
+        (1, IN_BACKWARD[:1], "optimizer.max_norm (1.0), which needs all gradients first"),
+        (1, (*IN_BACKWARD, "optimizer.offload=true"), "optimizer.offload (true)"),
+        (1, (*IN_BACKWARD, "hooks.optimizer=torch.optim:SGD"), "hooks.optimizer (torch.optim:SGD)"),
+        (2, (*IN_BACKWARD, "optimizer.zero=2"), "optimizer.zero (2), which reduces in each micro-batch"),
+        (1, (*IN_BACKWARD, "optimizer.name=muon"), "optimizer.name (muon), which updates whole tensors"),
+        (1, (*GRAPHS, "data.reset_attention_mask=true"), "data.reset_attention_mask (true)"),
+        (1, (*GRAPHS, "precision.matmul=fp8"), "precision.matmul (fp8)"),
+        (1, (*GRAPHS, "train.bitwise=true"), "train.bitwise (true)"),
+        (1, (*GRAPHS, "hooks.loss=torch:sum"), "hooks.loss (torch:sum)"),
+        (2, (*GRAPHS, "optimizer.zero=3"), "optimizer.zero (3), which communicates in each pass"),
+        (1, (*GRAPHS, "model.attention_dropout=0.1"), "dropout"),
+        (2, (*GRAPHS, "parallel.tensor=2"), "parallel.tensor (2)"),
+    ],
+)
+def test_what_does_not_go_with_a_switch(world: int, overrides: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(load_config("llama2-tiny", list(overrides)), world)
+    (switch,) = (key.partition("[")[2].rstrip("]") for key in overrides if key.startswith("train.switches"))
+    expected = f"train.switches ({switch}) must be left out with {problem}"
+    assert any(text.startswith(expected) for text in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [("bert-tiny", "model.family (bert)"), ("olmoe-tiny", "experts, or a model of your own")],
+)
+def test_models_that_no_graph_holds(recipe: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_layout(load_config(recipe, list(GRAPHS)), 1)
+    assert f"train.switches (cuda_graphs) must be left out with {problem}" in caught.value.problems
+
+
+def test_a_switch_that_is_none_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        load_config("llama2-tiny", ["train.switches=[cuda_graph]"])
