@@ -15,6 +15,7 @@ from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
+from shardwise.config.optimizers import LEARNING_RATES
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
 from shardwise_plan.device_specs import Cluster, cluster
@@ -81,8 +82,9 @@ class Answer:
 
     Attributes:
         result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
-        remarks: sentences, or None: `steps` has those on each number of devices where the recipe does not say them,
-            `budget` how many nodes a budget needs, `unused` that fewer devices of each node need fewer device-hours.
+        remarks: sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the
+            recipe does not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node
+            need fewer device-hours.
         compared: the plan to choose on each number of nodes that was looked at.
     """
 
@@ -143,8 +145,9 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.refused += result.refused
         joined.too_large += result.too_large
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
-    unused = _unused_devices(recommended(joined.plans), config, machines, fixed)
-    remarks = {"steps": steps_text(joined.plans), "budget": budget, "unused": unused}
+    best = recommended(joined.plans)
+    unused = _unused_devices(best, config, machines, fixed)
+    remarks = {"rates": rates_text(best), "steps": steps_text(joined.plans), "budget": budget, "unused": unused}
     return Answer(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
 
 
@@ -162,6 +165,14 @@ def _require_end(result: Search) -> None:
         f"fails every {units.duration(plan.calendar.between_failures)}, and the training does not finish at this rate "
         "of failures"
     )
+
+
+def rates_text(plan: Plan) -> str:
+    """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
+    optimizer, steps = plan.config.optimizer, plan.config.train.steps
+    lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
+    warmup = optimizer.long_warmup(steps) or f"{units.counted(optimizer.warmup_steps, 'step')} of warmup"
+    return f"Learning rate: {optimizer.schedule}, {optimizer.lr:g}{lowest}; {warmup}"
 
 
 def steps_text(plans: Sequence[Plan]) -> str | None:
