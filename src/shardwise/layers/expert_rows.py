@@ -1,7 +1,7 @@
-"""Rows of experts that ranks divide among them: their way there and back, and their products.
+"""Rows of experts: the way of tokens to the ranks that divide the experts and back, and their products.
 
-Shapes per rank: T tokens, k experts a token, R rows that arrive, P parts of a sum, F features of an expert, w = F/P of
-them in a part, H hidden, N experts of this rank, s ranks that divide the experts.
+Shapes per rank: T tokens, k experts a token, U tokens that arrive, R rows, P parts of a sum, F features of an expert,
+w = F/P of them in a part, H hidden, N experts of this rank, s ranks that divide the experts.
 """
 
 from __future__ import annotations
@@ -21,76 +21,115 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.matmul import product
 
 
+def rows_of_each(experts: Tensor, count: int) -> Tensor:
+    """Return the rows of each of `count` experts, `[N]` of int64; unlike `bincount`, the host does not wait for it."""
+    chosen = experts.flatten()
+    return torch.zeros(count, dtype=torch.int64, device=experts.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
 @dataclass(frozen=True)
 class Journey:
-    """The way of rows, sorted by expert, to the ranks that have the experts, and back.
+    """The way of tokens to the ranks that have their experts, and of results back.
 
     Attributes:
         group: the ranks that divide the experts.
-        rows: places of the rows among those of all tokens, `[T·k]`.
-        per_token: k.
-        sent: rows for each rank.
-        arriving: rows from each rank.
-        runs: source, expert and rows of each product.
+        count: N.
+        experts: numbers of experts, `[T, k]`, ascending.
+        once: true if a token travels once to a rank, with all its choices; false if it does with each by itself.
+        places: of the choices with which tokens travel, by rank, among all T·k.
+        sent: tokens for each rank.
+        arriving: tokens from each rank; U is their sum.
+        rows: R.
     """
 
     group: Group
-    rows: Tensor
-    per_token: int
+    count: int
+    experts: Tensor
+    once: bool
+    places: Tensor
     sent: list[int]
     arriving: list[int]
-    runs: list[tuple[int, int, slice]]
+    rows: int
 
     @staticmethod
-    def of(experts: Tensor, counts: Tensor, group: Group) -> Journey:
-        """Plan the way of all rows. Communicates: an all-to-all of `counts`, the rows of each expert of the model.
+    def of(experts: Tensor, counts: Tensor, group: Group, *, once: bool) -> Journey:
+        """Plan the way of all tokens. Communicates: an all-to-all of two numbers for each rank.
 
         Args:
-            experts: numbers of experts, `[T, k]`.
+            counts: rows of each expert of the model.
         """
-        sent = counts.view(group.size, -1)
+        count = len(counts) // group.size
+        ranks = experts // count
+        if once:
+            ranks[:, 1:] = torch.where(ranks[:, 1:] == ranks[:, :-1], group.size, ranks[:, 1:])
+        sent = torch.stack((rows_of_each(ranks, group.size + 1)[:-1], counts.view(group.size, -1).sum(1)), dim=1)
         arriving = collectives.all_to_all(sent, group) if group.size > 1 else sent
-        runs = runs_of_experts(arriving.flatten().tolist())
-        return Journey(
-            group,
-            experts.flatten().argsort(stable=True),
-            experts.shape[1],
-            sent.sum(1).tolist(),
-            arriving.sum(1).tolist(),
-            [(*divmod(number, arriving.shape[1]), run) for number, run in runs],
-        )
+        (sizes, _), (arriving_sizes, rows) = torch.stack((sent, arriving)).transpose(1, 2).tolist()
+        places = ranks.flatten().argsort(stable=True)[: sum(sizes)]
+        return Journey(group, count, experts, once, places, sizes, arriving_sizes, sum(rows))
 
-    def tokens_there(self, x: Tensor) -> Tensor:
-        """Send the rows of tokens: `[T, …]` → `[R, …]`."""
-        return self._moved(x[self.rows // self.per_token], self.sent, self.arriving)
+    def tokens_there(self, x: Tensor, parts: int = 1) -> Tensor:
+        """Send tokens: `[T, H]` → `[U, P, H]`, of which all parts are equal. Gradients come back as sums do."""
+        return cast(Tensor, _There.apply(x, self, self.experts.shape[1], parts))  # type: ignore[no-untyped-call]
 
-    def rows_there(self, by_row: Tensor) -> Tensor:
-        """Send what each row has of its own: `[T, k]` → `[R]`."""
-        return self._moved(by_row.flatten()[self.rows], self.sent, self.arriving)
+    def choices_there(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Send the weights, `[T, k]`, and the numbers of experts.
 
-    def rows_back(self, parts: Tensor) -> Tensor:
-        """Send parts of what each row has of its own back, and add them: `[P, R]` → `[T, k]`."""
-        by_row = collectives.tree_sum(self._returned(parts).t())
-        placed: Tensor = torch.empty_like(by_row).index_copy_(0, self.rows, by_row).unflatten(0, (-1, self.per_token))
-        return placed
+        Returns:
+            Those that arrive, `[U, k]` or `[U, 1]`. Numbers of experts begin at 0 on each rank; those of others are N.
+        """
+        pairs = (weights, self.experts.to(weights.dtype))
+        choices = torch.cat(pairs, 1) if self.once else torch.stack(pairs, -1).flatten(0, 1)
+        per_token = self.experts.shape[1] if self.once else 1
+        arrived = cast(Tensor, _There.apply(choices, self, per_token, 1))  # type: ignore[no-untyped-call]
+        weights, numbers = arrived.squeeze(1).chunk(2, dim=1)
+        experts = numbers.detach().long()
+        return weights, torch.where(experts // self.count == self.group.rank, experts % self.count, self.count)
 
-    def sums_back(self, parts: Tensor) -> Tensor:
-        """Send parts of results back, add those of a token's experts, and then the parts: `[P, R, H]` → `[T, H]`."""
-        by_row = self._returned(parts)
-        if by_row.is_cuda:
+    def sums_back(self, y: Tensor) -> Tensor:
+        """Send results back, and add those of a token in the order of its experts, then the parts: → `[T, H]`."""
+        return cast(Tensor, _Back.apply(y, self))  # type: ignore[no-untyped-call]
+
+    def send(self, x: Tensor, per_token: int, parts: int) -> Tensor:
+        rows = x.index_select(0, self.places // per_token)
+        if self.group.size > 1:
+            rows = collectives.all_to_all(rows, self.group, self.sent, self.arriving)
+        return rows[:, None].expand(-1, parts, *x.shape[1:])
+
+    def bring(self, y: Tensor, per_token: int) -> Tensor:
+        if self.group.size > 1:
+            y = collectives.all_to_all(y, self.group, self.arriving, self.sent)
+        total = y.new_zeros(self.experts.numel() // (1 if y.is_cuda else per_token), *y.shape[1:])
+        if y.is_cuda:
             # `index_add` adds in any order there.
-            placed = torch.empty_like(by_row).index_copy_(0, self.rows, by_row)
-            total = reduce(torch.add, placed.unflatten(0, (-1, self.per_token)).unbind(1))
+            total = reduce(torch.add, total.index_copy_(0, self.places, y).unflatten(0, (-1, per_token)).unbind(1))
         else:
-            total = by_row.new_zeros(len(self.rows) // self.per_token, *by_row.shape[1:])
-            total.index_add_(0, self.rows // self.per_token, by_row)
+            total.index_add_(0, self.places // per_token, y)
         return collectives.tree_sum(total.transpose(0, 1))
 
-    def _returned(self, parts: Tensor) -> Tensor:
-        return self._moved(parts.transpose(0, 1), self.arriving, self.sent)
 
-    def _moved(self, rows: Tensor, sent: list[int], arriving: list[int]) -> Tensor:
-        return collectives.all_to_all(rows, self.group, sent, arriving) if self.group.size > 1 else rows
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, journey: Journey, per_token: int, parts: int) -> Tensor:
+        ctx.call = (journey, per_token)
+        return journey.send(x, per_token, parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        journey, per_token = ctx.call
+        return journey.bring(grads[0], per_token), None, None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, journey: Journey) -> Tensor:
+        ctx.call = (journey, y.shape[1])
+        return journey.bring(y, journey.experts.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        journey, parts = ctx.call
+        return journey.send(grads[0], journey.experts.shape[1], parts), None
 
 
 def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
@@ -104,65 +143,80 @@ def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     return runs
 
 
-def sum_of_rows(
-    x: Tensor, weights: Tensor, journey: Journey, parts: int, gate_up: Sequence[Tensor], down: Sequence[Tensor]
+def weighted_sums(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor]
 ) -> Tensor:
-    """Return the weighted sum of each token's experts `[T, H]`, computed by the ranks that have them.
+    """Return the weighted sum of each token's experts by parts of their width, `[U, P, H]`.
 
-    A product has the rows of one rank at one expert, and one part of the expert's width. The weight of a row is applied
-    before the down projection.
+    A product has the rows of one expert, and one part of its width. The weight of a row is applied before the down
+    projection. One expert goes after the other, so that what its rows need stays in the processor's cache; idle ones
+    cost nothing.
 
     Args:
-        x: tokens `[T, H]`.
-        weights: `[T, k]`.
-        parts: P.
-        gate_up: gate and up projection of each expert, `[N, 2F, H]`; or s views of it, each of which gets the gradient
-            of the rows of one rank.
+        x: tokens, `[U, P, H]`.
+        weights: of the choices of each token, `[U, k]`.
+        experts: numbers of experts, `[U, k]`, in which order a token's terms are added. Those of other ranks are not
+            computed: theirs is at least the number of views times N.
+        gate_up: gate and up projection of each expert, `[N, 2F, H]`; or views of it, each of which has N numbers and
+            gets the gradient of the rows at them.
         down: down projection of each expert, `[N, H, F]`, or views likewise.
     """
-    return cast(Tensor, _SumOfRows.apply(x, weights, journey, parts, *gate_up, *down))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _WeightedSums.apply(x, weights, experts, *gate_up, *down))  # type: ignore[no-untyped-call]
 
 
-class _SumOfRows(torch.autograd.Function):
-    """Keeps the rows, and gate and up of each."""
+class _WeightedSums(torch.autograd.Function):
+    """Keeps gate and up of each row, and computes the activations again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, journey: Journey, count: int, *matrices: Tensor) -> Tensor:
-        rows = journey.tokens_there(x)
-        weight = journey.rows_there(weights).to(x.dtype)[:, None]
+    def forward(ctx: Any, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
         gate_up, down = matrices[0], matrices[-1]
-        joined = x.new_empty(count, len(rows), gate_up.shape[1] // count)
-        y = x.new_empty(count, *rows.shape)
-        for _, expert, run in journey.runs:
-            for part, matrices_of_part in enumerate(_parts(gate_up[expert], down[expert], count)):
-                y[part, run] = outputs(rows[run], weight[run], joined[part, run], *matrices_of_part)
-        ctx.save_for_backward(rows, weight, joined, gate_up, down)
-        ctx.journey = journey
-        ctx.weights = weights
-        ctx.sources = len(matrices) // 2
-        return journey.sums_back(y)
+        chosen = experts.flatten()
+        count = len(matrices) // 2 * len(down)
+        ctx.counts = torch.bincount(chosen, minlength=count)[:count].tolist()
+        rows = chosen.argsort(stable=True)[: sum(ctx.counts)]
+        tokens = rows // experts.shape[1]
+        weight = weights.flatten()[rows, None].to(x.dtype)
+        parts = x.shape[1]
+        joined = x.new_empty(parts, len(rows), gate_up.shape[1] // parts)
+        y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        for number, run in runs_of_experts(ctx.counts):
+            expert = number % len(down)
+            token = tokens[run]
+            for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
+                of_rows = outputs(x[token, part], weight[run], joined[part, run], *projections)
+                y[:, part].index_add_(0, token, of_rows)
+        ctx.save_for_backward(x, weight, rows, tokens, joined, gate_up, down)
+        ctx.weights = weights.dtype, weights.shape
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, joined, gate_up, down = ctx.saved_tensors
-        journey: Journey = ctx.journey
-        count = len(joined)
-        dy = journey.tokens_there(grads[0])
-        dx = rows.new_empty(count, *rows.shape)
-        d_weight = ctx.weights.new_empty(count, len(rows))
-        d_gate_up = [torch.zeros_like(gate_up) for _ in range(ctx.sources)]
-        d_down = [torch.zeros_like(down) for _ in range(ctx.sources)]
-        for source, expert, run in journey.runs:
-            into_width = d_gate_up[source % ctx.sources][expert].unflatten(0, (2, count, -1))
-            into_hidden = d_down[source % ctx.sources][expert].unflatten(1, (count, -1))
-            for part, matrices_of_part in enumerate(_parts(gate_up[expert], down[expert], count)):
-                results = gradients(dy[run], rows[run], weight[run], joined[part, run], *matrices_of_part)
-                dx[part, run], d_weight[part, run], d_to_width, d_to_hidden = results
-                into_width[:, part] += d_to_width.unflatten(0, (2, -1))
-                into_hidden[:, part] += d_to_hidden
-                del results, d_to_width, d_to_hidden  # not held beside the next expert's
-        return journey.sums_back(dx), journey.rows_back(d_weight), None, None, *d_gate_up, *d_down
+        x, weight, rows, tokens, joined, gate_up, down = ctx.saved_tensors
+        dy = grads[0]
+        dtype, shape = ctx.weights
+        dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
+        d_weight = x.new_empty(joined.shape[:2], dtype=dtype)
+        parts = len(joined)
+        views = range(len(ctx.counts) // len(down))
+        d_gate_up, d_down = ([torch.empty_like(whole) for _ in views] for whole in (gate_up, down))
+        for number, rows_of_expert in enumerate(ctx.counts):
+            if not rows_of_expert:
+                for gradients_of_views in (d_gate_up, d_down):
+                    gradients_of_views[number // len(down)][number % len(down)].zero_()
+        for number, run in runs_of_experts(ctx.counts):
+            view, expert = divmod(number, len(down))
+            token = tokens[run]
+            into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
+            into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
+            for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
+                results = gradients(dy[token, part], x[token, part], weight[run], joined[part, run], *projections)
+                dx_rows, d_weight[part, run], d_to_width, into_hidden[:, part] = results
+                into_width[:, part] = d_to_width.unflatten(0, (2, -1))
+                dx[:, part].index_add_(0, token, dx_rows)
+                del results, dx_rows, d_to_width  # not held beside the next expert's
+        d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
+        return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
 
 def _parts(gate_up: Tensor, down: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,6 @@ from typing import Any, Unpack, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shardwise.base.tensor_box import Box
 from shardwise.config.routing import OBJECTIVES, SUMS, ExpertNames, Routing
@@ -25,7 +24,7 @@ from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.expert_rows import Journey, gradients, outputs, runs_of_experts, sum_of_rows
+from shardwise.layers.expert_rows import Journey, rows_of_each, weighted_sums
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -208,7 +207,7 @@ class Experts(placement.PlacedModule):
         if self.losses is not None:
             weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
         sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
-        counts = _rows_of_each(experts, len(self.loads))
+        counts = rows_of_each(experts, len(self.loads))
         y = self._sum(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
         leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
@@ -219,10 +218,11 @@ class Experts(placement.PlacedModule):
         gate_up, down = (weight.unflatten(0, (self.count, -1)) for weight in (self.gate_up, self.down))
         if self.ranks.group.size == 1:
             return sum_of_experts(x, weights, experts, gate_up, down)
-        if _has_grouped_products(x, gate_up, down):
-            return self._grouped_elsewhere(x, weights, experts, counts, gate_up, down)
-        journey = Journey.of(experts, counts, self.ranks.group)
-        return sum_of_rows(x, weights, journey, 1, [gate_up], [down])
+        journey = Journey.of(experts, counts, self.ranks.group, once=True)
+        arrived = journey.tokens_there(x).squeeze(1)
+        weights, experts = journey.choices_there(weights)
+        y = sum_of_experts(arrived, weights, experts, gate_up, down, journey.rows)
+        return journey.sums_back(y[:, None])
 
     def _sums(self, scores: Tensor, values: Tensor | None) -> Tensor:
         """Return the amounts of a forward pass for `sums`; values: those of `OBJECTIVES`."""
@@ -231,30 +231,14 @@ class Experts(placement.PlacedModule):
         # Without sequence parallelism all ranks of the group have all of its tokens.
         return amounts if self.sequence_parallel_enabled else amounts / self.group.size
 
-    def _grouped_elsewhere(
-        self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor
-    ) -> Tensor:
-        """Return the sum as `_grouped_sum` does, of which each rank of `ranks` computes the rows of its experts."""
-        group = self.ranks.group
-        rows = experts.flatten().argsort(stable=True)
-        tokens = rows // experts.shape[1]
-        sent = counts.view(group.size, self.count)
-        arriving = collectives.all_to_all(sent, group)
-        outgoing, incoming = torch.stack((sent.sum(1), arriving.sum(1))).tolist()
-        arrived = collectives.exchange_rows(x[tokens], outgoing, incoming, group)
-        arrived_weights = collectives.exchange_rows(weights.flatten()[rows, None], outgoing, incoming, group)
-        places = torch.arange(self.count, device=x.device).repeat(group.size)
-        # Told their number, the host does not wait for it.
-        places = places.repeat_interleave(arriving.flatten(), output_size=sum(incoming))
-        y = _grouped_sum(arrived, arrived_weights, places[:, None], gate_up, down)
-        return _sum_of_rows(collectives.exchange_rows(y, incoming, outgoing, group), rows, experts)
-
     def extra_repr(self) -> str:
         routing = self.router.routing
         return f"{routing.per_token} of {routing.experts} experts of width {self.width} on {self.group}"
 
 
-def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def sum_of_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, rows: int | None = None
+) -> Tensor:
     """Return the weighted sum of each token's experts, `[T, H]`.
 
     Args:
@@ -263,10 +247,11 @@ def sum_of_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor,
         experts: numbers of experts, `[T, k]`, ascending, in which order a token's terms are added.
         gate_up: gate and up projection of each expert, `[N, 2F, H]`.
         down: down projection of each expert, `[N, H, F]`.
+        rows: number of choices below N, which have an expert here; None: all.
     """
     if _has_grouped_products(x, gate_up, down):
-        return _grouped_sum(x, weights, experts, gate_up, down)
-    return cast(Tensor, _SumOfExperts.apply(x, weights, experts, gate_up, down))  # type: ignore[no-untyped-call]
+        return _grouped_sum(x, weights, experts, gate_up, down, rows)
+    return weighted_sums(x[:, None], weights, experts, [gate_up], [down]).squeeze(1)
 
 
 def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
@@ -275,21 +260,19 @@ def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
     return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
 
-def _rows_of_each(experts: Tensor, count: int) -> Tensor:
-    """Return the rows of each of `count` experts, `[N]` of int64; unlike `bincount`, the host does not wait for it."""
-    chosen = experts.flatten()
-    return torch.zeros(count, dtype=torch.int64, device=experts.device).scatter_add_(0, chosen, torch.ones_like(chosen))
-
-
-def _grouped_sum(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def _grouped_sum(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, count: int | None = None
+) -> Tensor:
     """Return the sum by torch's grouped products: one kernel for all experts, whose rows the host need not know."""
-    rows = experts.flatten().argsort(stable=True)
-    counts = _rows_of_each(experts, len(gate_up))
+    rows = experts.flatten().argsort(stable=True)[:count]
+    counts = rows_of_each(experts, len(gate_up) + 1)[:-1]
     ends = counts.cumsum(0).int()
     gate_up, down = (_WithoutIdle.apply(weight, counts) for weight in (gate_up, down))  # type: ignore[no-untyped-call]
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
-    return _sum_of_rows(F.grouped_mm(activated, down.transpose(1, 2), offs=ends), rows, experts)
+    y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
+    by_token: Tensor = y.new_zeros(experts.numel(), y.shape[1]).index_copy(0, rows, y).unflatten(0, experts.shape)
+    return by_token.sum(1)
 
 
 class _WithoutIdle(torch.autograd.Function):
@@ -309,12 +292,6 @@ class _WithoutIdle(torch.autograd.Function):
         return torch.where(counts[:, None, None] > 0, grads[0], 0.0), None
 
 
-def _sum_of_rows(y: Tensor, rows: Tensor, experts: Tensor) -> Tensor:
-    """Return the sum of each token's rows, `[T, H]`; `rows`: places of y among those of all tokens, in their order."""
-    by_token: Tensor = torch.empty_like(y).index_copy(0, rows, y).unflatten(0, experts.shape)
-    return by_token.sum(1)
-
-
 class _AddedInBackward(torch.autograd.Function):
     """Adds amounts of a forward pass to totals of the step, in its backward pass: recompute repeats a forward pass."""
 
@@ -329,53 +306,6 @@ class _AddedInBackward(torch.autograd.Function):
         for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
             total.add_(amount)
         return grads[0], *[None] * len(pairs)
-
-
-class _SumOfExperts(torch.autograd.Function):
-    """One expert after the other, so that what its rows need stays in the processor's cache; idle ones cost nothing.
-
-    The weight of a row is applied to the F activations before the down projection. The backward pass keeps the 2F
-    outputs of gate and up of each row, and computes the activations again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        chosen = experts.flatten()
-        rows = chosen.argsort(stable=True)
-        tokens = rows // experts.shape[1]
-        counts = torch.bincount(chosen, minlength=len(gate_up)).tolist()
-        weights_of_rows = weights.flatten()[rows].to(x.dtype)
-        joined = x.new_empty(len(rows), gate_up.shape[1])
-        y = torch.zeros_like(x)
-        for expert, run in runs_of_experts(counts):
-            token = tokens[run]
-            weight = weights_of_rows[run, None]
-            y.index_add_(0, token, outputs(x[token], weight, joined[run], gate_up[expert], down[expert]))
-        ctx.save_for_backward(x, weights_of_rows, rows, tokens, joined, gate_up, down)
-        ctx.counts = counts
-        ctx.weights = weights
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
-        x, weights, rows, tokens, joined, gate_up, down = ctx.saved_tensors
-        dy = grads[0]
-        dx = torch.zeros_like(x)
-        d_gate_up = torch.empty_like(gate_up)
-        d_down = torch.empty_like(down)
-        d_weights = torch.empty_like(weights)
-        for expert in [number for number, count in enumerate(ctx.counts) if not count]:
-            d_gate_up[expert].zero_()
-            d_down[expert].zero_()
-        for expert, run in runs_of_experts(ctx.counts):
-            token = tokens[run]
-            results = gradients(dy[token], x[token], weights[run, None], joined[run], gate_up[expert], down[expert])
-            dx_rows, d_weights[run], d_gate_up[expert], d_down[expert] = results
-            dx.index_add_(0, token, dx_rows)
-            del results, dx_rows  # not held beside the next expert's
-        d_chosen = torch.empty_like(d_weights).index_copy_(0, rows, d_weights)
-        return dx, d_chosen.view_as(ctx.weights).to(ctx.weights.dtype), None, d_gate_up, d_down
 
 
 def experts_of(model: nn.Module) -> list[Experts]:

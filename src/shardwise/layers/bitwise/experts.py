@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed import placement
 from shardwise.layers.bitwise.replicated import part_views, sequence_parts
-from shardwise.layers.expert_rows import Journey, sum_of_rows
+from shardwise.layers.expert_rows import Journey, weighted_sums
 from shardwise.layers.experts import Experts, Router
 
 
@@ -38,14 +38,18 @@ class BitEqualExperts(Experts):
             placement.add_further_gradients(parameter, self.ranks.group.size - 1)
 
     def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
-        journey = Journey.of(experts, counts, self.ranks.group)
+        journey = Journey.of(experts, counts, self.ranks.group, once=False)
         if len(placement.further_gradients(self.gate_up)) != self.ranks.group.size - 1:
             raise RuntimeError("a layer of experts with train.bitwise was copied, without the gradients that it keeps")
         gate_up, down = (
             [view.unflatten(0, (self.count, -1)) for view in _by_source(parameter)]
             for parameter in (self.gate_up, self.down)
         )
-        return sum_of_rows(x, weights, journey, self.group.parts, gate_up, down)
+        arrived = journey.tokens_there(x, self.group.parts)
+        weights, experts = journey.choices_there(weights)
+        sources = torch.tensor([self.count * source for source in range(len(gate_up))], device=x.device)
+        experts += sources.repeat_interleave(torch.tensor(journey.arriving, device=x.device))[:, None]
+        return journey.sums_back(weighted_sums(arrived, weights, experts, gate_up, down))
 
 
 def _by_source(parameter: nn.Parameter) -> tuple[Tensor, ...]:
