@@ -64,9 +64,7 @@ _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "mode
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
     parser.add_argument(
-        "dest",
-        metavar="DEST",
-        help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL",
+        "dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL"
     )
     parser.add_argument(
         "--from",
