@@ -526,7 +526,5 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
         problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
         raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
     if absent := [name for name in names if not is_there(name)]:
-        raise ConfigError(
-            f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights; copy them too"
-        )
+        raise ConfigError(f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights: copy them")
     return names

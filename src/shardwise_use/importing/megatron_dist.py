@@ -1,14 +1,14 @@
-"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama and Qwen models.
+"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama, Qwen, Mixtral.
 
     SOURCE/iter_0000100/metadata.json      names the format and its version
     SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
-As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers are
-stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V
-are fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and
-masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their
-place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
+As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers, and of
+the experts in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
+projections; Q, K and V are fused by groups as in version 3. Moments have the names of their weights after
+`optimizer.state.exp_avg.`, and masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer
+writes its own buffers in their place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_….bucket_idx_B.{param,exp_avg,exp_avg_sq}      [elements]
 
@@ -146,10 +146,11 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
 
 def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
-    if not (stacked := _STACKED.fullmatch(name)):
+    if stacked := _STACKED.fullmatch(name):
+        for i in range(len(tensor)):
+            yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
+    else:
         yield name, tensor
-    for i in range(len(tensor)) if stacked else ():
-        yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
 
 
 # ---- the optimizer's state
