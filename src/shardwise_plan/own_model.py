@@ -26,12 +26,9 @@ def sized_own(config: Config, fixed: set[str]) -> tuple[Config, int, str]:
     alone = sized.with_keys(parallel={"tensor": 1, "sequence": False}, train={"recompute": "none"})
     memory = expected_memory(alone, check_layout(alone, 1), True)
     assert memory is not None, "the shapes of a family are known"
-    return (
-        sized,
-        max(0, shapes.saved_bytes - memory.activations - memory.loss),
-        (
-            f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
-            f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
-            f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"
-        ),
+    counts = (
+        f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
+        f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
+        f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"
     )
+    return sized, max(0, shapes.saved_bytes - memory.activations - memory.loss), counts

@@ -1,14 +1,14 @@
-"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama and Qwen models.
+"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama, Qwen, Mixtral.
 
     SOURCE/iter_0000100/metadata.json      names the format and its version
     SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
-As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers are
-stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V
-are fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and
-masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their
-place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
+As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers, and of
+the experts in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
+projections; Q, K and V are fused by groups as in version 3. Moments have the names of their weights after
+`optimizer.state.exp_avg.`, and masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer
+writes its own buffers in their place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_….bucket_idx_B.{param,exp_avg,exp_avg_sq}      [elements]
 
@@ -35,7 +35,7 @@ from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -56,6 +56,8 @@ _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
+_ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
+"""Roles of a layer's tensors in the order of its modules, between the first two and the experts."""
 _STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
@@ -144,10 +146,11 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
 
 def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
-    if not (stacked := _STACKED.fullmatch(name)):
+    if stacked := _STACKED.fullmatch(name):
+        for i in range(len(tensor)):
+            yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
+    else:
         yield name, tensor
-    for i in range(len(tensor)) if stacked else ():
-        yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
 
 
 # ---- the optimizer's state
@@ -211,25 +214,16 @@ def _unpacked(
                 shards.add(ranks, "")
         return found
 
-    for order in _orders(args.get("num_experts") or 0):
-        found = placed(order)
+    each = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(args.get("num_experts") or 0)]
+    grouped = [*zip(*each, strict=True)]
+    # Megatron Core's own modules and TransformerEngine's; experts one by one, and grouped.
+    for first, matrices in itertools.product((("input_norm", "dense"), ("dense", "input_norm")), (each, grouped)):
+        found = placed((*first, *_ORDER, *itertools.chain(*matrices)))
         if found and _are_masters(
             megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
         ):
             return found
     return {}
-
-
-def _orders(experts: int) -> Iterator[tuple[str, ...]]:
-    """Roles of a layer's tensors in the order of its modules, which are Megatron Core's own or TransformerEngine's.
-
-    The matrices of the experts follow one another expert by expert, or by kind where they are grouped.
-    """
-    one_by_one = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(experts)]
-    for first in (("input_norm", "dense"), ("dense", "input_norm")):
-        for matrices in (one_by_one, [*zip(*one_by_one, strict=True)]):
-            norms = ("q_norm", "k_norm", "post_norm")
-            yield (*first, "qkv", *norms, "fc1", "fc2", "router", *itertools.chain(*matrices))
 
 
 def _roles(weights: Shards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
@@ -342,7 +336,8 @@ def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
     used = {_BALANCE[kind]: rate for kind, rate in pairs if rate and kind in _BALANCE}
     used["z"] = args.get("moe_z_loss_coeff")
     keys |= {f"optimizer.router_{kind}_loss": float(rate) for kind, rate in used.items() if rate}
-    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if "batch" in used else []
+    is_local = "batch" in used and "global_aux_loss" not in str(kinds)
+    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if is_local else []
     unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
     unlike += ["moe_router_load_balancing_type"] if kinds == "sinkhorn" else []
     return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
@@ -369,21 +364,11 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
     if not peak or args.get("rampup_batch_size") or any(stop % 1 for stop in stops.values()):
         return []
     warmup, decay = int(stops["warmup"]), int(stops["decay"])
-    least = float(scheduler["min_lr"]) / peak
-    points: list[tuple[int, float, str]] = []
-    if warmup:
-        points.append((1, float(args.get("lr_warmup_init") or 0) / peak, "linear"))
-    points.append((warmup + 1, 1.0, "linear"))
+    first, least = float(args.get("lr_warmup_init") or 0) / peak, float(scheduler["min_lr"]) / peak
+    stop, shape = warmup, {"linear": "linear", "cosine": "cosine", "constant": "linear"}.get(str(style))
     if style == "WSD":
         annealed = args.get("lr_wsd_decay_iters") or (args.get("lr_wsd_decay_samples") or 0) / batch
-        shape = _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
-        if shape is None or annealed % 1 or not annealed:
-            return []
-        if decay - int(annealed) > warmup:
-            points.append((decay - int(annealed) + 1, 1.0, "linear"))
-        points.append((decay + 1, least, shape))
-    elif style in ("linear", "cosine"):
-        points.append((decay + 1, least, style))
-    elif style != "constant":
-        return []
-    return [{"at": at, "factor": factor, "shape": shape} for at, factor, shape in points]
+        shape = None if annealed % 1 or not annealed else _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
+        stop = max(warmup, decay - int(annealed))
+    end = warmup if style == "constant" else decay
+    return [] if shape is None else rate_points(first, warmup, stop, end, least, shape)

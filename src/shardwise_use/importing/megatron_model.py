@@ -45,7 +45,7 @@ _NAMES_OUTSIDE = (
     (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+")
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
 _MODULES = {
     "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
@@ -59,11 +59,8 @@ _MODULES = {
     "self_attn.q_norm": ("q_norm", "copies"), "self_attn.k_norm": ("k_norm", "copies"),
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
+    "mlp.w1": ("fc1", "gate"), "mlp.w3": ("fc1", "up"), "mlp.w2": ("fc2", "rows"),
     "mlp.gate": ("router", "copies"), "block_sparse_moe.gate": ("router", "copies"),
-    "mlp.experts.*.gate_proj": ("experts.*.fc1", "gate"), "mlp.experts.*.up_proj": ("experts.*.fc1", "up"),
-    "mlp.experts.*.down_proj": ("experts.*.fc2", "rows"), "block_sparse_moe.experts.*.w2": ("experts.*.fc2", "rows"),
-    "block_sparse_moe.experts.*.w1": ("experts.*.fc1", "gate"),
-    "block_sparse_moe.experts.*.w3": ("experts.*.fc1", "up"),
 }  # fmt: skip
 """Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -135,9 +132,9 @@ def _tensors(
             role, cut = _MODULES[path]
             source = f"{role}.{kind}"
         else:
-            expert = _EXPERT.search(path)
-            role, cut = _MODULES[_EXPERT.sub("*", layer[2])]
-            source = f"layers.{layer[1]}.{role.replace('*', expert[0] if expert else '')}.{kind}"
+            expert = _EXPERT.fullmatch(layer[2])
+            role, cut = _MODULES[f"mlp.{expert[2]}" if expert else layer[2]]
+            source = f"layers.{layer[1]}.{f'experts.{expert[1]}.' if expert else ''}{role}.{kind}"
             width = config.expert_width if expert else config.intermediate_size
         if cut == "copies" or (cut == "rows" and kind == "bias"):
             tensor = shards.copies(source)

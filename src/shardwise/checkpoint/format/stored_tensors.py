@@ -228,15 +228,13 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
 
     No file says how many there were: each but the last has an equal part.
     """
-    ranks = 0
+    ranks = []
     for name, shape in shapes.items():
         for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not _EXPERT.search(name)):
-            cut = [dim for dim, whole in enumerate(shape) if entry.shape[dim : dim + 1] != (whole,)]
-            if len(entry.shape) != len(shape) or len(cut) != 1 or entry.shape[cut[0]] > shape[cut[0]]:
-                return 0
-            part = max(piece.box.size[cut[0]] for piece in entry.pieces)
-            ranks = max(ranks, -(-shape[cut[0]] // max(1, part)))
-    return ranks
+            sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
+            cut = [-(-whole // max(1, part)) for whole, length, part in sizes if length < whole]
+            ranks += cut if len(cut) == 1 else [0]
+    return max(ranks, default=0) if all(ranks) else 0
 
 
 def mismatches(
