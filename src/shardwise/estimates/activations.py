@@ -179,7 +179,9 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     )
     # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it. Heads that lie side by
     # side are rotated in place.
-    is_apart = model.query_key_norm is not None or model.interleaved_heads or workload.has_parts or workload.gathers_keys
+    is_apart = (
+        model.query_key_norm is not None or model.interleaved_heads or workload.has_parts or workload.gathers_keys
+    )
     is_rotated = model.rotates(layer) and is_apart and not workload.copies_heads
     core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
