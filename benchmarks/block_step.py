@@ -101,9 +101,9 @@ def run(rounds: int) -> Report:
         figures,
         targets=targets,
         notes=[
-            f"Rank 0 of a job that is not there, in bfloat16 with gradients in float32, 1 sequence of {TOKENS['meta']:,} "
-            f"tokens, on the device `meta`; in the rows of the strict device {TOKENS['strict']:,} tokens. Norms, attention "
-            "and products that add to a gradient are one operator each, as on CUDA; collectives are torch's fake ones.",
+            "Rank 0 of a job that is not there, in bfloat16 with gradients in float32, on the device `meta`: 1 sequence of "
+            f"{TOKENS['meta']:,} tokens, on the strict device {TOKENS['strict']:,}. Norms, attention and products that "
+            "add to a gradient are one operator each, as on CUDA; collectives are torch's fake ones.",
             "Live: the most bytes that somebody holds, without weights, their gradients, and the block's input. Moved: "
             "operands and results of all operators but views. Host: time to start all operators of both passes; the "
             f"median of {rounds} processes.",
