@@ -101,7 +101,7 @@ def run(rounds: int) -> Report:
         figures,
         targets=targets,
         notes=[
-            "Rank 0 of a job that is not there, in bfloat16 with gradients in float32, on the device `meta`: 1 sequence of "
+            "Rank 0 of a job that is not there, in bfloat16 with gradients in float32, on the device `meta`: a row of "
             f"{TOKENS['meta']:,} tokens, on the strict device {TOKENS['strict']:,}. Norms, attention and products that "
             "add to a gradient are one operator each, as on CUDA; collectives are torch's fake ones.",
             "Live: the most bytes that somebody holds, without weights, their gradients, and the block's input. Moved: "
