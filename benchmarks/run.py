@@ -20,6 +20,7 @@ SECTIONS = {
     "side_by_side": "the same Llama by shardwise, torch DDP, FSDP2 and transformers' tensor parallelism",
     "fused": "Q, K, V and gate, up in one matmul against separate ones",
     "experts": "experts of a block against transformers",
+    "block_step": "a block by torch's dispatcher: operators, bytes moved and held, beside another tree (BENCH_BESIDE)",
     "head_loss": "LM head and loss in chunks against whole logits",
     "collectives": "collectives on gloo",
     "matmul": "float32 matmuls by MKL and oneDNN",

@@ -22,7 +22,7 @@ _SECOND_32 = 0x846CA68B - 2**32
 
 def hashed(*parts: object) -> int:
     """A 63-bit hash of some names and numbers."""
-    text = "/".join(str(part) for part in parts)
+    text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -177,10 +177,10 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + workload.mask_elements
         + _head_norms(workload)
     )
-    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it. Heads that lie side by
-    # side are rotated in place.
-    is_apart = model.query_key_norm is not None or model.interleaved_heads or workload.has_parts or workload.gathers_keys
-    is_rotated = model.rotates(layer) and is_apart and not workload.copies_heads
+    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it. Heads that lie side
+    # by side are rotated in place.
+    apart = (model.query_key_norm, model.interleaved_heads, workload.has_parts, workload.gathers_keys)
+    is_rotated = model.rotates(layer) and any(apart) and not workload.copies_heads
     core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32

@@ -38,14 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardwise.distributed import collectives, devices
+from shardwise.distributed import collectives, devices, torch_private
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.torch_private import (
-    fused_all_gather_matmul,
-    fused_matmul_reduce_scatter,
-    graph_is_kept,
-    onednn_linear,
-)
+from shardwise.distributed.torch_private import fused_all_gather_matmul, fused_matmul_reduce_scatter, onednn_linear
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -487,11 +482,10 @@ class _AddingLinear(torch.autograd.Function):
         dy_TO = dy.reshape(-1, dy.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1])
         dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
-        dx = None
-        if ctx.needs_input_grad[0]:
-            # The input's memory is free now, where this layer alone has it.
-            out = x_TI.detach() if hasattr(ctx.weight, "owns_input") and not graph_is_kept() else None
-            dx = torch.mm(dy_TO, weight, out=out).view(x.shape)
+        # From here on the input's memory is free, where this layer alone has it.
+        is_free = hasattr(ctx.weight, "owns_input") and not torch_private.graph_is_kept()
+        out = x_TI.detach() if is_free else None
+        dx = torch.mm(dy_TO, weight, out=out).view(x.shape) if ctx.needs_input_grad[0] else None
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None
         return dx, dw, db
 

@@ -60,7 +60,8 @@ class AttentionCore(nn.Module):
         mask = context.masks.get(self.window)
         key = context.dropout if self.p else None
         if not isinstance(mask, KernelMask):
-            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (q, k, v))
+            order = (1, 2, 0, 3)
+            q, k, v = q.permute(order), k.permute(order), v.permute(order)
         if self.recompute and torch.is_grad_enabled() and not self._is_fused(q, k, v, mask, key):
             # Masks of dropout depend on the context's key alone: no generator's state must be kept for them.
             arguments = (q, k, v, mask, key)
@@ -237,8 +238,7 @@ class Attention(nn.Module):
         if keeps and not (self.rotates and self.drops_rotated):
             if tables is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
-            attended: Tensor = self.core(q, k, v, context)
-            return attended
+            return cast(Tensor, self.core(q, k, v, context))
         return self._attend_dropping(q, k, v, tables, context)
 
     def _attend_dropping(self, q: Tensor, k: Tensor, v: Tensor, tables: _Tables, context: Context) -> Tensor:
@@ -296,10 +296,6 @@ class Attention(nn.Module):
         count = len(parts)
         by_part = zip(q.chunk(count), part_views(k, count, None), part_views(v, count, None), parts, strict=True)
         return torch.cat([self.core(*arguments) for arguments in by_part])
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        out: Tensor = self.out(self.attend(self.project(x), context))
-        return out
 
 
 class Block(nn.Module):

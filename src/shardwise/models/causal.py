@@ -141,12 +141,23 @@ class CausalLM(Family[_Config]):
     def _tables(
         self, x: Tensor, length: int, positions_SB: Tensor | None, lengths_B: Tensor | None, first: int
     ) -> dict[int | None, tuple[Tensor, Tensor]]:
-        """Return the rotary tables of the blocks by their windows, as `_rotary_tables` makes them."""
+        """Return the rotary tables of the blocks by their windows: cosines and sines of these tokens.
+
+        They are `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them. `length` is that of the whole
+        sequence. Without `positions_SB` they are its tokens from `first` on.
+        """
         tables = {}
         for window in self._windows:
             rotary = self.rotary if window is None or self.window_rotary is None else self.window_rotary
-            if rotary is not None:
-                tables[window] = _rotary_tables(rotary, x, length, positions_SB, lengths_B, first)
+            if rotary is None:
+                continue
+            of_each = None if lengths_B is None else rotary.tables_of_each(lengths_B.tolist(), length, x)
+            cos, sin = of_each or rotary.tables(length, x, first)
+            if positions_SB is not None:
+                # Row p of column b: the angle of position p in sample b, or in all of them.
+                columns_B = torch.arange(max(positions_SB.shape[1], cos.shape[1]), device=positions_SB.device)
+                cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
+            tables[window] = cos, sin
         return tables
 
     def _masks(
@@ -263,22 +274,3 @@ class CausalLM(Family[_Config]):
         # With sequence parallelism the last position would be on the last rank alone.
         logits_1BV: Tensor = self.lm_head(hidden[-1:])
         return logits_1BV[0]
-
-
-def _rotary_tables(
-    rotary: Rotary, x: Tensor, length: int, positions_SB: Tensor | None, lengths_B: Tensor | None, first: int
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of these tokens, `[S, 1, 1, r/2]`, or `[S, B, 1, r/2]` if samples differ in them.
-
-    `length` is that of the whole sequence. Without `positions_SB` they are its tokens from `first` on.
-    """
-    tables = None
-    if lengths_B is not None:
-        tables = rotary.tables_of_each(lengths_B.tolist(), length, x)
-    cos, sin = tables or rotary.tables(length, x, first)
-    if positions_SB is None:
-        return cos, sin
-    # Row p of column b: the angle of position p in sample b, or in all of them.
-    columns_B = torch.arange(max(positions_SB.shape[1], cos.shape[1]), device=positions_SB.device)
-    cos, sin = (table.expand(-1, len(columns_B), -1, -1)[positions_SB, columns_B] for table in (cos, sin))
-    return cos, sin

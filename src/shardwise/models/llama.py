@@ -199,7 +199,7 @@ class LlamaBlock(Block):
     def _feed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Return `mlp(norm(x))`; what the norm returned is free before the last product."""
         if isinstance(self.mlp, SparseMLP):
-            return compose(self.mlp, norm, x, drops=self.drops_normed)
+            return cast(Tensor, compose(self.mlp, norm, x, drops=self.drops_normed))
         return self.mlp.leave(*compose(self.mlp.enter, norm, x, drops=self.drops_normed))
 
 

@@ -182,7 +182,7 @@ class RotateJoined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, heads: Tensor, widths: Sequence[int], cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, heads: Tensor, widths: Sequence[int], cos: Tensor, sin: Tensor) -> Any:
         ctx.save_for_backward(cos, sin)
         ctx.widths = widths
         joined = heads.narrow(2, 0, widths[0] + widths[1])
@@ -191,13 +191,13 @@ class RotateJoined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        tables = ctx.saved_tensors
+        cos, sin = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return torch.cat([*(_rotate_by(grad, *tables, -1.0) for grad in grads[:2]), grads[2]], 2), None, None, None
+            return torch.cat([*(_rotate_by(grad, cos, sin, -1.0) for grad in grads[:2]), grads[2]], 2), None, None, None
         heads = grads[0].new_empty((*grads[0].shape[:2], sum(ctx.widths), grads[0].shape[3]))
         q, k, v = heads.split(ctx.widths, dim=2)
-        _rotate_by(grads[0], *tables, -1.0, q)
-        _rotate_by(grads[1], *tables, -1.0, k)
+        _rotate_by(grads[0], cos, sin, -1.0, q)
+        _rotate_by(grads[1], cos, sin, -1.0, k)
         v.copy_(grads[2])
         return heads, None, None, None
 

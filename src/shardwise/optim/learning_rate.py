@@ -73,15 +73,16 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     start = points[0]
     for end in points:
         if step < end.step:
-            return _between(start, end, step) if end is not points[0] else end.rate
+            break
         start = end
-    return start.rate
-
-
-def _between(start: RateAtStep, end: RateAtStep, step: int) -> float:
+    else:
+        return start.rate
+    if end is start:
+        return end.rate
+    done, steps = step - start.step, end.step - start.step
     if start.rate == 0 and end.shape == "linear":
-        return end.rate * (step - start.step) / (end.step - start.step)
-    part = (step - start.step) / (end.step - start.step)
+        return end.rate * done / steps
+    part = done / steps
     shape = {"linear": 1 - part, "cosine": (1 + math.cos(math.pi * part)) / 2, "sqrt": 1 - math.sqrt(part)}[end.shape]
     return end.rate + (start.rate - end.rate) * shape
 

@@ -134,19 +134,15 @@ class Feed:
     def _read(self, position: int, following: int) -> list[Batch]:
         """This rank's part of the global batch at a position; reads up to `following` batches after it ahead."""
         train = self._config.train
-        dp = self._mesh.dp
-
-        def read(start: int) -> list[Batch]:
-            return self.batches.local_batch(start, train.global_batch, dp.rank, dp.size, train.micro_batch)
-
+        of_rank = (train.global_batch, self._mesh.dp.rank, self._mesh.dp.size, train.micro_batch)
         if not self._pending or self._pending[0][0] != position:
             # Nothing was read ahead for this position, as at the start.
             self._pending.clear()
-            self._pending.append((position, self._submit(read, position)))
+            self._pending.append((position, self._submit(self.batches.local_batch, position, *of_rank)))
         _, pending = self._pending.popleft()
         for number in range(len(self._pending) + 1, min(self._config.data.workers, following) + 1):
             start = position + number * train.global_batch
-            self._pending.append((start, self._submit(read, start)))
+            self._pending.append((start, self._submit(self.batches.local_batch, start, *of_rank)))
         return self._await(pending)
 
     def _submit(self, read: Callable[..., list[Batch]], *arguments: Any) -> Future[list[Batch]]:

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import starmap
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -99,7 +100,7 @@ class StepClock:
 
     def read(self) -> None:
         """Add up the marks so far. An accelerator must have done the work that they are around."""
-        waits = [devices.seconds_between(start, end) for start, end in self._waits]
+        waits = list(starmap(devices.seconds_between, self._waits))
         for name, start, end, part in self._phases:
             seconds = devices.seconds_between(start, end) - sum(waits[part])
             if name == PIPELINE and self._pipeline is not None:
@@ -128,7 +129,8 @@ class StepClock:
             self.read()
         # An accelerator's marks are times of its own clock: their sum may exceed the host's seconds a little.
         split = {**self._seconds, OTHER: max(0.0, step_seconds - sum(self._seconds.values()))}
-        return split, {axis: count - self._sent_before[axis] for axis, count in sent.items()}
+        sent.subtract(self._sent_before)
+        return split, dict(sent)
 
     def _sent_so_far(self, waits: list[tuple[devices.Mark, devices.Mark]] | None) -> Counter[str]:
         """Bytes that this rank has sent, by axis. From now on collectives add their waits to a list; None: to none."""
