@@ -147,6 +147,13 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
         output.raw(output.text(text.removesuffix("\n")))
         return 0
     write_new(target, text, "--write")
-    options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
-    output.line(f"wrote {target}; train it with: shardwise train {target}{options}")
+    nodes = made.sections.get("launch", {}).get("nodes", 1)
+    command, options = f"shardwise train {target}", made.options
+    if nodes > 1:
+        # The ranks that the file starts are those of a node.
+        options = {**options}
+        ranks = options.pop("--nproc", None)
+        command = f"shardwise submit {target}{f' launch.ranks_per_node={ranks}' if ranks else ''}"
+    words = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items())
+    output.line(f"wrote {target}; train it with: {command}{words}")
     return 0
