@@ -32,6 +32,7 @@ MEGATRON = ProgramTraits(
     splits_messages=True,
     casts_gradients=False,
     recomputes_core=True,
+    travels_once=False,
     updates_in_one_pass=True,  # the fitted bandwidth of the update belongs to this count of bytes
     kernels=30,
 )
@@ -49,6 +50,7 @@ MEGATRON_CORE = ProgramTraits(
     updates_in_one_pass=True,
     recomputes_core=True,
     recomputes_ring=False,
+    travels_once=False,
     kernels=14,
     tensor_overlap="user_buffers",
     rounding_bytes=4,
@@ -57,7 +59,7 @@ MEGATRON_CORE = ProgramTraits(
 # scales are those of earlier steps, current ones need another read, and blocks of 32 (MXFP8) one read for each order.
 _ROUNDING = {"fp8 current scaling": 6, "mxfp8": 6}
 # Compiled blocks with FSDP2, of NeMo Automodel.
-FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True)
+FULLY_SHARDED = ProgramTraits(loss_ahead=False, updates_in_one_pass=True, travels_once=False)
 # Composer 0.16 and llm-foundry 0.4, with torch's FSDP of 2023. A block's functions are a kernel each. FSDP copies a new
 # gradient into a flat tensor (the gradient of `split`), to float32 in DEFAULT precision, and divides it there
 # (`_runtime_utils.py`). Composer takes two metrics of each micro-batch (`LanguageCrossEntropy`, `LanguagePerplexity`),

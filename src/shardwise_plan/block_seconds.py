@@ -157,7 +157,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
     context = _context_seconds(s, device, c, core)
     router = _router(s, device, c)
-    exchange = _exchange_seconds(s, device, c)
+    exchange = _exchange_seconds(s, device, c, program)
     kernels = program.kernels + core.kernels + (0 if s.routing is None else _EXPERT_KERNELS)
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
@@ -396,11 +396,12 @@ def _router(s: BlockShape, device: Device, c: Constants) -> float:
     return device_seconds.matmul(device, c, device.float32, s.x_elements // hidden, s.routing.experts, hidden)
 
 
-def _exchange_seconds(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of the all-to-alls that bring rows to their experts, and results back; none hides them."""
+def _exchange_seconds(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> float:
+    """Return the seconds of the all-to-alls that bring tokens to their experts, and results back; none hides them."""
     if s.routing is None:
         return 0.0
-    size = float(s.a * s.rows * s.model.hidden_size)
+    times = s.routing.visits(s.expert_group.ranks) if program.travels_once else s.routing.per_token
+    size = s.a * s.tokens * times * s.model.hidden_size
     return 2 * device_seconds.all_to_all(device, c, s.expert_group, size)
 
 

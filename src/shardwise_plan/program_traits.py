@@ -45,6 +45,7 @@ class ProgramTraits:
         update_values: values of an element that the optimizer's step reads and writes; None: those of this package's.
         gathered_metrics: numbers that each rank gathers from all ranks at the end of a step. The host fills a tensor
             for each rank's number and copies it there, while the device waits.
+        travels_once: True if a token travels once to a rank that has several of its experts, False if to each of them.
         graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
     """
 
@@ -72,4 +73,5 @@ class ProgramTraits:
     unpads_attention: bool = False
     update_values: int | None = None
     gathered_metrics: int = 0
+    travels_once: bool = True
     graphs: bool = False

@@ -230,6 +230,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
         kernels=kernels,
         separate_kernels=cluster.device.is_cuda and not config.compile.enabled,
         runs_ahead=on_accelerator,
+        travels_once=not config.is_bit_equal,
         tensor_overlap=config.parallel.tensor_overlap if on_accelerator else None,
         adds_products=cluster.device.is_cuda
         and precision.parameter == "bfloat16"

@@ -13,6 +13,7 @@ from shardwise.config.routing import Routing
 from shardwise.distributed.placement import of_or_whole
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import memory_by_rank
+from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers import experts
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -45,6 +46,12 @@ def by_turns(routing: Routing, scores: Tensor) -> Tensor:
 def of_first_rank(routing: Routing, scores: Tensor) -> Tensor:
     """The first experts for all tokens."""
     return torch.arange(routing.per_token, device=scores.device).expand(len(scores), -1).contiguous()
+
+
+@pytest.fixture(autouse=True)
+def of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The experts of each token by turns, and the first ones, are on one rank: it travels to no other."""
+    monkeypatch.setattr(RankWorkload, "visits", lambda self, routing: routing.per_token if self.is_bit_equal else 1.0)
 
 
 def measured(config: Config, is_balanced: bool = True) -> ShardedStep:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import Literal
 
 Scores = Literal["softmax", "sigmoid"]
@@ -37,6 +38,22 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     has_bias: bool = False
+
+    def visits(self, ranks: int) -> float:
+        """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices.
+
+        It is exact if ranks have whole groups, or groups the experts of whole ranks.
+        """
+        # Which groups are open is drawn first, and then experts of theirs. `missed` is the share of tokens that a rank
+        # does not get; it has experts of `groups` groups, `each` of one.
+        group, held = self.experts // self.groups, self.experts // ranks
+        groups, each = max(held // group, 1), min(held, group)
+        chosen, missed = self.chosen_groups, 0.0
+        for here in range(min(groups, chosen) + 1):
+            drawn = comb(groups, here) * comb(self.groups - groups, chosen - here) / comb(self.groups, chosen)
+            others = comb(group * chosen - each * here, self.per_token)
+            missed += drawn * others / comb(group * chosen, self.per_token)
+        return ranks * (1 - missed)
 
 
 @dataclass(frozen=True)

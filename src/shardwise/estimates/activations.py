@@ -238,7 +238,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
 
     | part   | saved                                                                 | elements            |
     |--------|-----------------------------------------------------------------------|---------------------|
-    | input  | as that of an MLP; rows by themselves that came from other ranks      | T·H or T/s·H; R·H   |
+    | input  | as that of an MLP; U tokens that came from other ranks, their places  | T·H or T/s·H; U·H; U|
     |        | with sequence parallelism those of router and shared expert           | T/s·H; T·H          |
     | router | its input and weight in float32, if they have another dtype           | T/s·H + N·H         |
     |        | scores and weights, float32; where these are divided, also their sum  | T·(N + k); T·(k + 1)|
@@ -267,8 +267,8 @@ def _experts(workload: RankWorkload, routing: Routing) -> int:
     saved = workload.gathered_bytes + scores + chosen + rows * per_row
     if workload.groups_products:
         saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
-    elif workload.rows_travel:
-        saved += rows * (a * model.hidden_size + 3 * _INT64)
+    elif workload.tokens_travel:
+        saved += workload.arriving(routing) * (a * model.hidden_size + _INT64)
     return saved + _shared_expert(workload)
 
 
@@ -524,14 +524,14 @@ def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
     """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
 
     Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, with the gradients of its weights, [3·H·F/t],
-    beside the gradient of x, [T·H], or those of rows that came from other ranks and of their results, [2·R·H].
+    beside the gradient of x, [T·H], or those of tokens that came from other ranks and of their results, [2·U·H].
     """
     hidden = workload.model.hidden_size
     width = workload.model.expert_width // workload.layout.tensor
     rows = workload.rows(routing)
     if workload.groups_products:
         return workload.a * rows * (2 * width + hidden)
-    travelling = 2 * rows * hidden if workload.rows_travel else workload.tokens * hidden
+    travelling = (2 * workload.arriving(routing) if workload.tokens_travel else workload.tokens) * hidden
     return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden) + 3 * hidden * width)
 
 

@@ -1,6 +1,7 @@
 """Collectives of blocks with experts, and those of their loads.
 
-Legend: see `estimates/rank_workload.py`; R rows of the rank's experts, N experts, k experts a token.
+Legend: see `estimates/rank_workload.py`; E ranks that divide the experts, D of them to which a token travels, U tokens
+that arrive, k experts a token.
 """
 
 from __future__ import annotations
@@ -32,25 +33,34 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
 def experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     """The forward pass of experts in all blocks.
 
-    Ranks that divide the experts send the numbers of rows, [N] in int64, each of the T·k rows of their tokens with its
-    weight, [H] and one in float32, and back what arrived, [R, H]: in bit-equal sums, each part of it. Under sequence
-    parallelism, the weights and the numbers of the chosen experts are gathered, [T·k] in float32 and in int64.
+    Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
+    experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
+    expert, with two numbers, and results by parts. Under sequence parallelism, the weights and the numbers of the
+    chosen experts are gathered, [T·k] in float32 and in int64. Results are not recomputed where nothing that is saved
+    comes after them.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
-        results = workload.parts_of_sums * row * workload.rows(routing)
+        there = round(workload.tokens * workload.visits(routing))
+        is_last = bool(suffix) and not workload.model.shared_expert_width
+        results = 0 if is_last else workload.parts_of_sums * row * workload.arriving(routing)
         transfers += [
-            _over_experts(workload, _INT64 * routing.experts, f"numbers of rows{suffix}", count),
-            _over_experts(workload, (row + _FLOAT32) * rows, f"rows and weights to their experts{suffix}", count),
-            _over_experts(workload, results, f"results of rows{suffix}", count),
+            _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
+            _over_experts(workload, (row + _choices(workload, routing)) * there, f"tokens and choices{suffix}", count),
+            _over_experts(workload, results, f"results of tokens{suffix}", count),
         ]
         if workload.layout.sequence_parallel:
             chosen = f"weights and numbers of chosen experts{suffix}"
             transfers.append(over_tensor(workload, "all_gather", (_FLOAT32 + _INT64) * rows, chosen, count))
         transfers += _shared_expert(workload, count, suffix)
     return transfers
+
+
+def _choices(workload: RankWorkload, routing: Routing) -> int:
+    """The bytes of the weights and numbers of experts that travel with a token."""
+    return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
 
 
 def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Transfer]:
@@ -67,16 +77,17 @@ def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Tran
 
 
 def gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `experts`: each tensor goes the other way; the numbers of rows are known."""
+    """The backward pass of `experts`: each tensor goes the other way; the numbers of tokens are known."""
     transfers = []
     kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
     row = workload.a * workload.model.hidden_size
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
-        arrived = workload.parts_of_sums * (row + _FLOAT32) * workload.rows(routing)
+        there = round(workload.tokens * workload.visits(routing))
+        arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * workload.arriving(routing)
         transfers += [
-            _over_experts(workload, row * rows, "gradients of results of rows", count),
-            _over_experts(workload, arrived, "gradients of rows and weights", count),
+            _over_experts(workload, row * there, "gradients of results of tokens", count),
+            _over_experts(workload, arrived, "gradients of tokens and choices", count),
             over_tensor(workload, kind, _FLOAT32 * rows, "gradients of weights of chosen experts", count),
         ]
         if workload.model.shared_expert_width:

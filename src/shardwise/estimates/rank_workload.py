@@ -189,14 +189,24 @@ class RankWorkload:
         rows = self.tokens * routing.per_token
         return rows if self.layout.expert == 1 else round(self.imbalance * rows)
 
+    def visits(self, routing: Routing) -> float:
+        """D, the ranks to which a token travels; in bit-equal sums k, since it travels to each expert by itself."""
+        return routing.per_token if self.is_bit_equal else routing.visits(self.layout.expert)
+
+    def arriving(self, routing: Routing) -> int:
+        """U, the tokens that arrive at a rank's experts, of which it gets at most all of each rank."""
+        if self.is_bit_equal:
+            return self.rows(routing)
+        return round(self.tokens * min(self.imbalance * self.visits(routing), self.layout.expert))
+
     @property
     def groups_products(self) -> bool:
         """True if one kernel computes the products of all experts, as accelerators are taken to have."""
         return self.accelerator and not self.is_bit_equal
 
     @property
-    def rows_travel(self) -> bool:
-        """True if the rows of experts are tensors by themselves, as those are that come from other ranks."""
+    def tokens_travel(self) -> bool:
+        """True if the tokens of experts are tensors by themselves, as those are that come from other ranks."""
         return self.layout.expert > 1 or self.is_bit_equal
 
     @cached_property
