@@ -101,6 +101,8 @@ def _manifest_rows(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if manifest is None:
         return []
     tokenizer = manifest["tokenizer"]
+    if "source" not in manifest:  # datatrove names the tokenizer alone
+        return [("tokenizer", tokenizer["name"])]
     source = manifest["source"]
     options = ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in manifest["options"].items())
     documents = _whole_number(source.get("documents"))

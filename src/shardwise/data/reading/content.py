@@ -70,10 +70,45 @@ class _Packing:
     unpacked: Callable[[IO[bytes]], Any]
 
 
+class _Streams(io.RawIOBase):
+    """The content of packed streams, one after another, between which zeros may stand.
+
+    `bz2.BZ2File` and `lzma.LZMAFile` end without an error at such zeros, and at a stream that is damaged at its begin.
+    """
+
+    def __init__(self, file: IO[bytes], decoder: Callable[[], Any]) -> None:
+        self._blocks = self._unpacked(file, decoder)
+        self._rest = b""
+
+    @staticmethod
+    def _unpacked(file: IO[bytes], decoder: Callable[[], Any]) -> Iterator[bytes]:
+        rest = b""
+        while packed := rest or file.read(BLOCK):
+            if rest := packed.lstrip(b"\0"):
+                stream = decoder()
+                yield stream.decompress(rest, BLOCK)
+                while not stream.eof:
+                    if stream.needs_input and not (rest := file.read(BLOCK)):
+                        raise EOFError("it ends within a stream")
+                    yield stream.decompress(rest if stream.needs_input else b"", BLOCK)
+                rest = stream.unused_data
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while not self._rest and (block := next(self._blocks, None)) is not None:
+            self._rest = block
+        taken = self._rest[: len(buffer)]
+        self._rest = self._rest[len(taken) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
 def _lzma(file: IO[bytes]) -> Any:
     import lzma  # some builds of Python lack it
 
-    return lzma.LZMAFile(file)
+    return _Streams(file, lzma.LZMADecompressor)
 
 
 def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
@@ -84,13 +119,15 @@ def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
     return unpacked
 
 
+# A file of zstd may begin with a frame that holds no content, as pzstd's do.
+_ZSTD = (b"\x28\xb5\x2f\xfd", *(b"%c\x2a\x4d\x18" % byte for byte in range(0x50, 0x60)))
+# Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block follow.
+_BZIP2 = tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 _PACKINGS: Mapping[str, _Packing] = {
     "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), lambda file: gzip.GzipFile(fileobj=file)),
-    # Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block follow.
-    "bzip2": _Packing(tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)), (".bz2", ".bzip2"), bz2.BZ2File),
+    "bzip2": _Packing(_BZIP2, (".bz2", ".bzip2"), lambda file: _Streams(file, bz2.BZ2Decompressor)),
     "xz": _Packing((b"\xfd7zXZ\0", b"\x5d\0\0"), (".xz", ".lzma"), _lzma),
-    # A file of zstd may begin with a frame that holds no content, which pzstd writes.
-    "zstd": _Packing((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), _by_arrow("zstd")),
+    "zstd": _Packing(_ZSTD, (".zst", ".zstd"), _by_arrow("zstd")),
     "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), _by_arrow("lz4")),
 }
 
@@ -126,6 +163,11 @@ def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
         is_damaged = isinstance(error, OSError | EOFError | zlib.error) or type(error).__name__ == "LZMAError"
         if getattr(error, "errno", None) or not is_damaged:
             raise
+        if "too much memory" in str(error):
+            raise DataError(
+                f"{path} has a window above 128 MiB, as `zstd --long` makes it, and must have a smaller one: unpack it "
+                "first by `zstd -d --long=31`"
+            ) from None
         raise DataError(
             f"{path} is cut off or damaged, {packing} cannot unpack it ({error}): fetch or copy it again"
             f"{see('data#file-cut-off')}"

@@ -302,7 +302,8 @@ def column_kind(type_: Any) -> str:
         type_ = type_.value_type
     if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
         return "text"
-    is_list = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
+    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
+    is_list = any(is_kind(type_) for is_kind in lists)
     return "tokens" if is_list and types.is_integer(type_.value_type) else str(type_)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from shardwise import load_recipe
 from shardwise.base.errors import ConfigError, DataError
+from shardwise.cli import main
 from shardwise.data.describe import glance, inspect
 from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare
@@ -61,6 +62,8 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "list": lambda pa: pa.list_(pa.int32()),
     "large": lambda pa: pa.large_list(pa.uint16()),
     "fixed": lambda pa: pa.list_(pa.int64(), 3),
+    "view": lambda pa: pa.list_view(pa.int32()),
+    "large view": lambda pa: pa.large_list_view(pa.uint16()),
     "uint64": lambda pa: pa.list_(pa.uint64()),
 }
 
@@ -199,7 +202,7 @@ def datatrove(
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_files_of_datatrove(width: int, tmp_path: Path) -> None:
+def test_files_of_datatrove(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "ds"
     datatrove(folder, "000_00000_shuffled.ds", ROWS[:120], width=width)
     datatrove(folder, "001_00000_shuffled.ds", ROWS[120:], width=width)
@@ -224,6 +227,8 @@ def test_files_of_datatrove(width: int, tmp_path: Path) -> None:
     assert (found.counts["documents"], found.lengths and found.lengths.most) == (200, 42)
     assert [sample.ids for sample in found.samples] == ROWS[:2]
     assert f"200 documents, {len(JOINED):,} tokens" in dict(glance(config).rows)["data"]
+    assert main(["data", "inspect", str(folder)]) == 0
+    assert "\ntokenizer  Unknown Tokenizer|2\n" in capsys.readouterr().out
 
 
 def test_files_of_datatrove_that_are_refused(tmp_path: Path) -> None:

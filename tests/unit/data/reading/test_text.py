@@ -169,7 +169,10 @@ FILES = {
     "part-00000": LINES.replace(b"\n", b"\r\n"),
     "a.jsonl.zst": packed(jsonl(TEXTS[:2]), "zstd") + SKIPPED + packed(jsonl(TEXTS[2:]), "zstd"),
     "b.jsonl.zst": SKIPPED + packed(LINES, "zstd"),
+    "c.jsonl.zst": b"\x5e" + SKIPPED[1:] + packed(LINES, "zstd"),
     "a.xz": lzma.compress(LINES),
+    "streams.xz": lzma.compress(jsonl(TEXTS[:2])) + bytes(8) + lzma.compress(jsonl(TEXTS[2:])) + bytes(1 << 19),
+    "streams.bz2": bz2.compress(jsonl(TEXTS[:2])) + bz2.compress(jsonl(TEXTS[2:])),
     "a.lzma": lzma.compress(LINES, format=lzma.FORMAT_ALONE),
     "a.JSON.BZ2": bz2.compress(LINES),
     "a.lz4": packed(LINES, "lz4"),
@@ -235,9 +238,17 @@ def test_fault_13_prose_that_begins_as_other_kinds_do_is_prose(text: str, tmp_pa
 def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path: Path) -> None:
     content = jsonl([f"{number * number}" for number in range(5000)])
     whole = {"xz": lzma.compress, "bz2": bz2.compress}.get(codec, lambda content: packed(content, codec))(content)
-    for damaged in (whole[:-5], whole[:12] + b"\xff" * 200 + whole[212:]):
+    second = whole[:4] + b"\xff" * 8 + whole[12:]  # whose damaged begin Python's readers take for the end
+    for damaged in (whole[:-5], whole[:12] + b"\xff" * 200 + whole[212:], whole + second, whole + whole[:-5]):
         (tmp_path / "a").write_bytes(damaged)
         assert "is cut off or damaged" in failure(tmp_path / "a")
+
+
+def test_a_window_of_zstd_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
+    block = (len(LINES[:15]) << 3 | 1).to_bytes(3, "little")  # the last one, not packed
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + b"\0\xa0" + block + LINES[:15])  # of 2^30 bytes
+    said = f"{tmp_path / 'a.jsonl.zst'} has a window above 128 MiB, as `zstd --long` makes it, and must have a smaller"
+    assert failure(tmp_path / "a.jsonl.zst").startswith(said)
 
 
 def test_fault_13_zstd_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
