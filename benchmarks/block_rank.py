@@ -13,6 +13,8 @@ import sys
 import time
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -146,76 +148,13 @@ class Operations(TorchDispatchMode):
         self.live += size
 
 
-def main(recompute: str, device_name: str, tokens: str, ranks: str) -> None:
-    if device_name == "strict":
-        sys.path.insert(0, str(Path(shardwise.__file__).parents[2]))
-        importlib.import_module("tests.strict.device").load()
-        importlib.import_module("torch.testing._internal.distributed.fake_pg")
-        torch.distributed.Backend.backend_capability["fake"].append("strict")
-    device = torch.device(device_name)
-    size = int(ranks)
-    fake_process_group(0, size)
-    keys = [
-        f"parallel.tensor={size}",
-        f"parallel.sequence={str(size > 1).lower()}",
-        "precision.mode=mixed",
-        "train.micro_batch=1",
-    ]
-    keys += [f"train.recompute={recompute}", f"train.sequence_length={tokens}", "parallel.sequence_regather=false"]
-    config = load_config("llama2-7b", keys)
-    part = Part(range(1), is_first=False, is_last=False)
-    group = Mesh(tensor=size, device=device).tp
-    model = build_model(config, group, sequence_parallel=size > 1, device=device, dtype=torch.bfloat16, part=part)
-    block = model.layers[0]
-    for parameter in block.parameters():
-        parameter.grad_dtype = torch.float32
-        parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
-    products.let_products_add([p for p in block.parameters() if p.dim() == 2])
-    x = torch.randn(int(tokens) // size, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
-    dy = torch.randn_like(x)
-    context = Context(rotary_tables={None: model.rotary.tables(int(tokens), x)})
-    kept = [x, dy, *context.rotary_tables[None]]
-    for parameter in block.parameters():
-        kept += [parameter, parameter.grad]
-    seconds = []
-    for _ in range(PASSES if device_name == "meta" else 0):
-        x.grad = None
-        start = time.perf_counter()
-        block(x, context).backward(dy)
-        seconds.append(time.perf_counter() - start)
-    for _ in range(2):  # the first pass may make what later ones have
-        x.grad = None
-        with Operations(kept) as found:
-            y = block(x, context)
-            forward, saved = found.operators.total(), found.live - y.nbytes
-            y.backward(dy)
-            del y
-    print(
-        json.dumps(
-            {
-                "host_ms": median(seconds or [0.0]) * 1e3,
-                "dispatches": found.operators.total(),
-                "forward": forward,
-                "moved": found.moved.total(),
-                "live": found.peak,
-                "saved": saved,
-                "operators": dict(found.operators.most_common()),
-                "moved_by": dict(found.moved.most_common()),
-            }
-        )
-    )
-
-
-def products_module() -> Any:
-    """The module whose `add_product_` adds a product to a gradient; earlier trees had one for it."""
+@contextmanager
+def kernels() -> Iterator[Any]:
+    """Inside, this device has the kernels of CUDA; yields the module whose `add_product_` adds to a gradient."""
     try:
-        return importlib.import_module("shardwise.layers.weight_gradients")
+        products = importlib.import_module("shardwise.layers.weight_gradients")  # of earlier trees
     except ModuleNotFoundError:
-        return importlib.import_module("shardwise.layers.matmul")
-
-
-if __name__ == "__main__":
-    products = products_module()
+        products = importlib.import_module("shardwise.layers.matmul")
     with (
         patch.object(devices, "adds_products", return_value=True),
         patch.object(products, "add_product_", torch.ops.bench.add_product),
@@ -224,4 +163,61 @@ if __name__ == "__main__":
         patch.object(F, "scaled_dot_product_attention", fused_attention),
         patch.object(F, "rms_norm", lambda x, _, weight, eps: _Norm.apply(x, weight, eps)),
     ):
-        main(*sys.argv[1:])
+        yield products
+
+
+def figures(recompute: str, device: torch.device, tokens: int, ranks: int, passes: int) -> dict[str, Any]:
+    """Figures of a block on one of some tensor-parallel ranks, whose fake process group exists."""
+    keys = [f"parallel.tensor={ranks}", f"parallel.sequence={str(ranks > 1).lower()}", "train.micro_batch=1"]
+    keys += [f"train.recompute={recompute}", f"train.sequence_length={tokens}", "parallel.sequence_regather=false"]
+    config = load_config("llama2-7b", keys)
+    part = Part(range(1), is_first=False, is_last=False)
+    group = Mesh(tensor=ranks, device=device).tp
+    with kernels() as products:
+        model = build_model(config, group, sequence_parallel=ranks > 1, device=device, dtype=torch.bfloat16, part=part)
+        block = model.layers[0]
+        x = torch.randn(tokens // ranks, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
+        dy = torch.randn_like(x)
+        context = Context(rotary_tables={None: model.rotary.tables(tokens, x)})
+        kept = [x, dy, *context.rotary_tables[None]]
+        for parameter in block.parameters():
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            kept += [parameter, parameter.grad]
+        products.let_products_add([p for p in block.parameters() if p.dim() == 2])
+        seconds = []
+        for _ in range(passes):
+            x.grad = None
+            start = time.perf_counter()
+            block(x, context).backward(dy)
+            seconds.append(time.perf_counter() - start)
+        x.grad = None
+        with Operations(kept) as found:
+            y = block(x, context)
+            forward, saved = found.operators.total(), found.live - y.nbytes
+            y.backward(dy)
+    return {
+        "host_ms": median(seconds) * 1e3,
+        "dispatches": found.operators.total(),
+        "forward": forward,
+        "moved": found.moved.total(),
+        "live": found.peak,
+        "saved": saved,
+        "operators": dict(found.operators.most_common()),
+        "moved_by": dict(found.moved.most_common()),
+    }
+
+
+def main(recompute: str, device_name: str, tokens: str, ranks: str) -> None:
+    if device_name == "strict":
+        sys.path.insert(0, str(Path(shardwise.__file__).parents[2]))
+        importlib.import_module("tests.strict.device").load()
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
+        torch.distributed.Backend.backend_capability["fake"].append("strict")
+    fake_process_group(0, int(ranks))
+    passes = PASSES if device_name == "meta" else 1
+    print(json.dumps(figures(recompute, torch.device(device_name), int(tokens), int(ranks), passes)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -312,6 +312,36 @@ def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype
     found = gated(x, act)
     assert torch.equal(found, wanted)
     assert torch.equal(*(torch.autograd.grad(y, x, dy)[0] for y in (found, wanted)))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_a_gate_gives_its_memory_to_its_gradient_unless_the_graph_is_kept(act: Gate) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 44, requires_grad=True)
+    product = x * 1
+    y = gated(product, act).sum()
+    before = product.detach().clone()
+    (first,) = torch.autograd.grad(y, x, retain_graph=True)
+    assert torch.equal(product.detach(), before)
+    (second,) = torch.autograd.grad(y, x)
+    assert torch.equal(first, second)
+    assert torch.equal(product.detach(), second)
+
+
+def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() -> None:
+    torch.manual_seed(0)
+    layer = RowParallelLinear(6, 8, bias=False, input_is_parallel=True, group=Group(), dtype=torch.bfloat16)
+    let_products_add([layer.weight])
+    x = torch.randn(4, 2, 6).bfloat16().requires_grad_()
+    wanted = torch.autograd.grad(layer(x * 1).square().sum(), x)[0]
+    cast(Any, layer.weight).owns_input = True
+    product = x * 1
+    y = layer(product).square().sum()
+    before = product.detach().clone()
+    for keeps in (True, False):
+        assert torch.equal(torch.autograd.grad(y, x, retain_graph=keeps)[0], wanted)
+        assert torch.equal(product.detach(), before) == keeps
+    assert torch.equal(product.detach(), wanted)
 
 
 def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:

@@ -10,7 +10,7 @@ import transformers
 from shardwise.config import GPTNeoXConfig, LlamaConfig, model_from
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.rope_scaling import LENGTH
-from shardwise.models.rotary import Rotary, frequencies, rotate
+from shardwise.models.rotary import Rotary, RotateJoined, frequencies, rotate
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
@@ -173,3 +173,30 @@ def test_turning_and_its_gradient_are_hugging_faces() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradient, wanted_gradient, atol=1e-5, rtol=0)
     assert torch.equal(x.detach(), before), "x was turned in place"
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_queries_and_keys_side_by_side_have_the_bits_of_both_alone(rotated: int) -> None:
+    torch.manual_seed(0)
+    widths = (3, 2, 2)
+    x = torch.randn(6, 2, 7, 16, dtype=torch.bfloat16, requires_grad=True)
+    tables = torch.randn(2, 6, 1, 1, rotated // 2).bfloat16().unbind()
+    pull = torch.randn(6, 2, 7, 16).bfloat16().split(widths, dim=2)
+    q, k, v = x.split(widths, dim=2)
+    wanted = (rotate(q, *tables), rotate(k, *tables), v)
+    product = x * 1
+    found = RotateJoined.apply(product, widths, *tables)
+    assert all(part.untyped_storage().data_ptr() == product.untyped_storage().data_ptr() for part in found)
+    assert all(map(torch.equal, found, wanted))
+    gradients = [torch.autograd.grad(parts, x, pull)[0] for parts in (found, wanted)]
+    assert torch.equal(*gradients)
+
+
+def test_queries_and_keys_side_by_side_have_second_derivatives() -> None:
+    x = torch.randn(3, 2, 4, 8, dtype=torch.float64, requires_grad=True)
+    tables = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64).unbind()
+
+    def rotated(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(part * 1 for part in RotateJoined.apply(x * 1, (2, 1, 1), *tables))
+
+    assert torch.autograd.gradgradcheck(rotated, x)

@@ -70,20 +70,21 @@ class SampleOrder:
         while count > 0:
             epoch, start = divmod(consumed, self._blocks)
             taken = min(count, self._blocks - start)
-            positions = np.arange(start, start + taken, dtype=np.uint64)
-            keys = [np.uint64(mix_integer(self.seed, epoch, number)) for number in range(_ROUNDS)]
-            values = self._feistel(positions, keys)
-            # The walk along a cycle ends, as the cycle leads back to the position itself, which is a sample's number.
-            # Of three samples or more there are more than half as many as values, so it takes less than two steps on
-            # average.
-            outside = np.flatnonzero(values >= self._blocks)
-            while outside.size:
-                values[outside] = self._feistel(values[outside], keys)
-                outside = outside[values[outside] >= self._blocks]
-            parts.append(values.astype(np.int64))
+            parts.append(self._permuted(np.arange(start, start + taken, dtype=np.uint64), epoch))
             consumed += taken
             count -= taken
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def _permuted(self, positions: npt.NDArray[np.uint64], epoch: int) -> IntArray:
+        keys = [np.uint64(mix_integer(self.seed, epoch, number)) for number in range(_ROUNDS)]
+        values = self._feistel(positions, keys)
+        # The walk along a cycle ends, as the cycle leads back to the position itself, which is a sample's number. Of
+        # three samples or more there are more than half as many as values, so it takes less than two steps on average.
+        outside = np.flatnonzero(values >= self._blocks)
+        while outside.size:
+            values[outside] = self._feistel(values[outside], keys)
+            outside = outside[values[outside] >= self._blocks]
+        return values.astype(np.int64)
 
     def _feistel(self, values: npt.NDArray[np.uint64], keys: list[np.uint64]) -> npt.NDArray[np.uint64]:
         """Rounds of `(left, right) → (right, left ⊕ F(right))`.
