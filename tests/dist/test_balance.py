@@ -27,6 +27,7 @@ from shardwise.verify.canonical_values import canonical_gradients, gradient_erro
 from tests.dist.dense import run
 from tests.dist.test_experts import CASES, SCALE, SIZES, B, S, batch
 from tests.dist.training import make_config, make_data
+from tests.sweeps import few
 
 COEFFICIENTS = {"sequence": 0.05, "batch": 0.07, "pooled": 0.03, "z": 0.002}
 SAMPLES = 8
@@ -137,13 +138,15 @@ LAYOUTS: dict[str, tuple[int, str, Sections]] = {
     "PP 2 1f1b": (2, "qwen3_moe", {"parallel": {"pipeline": 2}}),
     "PP 2 interleaved, sigmoid": (2, "glm4_moe", {"parallel": {"pipeline": 2, "schedule": "interleaved"}}),
 }
-SLOW = ("DP 2, ZeRO-3", "CP 2", "TP 2 + SP", "PP 2 1f1b", "PP 2 interleaved, sigmoid")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
+OFTEN = (
+    "one process",
+    "EP 2, one micro-batch a rank, full recompute",
+    "TP 2 + SP, CP 2, sigmoid",
+    "EP 2, PP 2 zbv, ZeRO-2",
 )
+
+
+@pytest.mark.parametrize("name", few(LAYOUTS, *OFTEN))
 def test_a_layout_has_the_values_and_gradients_of_the_formulas(name: str, ranks: Any) -> None:
     world, family, sections = LAYOUTS[name]
     check(run(ranks, world, step, family, sections), family)

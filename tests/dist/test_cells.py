@@ -85,7 +85,7 @@ FP8 = small(
 """In float32 but for the products, so that no layout rounds otherwise; in bfloat16 where none cuts a sum."""
 CELLS = [*array(), *CURVES, *SPECIAL, *LIKE_LLAMA, *FP8, *EIGHT_RANKS]
 OFTEN = {*covering(), LIKE_LLAMA[6], FP8[4]}
-SELDOM = {*array(), *CURVES[1:], SPECIAL[1], *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *MIXED[1:5]} - OFTEN
+SELDOM = {*array(), *CURVES[1:], SPECIAL[1], *LIKE_LLAMA, *FP8, *EIGHT_RANKS, *OTHER_PRECISIONS[1:8]} - OFTEN
 """What differs from cells that always run by a fact of the model, by a schedule, or by which choices meet."""
 Train = Callable[[Cell], list[Measured]]
 

@@ -13,6 +13,7 @@ from shardwise.data.samples.conversations import Conversations
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config
+from tests.sweeps import few
 from tests.unit.data.samples.test_conversations import chats
 
 STEPS = 4
@@ -69,7 +70,7 @@ def test_the_batches_count_differently() -> None:
 OFTEN = ("tp2-sp",)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("name", few(LAYOUTS, *OFTEN))
 def test_losses_are_those_of_one_process(name: str, ranks: Any) -> None:
     world, parallel, micro_batch = LAYOUTS[name]
     wanted = losses(settings({}, 8))

@@ -25,6 +25,7 @@ from shardwise_use.importing.hugging_face import open_hugging_face
 from tests.dist.dense import run
 from tests.dist.test_experts import CASES, SIZES, V
 from tests.hugging_face import described
+from tests.sweeps import few
 
 FAMILIES = {
     "olmoe": "Olmoe",
@@ -79,7 +80,7 @@ def loaded(folder: Path, parallel: dict[str, int]) -> tuple[dict[str, torch.Tens
     return canonical_weights(model, mesh.pp), count
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("family", few(FAMILIES, *OFTEN))
 def test_both_forms_are_read_at_every_layout(family: str, ranks: Any, tmp_path: Path) -> None:
     theirs = written(family, tmp_path / "fused", fused=True, num_hidden_layers=4)
     written(family, tmp_path / "single", fused=False, num_hidden_layers=4)

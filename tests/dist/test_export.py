@@ -14,6 +14,7 @@ from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
 from shardwise_use.generation import Generator, continue_text
 from tests.dist.dense import mesh as shared_mesh
+from tests.sweeps import few
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # odd: the vocabulary is padded at every degree
@@ -85,7 +86,7 @@ def sample(chosen: Config, window: int) -> list[int]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", few(LAYOUTS, *OFTEN))
 def test_canonical_tensors_are_those_of_one_process(layout: str, variant: str, ranks: Any) -> None:
     world, tensor, sequence = LAYOUTS[layout]
     wanted = digests(config(variant))

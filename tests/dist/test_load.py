@@ -32,7 +32,7 @@ from tests.hugging_face import CASES, described, export_hugging_face, open_folde
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
 
 
-OFTEN = ("llama", "gemma3", "gpt", "neox", "bert")
+OFTEN = ("llama", "gpt", "bert")
 
 
 def configured(folder: Path, tensor: int, **parallel: Any) -> Config:

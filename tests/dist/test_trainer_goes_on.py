@@ -19,6 +19,7 @@ from tests.dist.checkpoints import make_trainer, run
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
 from tests.hugging_face import make
+from tests.sweeps import few
 
 BEFORE, AFTER, BATCH = 6, 10, 8
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Conti
 OFTEN = ("llama", "qwen3_moe")
 
 
-@pytest.mark.parametrize("case", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize("case", few(FAMILIES, *OFTEN))
 def test_the_next_ten_losses_are_the_trainers(elsewhere: Callable[[str], Continued], case: str) -> None:
     continued = elsewhere(case)
     losses = run(continued.config(), AFTER, 0, str(continued.folder), None).losses

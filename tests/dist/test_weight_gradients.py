@@ -129,9 +129,10 @@ def exact(sections: dict[str, Any]) -> dict[str, Tensor]:
         pytest.param(ZBV, BLOCKS, marks=pytest.mark.slow),
         pytest.param({"optimizer": {"zero": 2}}, {}, marks=pytest.mark.slow),
         ({"optimizer": {"zero": 3}}, {}),
-        (
+        pytest.param(
             {"parallel": {"tensor": 2, "sequence": True, "tensor_overlap": "pieces"}},
             {"parallel": {"tensor": 2, "sequence": True}},
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["zbv", "ZeRO-2", "ZeRO-3", "overlap"],

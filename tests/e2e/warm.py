@@ -5,13 +5,14 @@ A server imports all that the commands do, and forks a process for each. In such
 signals and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux
 alone.
 
-Run as a program, this is the server. It ends when its standard input does.
+Run as a program, this is the server, one for all workers of a session. It ends when none of them holds it any more.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -39,7 +40,10 @@ from typing import IO, Any, NoReturn
 # Nothing that reads the environment when it is imported, and nothing that `-m` runs.
 _IMPORTED = (
     "numpy", "safetensors.torch", "tokenizers", "torch.utils.checkpoint", "torch.utils.tensorboard",
-    "fsspec.implementations.local", "s3fs",
+    "fsspec.implementations.local", "s3fs", "tabulate", "wcwidth.table_wide", "wcwidth.textwrap", "jinja2.sandbox",
+    "numpy.ma", "orjson", "encodings.idna", "shardwise.launch.node", "shardwise.distributed.rendezvous",
+    "shardwise_use.inference_jobs", "shardwise.config.sparse",
+    *(f"shardwise.data.formats.{name}" for name in ("text", "chat", "hdf5", "megatron", "packed", "stream", "tokens")),
     "shardwise_use.importing", "shardwise.train", "shardwise.launch.local", "shardwise.data.prepare",
     "shardwise.train.run", "shardwise.verify.verification", "shardwise.cli.run_preparation",
     "shardwise.launch.rank_process", "shardwise.pipeline.schedule", "shardwise.launch.failed_run",
@@ -109,21 +113,33 @@ class Job:
 
 @functools.cache
 def _server() -> str:
-    """Where this session's server listens."""
-    place = str(Path(tempfile.mkdtemp(prefix="shardwise-warm-")) / "socket")
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYDANTIC_DISABLE_PLUGINS": "__all__",
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # read as the compiler is imported; tests/e2e/test_compile.py says why
-    }
-    command = [sys.executable, "-P", __file__, place]
-    process = subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(shutil.rmtree, Path(place).parent, ignore_errors=True)
-    atexit.register(process.kill)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
+    """Where this session's server listens; the first worker that needs it starts it."""
+    folder = Path(tempfile.gettempdir(), f"shardwise-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
+    folder.mkdir(exist_ok=True)
+    place = str(folder / "socket")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        held = socket.socket(socket.AF_UNIX)
+        atexit.register(held.close)  # until then it is open
+        try:
+            held.connect(f"{place}-held")
+        except OSError:
+            variables = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYDANTIC_DISABLE_PLUGINS": "__all__",
+                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # read as the compiler is imported; tests/e2e/test_compile.py says why
+            }
+            command = [sys.executable, "-P", __file__, place]
+            read, write = os.pipe()
+            # Nobody waits for it: it may outlive this worker.
+            streams = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, write, 1)]
+            os.posix_spawn(sys.executable, command, variables, file_actions=streams)
+            os.close(write)
+            assert os.read(read, 6) == b"ready\n"
+            os.close(read)
+            held.connect(f"{place}-held")
     return place
 
 
@@ -154,16 +170,27 @@ def _serve(place: str) -> None:
     warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     signal.signal(signal.SIGCHLD, _wait_for_those_who_answer)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(place)
-        listener.listen()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as keeper:
+        for one, name in ((listener, place), (keeper, f"{place}-held")):
+            Path(name).unlink(missing_ok=True)
+            one.bind(name)
+            one.listen()
         os.write(1, b"ready\n")
-        while listener in select.select([listener, 0], [], [])[0]:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _answer(connection)
-            connection.close()
+        holds = {keeper.accept()[0]}
+        while holds:
+            for ready in select.select([listener, keeper, *holds], [], [])[0]:
+                if ready is keeper:
+                    holds.add(keeper.accept()[0])
+                elif ready is listener:
+                    connection, _ = listener.accept()
+                    if os.fork() == 0:
+                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                        _answer(connection)
+                    connection.close()
+                else:
+                    holds.remove(ready)
+                    ready.close()
+    shutil.rmtree(Path(place).parent, ignore_errors=True)
 
 
 def _wait_for_those_who_answer(*_: object) -> None:

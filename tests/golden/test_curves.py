@@ -74,10 +74,10 @@ def test_the_data_is_that_of_the_curve(recipe: str, cache: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [pytest.param("llama2-tiny", layout, marks=pytest.mark.slow) for layout in LAYOUTS if "ep" not in layout]
-    + [("llama3-tiny", "one-process")]
+    + [(recipe, "one-process") for recipe in ("llama3-tiny", "gpt-tiny")]
     + [
         pytest.param(recipe, "one-process", marks=pytest.mark.slow)
-        for recipe in ("gpt-tiny", "gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "olmoe-tiny")
+        for recipe in ("gpt-neox-tiny", "bert-tiny", "gpt2-xl-tiny", "olmoe-tiny")
     ]
     + [("olmoe-tiny", "dp2-ep2")],
 )

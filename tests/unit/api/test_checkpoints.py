@@ -13,6 +13,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.models.build import build_model
+from tests.sweeps import few
 
 
 def parts(seed: int) -> tuple[nn.Module, shardwise.ZeroRedundancyOptimizer]:
@@ -142,7 +143,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
 
 
-@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("saved", few(KINDS, "adamw", "sgd"))
 def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
     """Else it would be dropped, or be missing in the next step."""
 
@@ -221,7 +222,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
 OFTEN = ("NAdam", "ASGD", "SGD")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in NUMBERS])
+@pytest.mark.parametrize("name", few(NUMBERS, *OFTEN))
 def test_fault_22_every_class_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
 

@@ -16,6 +16,7 @@ from shardwise.distributed.mesh import Group
 from shardwise.layers.context import runs_of_places
 from shardwise.models import attention_pieces, ring_attention
 from shardwise.models.masks import AttentionMask, BlocksMask, Mask
+from tests.sweeps import few
 from tests.unit.layers.groups import pretend_group
 from tests.unit.models.test_masks import error, seen, starts
 
@@ -37,7 +38,15 @@ def rows_of(x: Tensor, rank: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("form", "window", "has_documents"),
-    [*itertools.product(("pieces", "dense"), (None, 1, 20, 120), (False, True)), *CASES_OF_BLOCKS],
+    [
+        *few(
+            itertools.product(("pieces", "dense"), (None, 1, 20, 120), (False, True)),
+            *(("pieces", window, True) for window in (None, 1, 20, 120)),
+            ("dense", 20, True),
+            ("pieces", None, False),
+        ),
+        *CASES_OF_BLOCKS,
+    ],
 )
 def test_keys_that_come_rank_by_rank_give_attention_over_all(
     form: str, window: int | None, has_documents: bool, monkeypatch: pytest.MonkeyPatch

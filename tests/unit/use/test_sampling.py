@@ -8,6 +8,7 @@ import torch
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise_use.generation import Sampler
+from tests.sweeps import few
 
 P = torch.tensor([0.1, 0.5, 0.15, 0.25])
 DRAWS = 4000
@@ -40,7 +41,7 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, kept: s
         assert abs(found[token] - float(P[token]) / total) < 0.05
 
 
-@pytest.mark.parametrize("top_k", [7, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 50, 60))])
+@pytest.mark.parametrize("top_k", few([1, 7, 50, 60], 7))
 def test_the_kept_tokens_are_those_of_transformers(top_k: int) -> None:
     from transformers import TopKLogitsWarper, TopPLogitsWarper
 

@@ -8,6 +8,7 @@ from shardwise.config import Config, check_layout, config_from, load_config, rec
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import at, existing, miniature
 from shardwise.verify.tolerance import Differences, Tolerance
+from tests.sweeps import few
 
 DEGREES = (1, 2, 4, 8)
 
@@ -24,9 +25,7 @@ OFTEN = (
 """Each family, few and many heads, odd numbers of them, and each optimizer."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in recipe_names()]
-)
+@pytest.mark.parametrize("name", few(recipe_names(), *OFTEN))
 def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> None:
     recipe = load_config(name)
     config, cells = small(recipe)

@@ -43,11 +43,10 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    """A run with a restart, a spike and a straggler, whose ranks wrote at the same moment."""
-    path = write_run(
-        tmp_path / "gpt3-tiny-1",
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(
+        tmp_path_factory.mktemp("runs") / "gpt3-tiny-1",
         STARTS,
         mesh=Mesh(pp=2, dp=4, tp=2, nodes=2),
         steps=1000,
@@ -57,6 +56,12 @@ def run(tmp_path: Path) -> Path:
         checkpoint_every=50,
         eval_every=50,
     )
+
+
+@pytest.fixture
+def run(tmp_path: Path, written: Path) -> Path:
+    """A run with a restart, a spike and a straggler, whose ranks wrote at the same moment."""
+    path = shutil.copytree(written, tmp_path / written.name, symlinks=True)
     for file in path.rglob("*"):
         os.utime(file, (NOW - 2, NOW - 2))
     return path

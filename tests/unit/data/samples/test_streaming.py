@@ -30,6 +30,7 @@ from shardwise.data.samples import streaming as streaming_module
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.streaming import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from tests.sweeps import few
 from tests.unit.data.formats.test_text import sized, stories
 
 TEXTS = stories()[:120]
@@ -109,7 +110,7 @@ def epoch_documents(batches: StreamBatches, tokenizer: Path, epoch: int) -> list
     return texts
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few(KINDS, "jsonl", "parquet"))
 def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Path, tmp_path: Path) -> None:
     chosen = config(write(tmp_path / "data", kind, TEXTS), tokenizer)
     batches = opened(chosen, tmp_path / "cache")

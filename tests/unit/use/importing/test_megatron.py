@@ -14,6 +14,7 @@ from shardwise.cli import main
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.importing.megatron import open_megatron
 from tests.hugging_face import VOCABULARY, make, save
+from tests.sweeps import few
 from tests.unit.use.importing.checks import assert_same_model, in_module
 from tests.unit.use.importing.megatron_shards import Source, gpt_args, llama_args, write
 
@@ -29,7 +30,7 @@ def llama(folder: Path, case: str = "llama", layers: int = 2, **fields: Any) -> 
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", few([1, 2, 4], 2))
 def test_gpt2_of_every_version(tmp_path: Path, version: int, tp: int) -> None:
     model, source = gpt(tmp_path)
     folder = write(source, tmp_path / "megatron", "old" if version < 2 else "legacy", tp=tp, version=version)
@@ -38,7 +39,7 @@ def test_gpt2_of_every_version(tmp_path: Path, version: int, tp: int) -> None:
 
 @pytest.mark.parametrize("style", ["legacy", "core", "te"])
 @pytest.mark.parametrize("case", ["gpt", "gpt-untied"])
-@pytest.mark.parametrize(("pp", "virtual"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("pp", "virtual"), few([(2, 1), (2, 2)], (2, 2)))
 def test_gpt2_over_a_pipeline(tmp_path: Path, style: str, case: str, pp: int, virtual: int) -> None:
     model, source = gpt(tmp_path, case, layers=4)
     folder = write(source, tmp_path / "megatron", style, tp=2, pp=pp, virtual=virtual)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from shardwise.base.errors import ConfigError
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import save
+from tests.sweeps import few
 from tests.unit.use.importing.checks import assert_same_model
 from tests.unit.use.importing.neuronx_shards import write
 
@@ -34,7 +35,9 @@ def test_llama(tmp_path: Path, style: str, tp: int, pp: int) -> None:
 @pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv", "tp", "copies"),
-    [(8, 2, 2, 1), (8, 2, 4, 2), (8, 2, 8, 4), (8, 2, 4, 4), (8, 4, 2, 2), (4, 1, 4, 4)],
+    few(
+        [(8, 2, 2, 1), (8, 2, 4, 2), (8, 2, 8, 4), (8, 2, 4, 4), (8, 4, 2, 2), (4, 1, 4, 4)], (8, 2, 4, 2), (4, 1, 4, 4)
+    ),
 )
 def test_llama_with_grouped_heads(
     tmp_path: Path, style: str, adjacent: bool, heads: int, kv: int, tp: int, copies: int

@@ -19,6 +19,7 @@ from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
 from shardwise_use.importing.trainer import curve_points, with_progress
 from tests.hugging_face import CASES
+from tests.sweeps import few
 from tests.unit.use.importing.trainer_files import save
 
 
@@ -35,7 +36,7 @@ def moments(found: ForeignModel, state: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "llama", "gpt", "neox", "bert", "qwen3_moe", "gemma3"))
 def test_moments_are_those_of_their_weights(tmp_path: Path, case: str) -> None:
     """Of every family, the two groups of the Trainer and a single one."""
     for groups in (2, 1):
