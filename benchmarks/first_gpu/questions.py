@@ -9,6 +9,7 @@ QUESTIONS = {
     "documents": 60,
     "tensor_parallel": 15,
     "profile": 35,
+    "switches": 75,
     "training": 110,
     "block": 35,
     "accumulation": 8,

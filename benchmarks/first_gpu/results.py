@@ -39,6 +39,8 @@ _HEADINGS = {
     "peak_allocated": "peak memory",
     "first_step_seconds": "first step, s",
     "is_repeatable": "repeatable",
+    "predicted_gain": "predicted gain",
+    "losses_agree": "losses agree",
 }
 
 _LISTED_KERNELS = 12
@@ -193,7 +195,7 @@ def _text(key: str, value: Any) -> str:
         return ""
     if key in ("peak_allocated", "peak_reserved", "expected_memory"):
         return f"{value / 2**30:.2f} GiB"
-    if key in ("mfu", "share", "host_share", "ratio"):
+    if key in ("mfu", "share", "host_share", "ratio", "gain", "predicted_gain"):
         return f"{value:.1%}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -170,6 +170,11 @@ class Session:
         finally:
             self.release()
 
+    def written(self, labels: Figures) -> list[Figures]:
+        """The lines of this question with these labels, of earlier sessions too."""
+        lines = [json.loads(text) for text in self._file.read_text().splitlines()]
+        return [line for line in lines if line["question"] == self._question and labels.items() <= line.items()]
+
     def write(self, line: Figures) -> None:
         text = json.dumps({"question": self._question, **line}, default=str)
         with self._file.open("a") as file:

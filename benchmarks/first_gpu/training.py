@@ -46,6 +46,7 @@ class Setting:
     recompute: str
     micro_batch: int
     in_fp8: bool = False
+    keys: tuple[str, ...] = ()
 
     @property
     def labels(self) -> Figures:
@@ -61,6 +62,7 @@ class Setting:
             f"train.recompute={self.recompute}",
             *(["precision.matmul=fp8"] if self.in_fp8 else []),
             *session.compile_keys(self.is_compiled),
+            *self.keys,
             *keys,
             blocks=blocks,
         )

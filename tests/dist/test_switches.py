@@ -36,7 +36,7 @@ def test_switches_for_cuda_do_nothing_elsewhere() -> None:
 
 
 def test_a_gpu_without_flash_attention_3_refuses_it() -> None:
-    with pytest.raises(ConfigError, match="needs torch 2.11 and the module flash_attn_interface: No module named"):
+    with pytest.raises(ConfigError, match=r"needs torch 2\.11 and the module flash_attn_interface: No module named"):
         devices.use_flash_attention_3(torch.device("cuda"))
 
 

@@ -71,6 +71,7 @@ def test_the_questions_are_answered_on_the_strict_device(tmp_path: Path) -> None
         "side_by_side",
         "fp8",
         "experts",
+        "switches",
         "training",
     }
     (tests,) = (line for line in found if line["question"] == "correctness" and "passed" in line)
@@ -95,7 +96,7 @@ def test_every_question_has_figures_and_the_report_a_table_for_each(tmp_path: Pa
     outcome = run("--report", tmp_path, "--results", tmp_path)
     assert outcome.returncode == 0, outcome.stderr
     report = (tmp_path / "first_gpu.md").read_text(encoding="utf-8")
-    assert report.count("\n**") == len(with_figures) == 15
+    assert report.count("\n**") == len(with_figures) == 16
     measured = (tmp_path / "lines.jsonl").read_text()
     cut = measured.index('"question": "experts"')
     (tmp_path / "lines.jsonl").write_text(measured[: measured.index("\n", cut) + 20])
