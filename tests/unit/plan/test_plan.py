@@ -370,10 +370,15 @@ def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_
     assert seconds is not None
     assert every is not None
     assert 60 * int(every[1]) + int(every[2]) == pytest.approx(1000 / 60 * float(seconds[1]), rel=0.02)
-    assert main([*command, "parallel.tensor=1", "train.micro_batch=8"]) == 0
+    assert main([*command, "parallel.tensor=1", "train.micro_batch=8", "launch.nodes=2"]) == 2
+    shown = capsys.readouterr()
+    assert "16 × NVIDIA H100 SXM (2 nodes × 8)" in shown.out
+    assert re.search(r"^#   memory +does not fit: \d+ GiB are needed beside a reserve of 6% ", shown.out, re.M)
     assert re.search(
-        r"^#   memory +does not fit: \d+ GiB are needed beside a reserve of 6% ", capsys.readouterr().out, re.M
+        r"on each rank \(\d+ GiB\) must be at most that of NVIDIA H100 SXM \(74\.5 GiB\): raise", shown.err
     )
+    assert main([*command, "launch.nodes=2", "--nodes", "1", "--nproc", "8"]) == 2
+    assert "without --nproc, --nodes gives the machines" in capsys.readouterr().err
 
 
 def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
