@@ -40,6 +40,7 @@ class Search:
         valid: number of layouts that the rules allow.
         refused: number of layouts that a rule forbids, by the key of the rule.
         too_large: number of layouts that were dropped, by the reason.
+        equal: number of layouts whose recompute changes neither time nor memory of a faster one.
         smallest: the dropped layout that needs the least memory, and its bytes.
     """
 
@@ -47,12 +48,13 @@ class Search:
     valid: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
+    equal: int = 0
     smallest: tuple[Choice, float] | None = None
 
     @property
     def slower(self) -> int:
         """Number of layouts that are slower than all listed ones; some of them may not fit."""
-        return self.valid - sum(self.too_large.values()) - len(self.plans)
+        return self.valid - sum(self.too_large.values()) - len(self.plans) - self.equal
 
     def drop(self, reason: str, choice: Choice, size: float) -> None:
         """Note a layout that does not fit."""
@@ -96,7 +98,10 @@ def search(
         # No layout that is still to be simulated can be faster than the lowest bound.
         _, _, number, found = heapq.heappop(bounded)
         if isinstance(found, Plan):
-            plans.append(found)
+            if any(map(found.is_equal, plans)):
+                result.equal += 1
+            else:
+                plans.append(found)
         elif isinstance(closer := next(found, None), Plan):
             heapq.heappush(bounded, (closer.time.total, True, number, closer))
         elif closer is not None:

@@ -144,6 +144,7 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.valid += result.valid
         joined.refused += result.refused
         joined.too_large += result.too_large
+        joined.equal += result.equal
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
     best = recommended(joined.plans)
     unused = _unused_devices(best, config, machines, fixed)
