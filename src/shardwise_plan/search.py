@@ -71,11 +71,12 @@ def search(
     most: int = 0,
     fixed: Collection[str] = (),
     looked: Callable[[int], object] = int,
+    once: bool = False,
 ) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
 
     Further ones are looked for, up to `most` in all, until one leaves memory free. `looked` is told how many of
-    `number_of_choices` were looked at.
+    `number_of_choices` were looked at. With `once`, recompute that changes nothing makes no layout of its own.
     """
     if config.shapes is None:
         raise ConfigError(
@@ -98,7 +99,7 @@ def search(
         # No layout that is still to be simulated can be faster than the lowest bound.
         _, _, number, found = heapq.heappop(bounded)
         if isinstance(found, Plan):
-            if any(map(found.is_equal, plans)):
+            if once and any(map(found.is_equal, plans)):
                 result.equal += 1
             else:
                 plans.append(found)

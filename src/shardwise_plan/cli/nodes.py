@@ -73,7 +73,7 @@ class Machines:
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
-        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance)
+        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
 
 @dataclass(frozen=True)

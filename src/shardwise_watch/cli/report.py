@@ -9,7 +9,9 @@ the page; of several runs also the difference of each from the first. `--json` p
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from shardwise_watch.run import branches_of, open_run
 
 _LONGEST_NAME = 150
 """Characters of the names of runs in the name of a report; a file's name has 255 at most."""
+_HEAD = 2000
+"""Characters of a page in which its price is found."""
 _MOST_BRANCHES = 7
 """Branches that are laid over their trunk; the page has colours for as many."""
 
@@ -43,7 +47,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
-    price_help = "price of a device for an hour, a node or a chip, as `plan` takes it (default: log.price of the run)"
+    price_help = (
+        "price of a device for an hour, a node or a chip, as `plan` takes it (default: log.price of the run, else that "
+        "of the report that is replaced)"
+    )
     parser.add_argument("--price", metavar="PRICE", help=price_help)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
@@ -55,15 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
     branches = [] if arguments.others else branches_of(watched[0])
     compared = comparison(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
-    reports = [report_of(run, price) for run in [*watched, *shown]]
-    if len(shown) < len(branches) and not arguments.json:
-        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     others = [run.name for run in watched[1:]]
     joined = "-".join(others)
     if len(joined) > _LONGEST_NAME:
         joined = f"{others[0]}-and-{len(others) - 1}-more"
     name = "report.html" if compared is None else f"report-with-{joined}.html"
     file: Path = arguments.output or watched[0].path / name
+    if price is None and watched[0].section("log").get("price") is None:
+        price = _price_before(file)
+    reports = [report_of(run, price) for run in [*watched, *shown]]
+    if len(shown) < len(branches) and not arguments.json:
+        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     require_replaceable(file, "--output")
     if arguments.png is not None:
         # Costly to import, for pictures alone.
@@ -87,6 +96,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{file} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
     return 0
+
+
+def _price_before(file: Path) -> Price | None:
+    """The price in a report that is there."""
+    try:
+        with file.open(encoding="utf-8") as page:
+            found = re.search(r'<meta name="price" content="([^"]+)">', page.read(_HEAD))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if found is None else Price.of(unescape(found[1]), f"the price in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
