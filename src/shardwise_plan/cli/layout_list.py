@@ -54,7 +54,7 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     output.line()
     ranges = rows.range_text(best)
     place = listed.index(best) + 1
-    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)}" if ranges else ""
+    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)} of its prediction" if ranges else ""
     for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
         rows.prose(sentence)
 
