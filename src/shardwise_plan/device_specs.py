@@ -316,14 +316,9 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
     return Cluster(device, nodes, per_node)
 
 
-def is_of_aws(device: str) -> bool:
-    """Return whether devices, or SLURM's resources such as `neuron:16`, are chips of AWS by their name."""
-    return re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE) is not None
-
-
 def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
     """A row if the devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
-    if pipeline == 1 or not is_of_aws(device):
+    if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
         return []
     text = (
         f"parallel.pipeline ({pipeline}) is refused by TorchNeuron's copy of April 2026, which sends no messages from "

@@ -172,7 +172,8 @@ def rates_text(plan: Plan) -> str:
     """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
     optimizer, steps = plan.config.optimizer, plan.config.train.steps
     lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
-    warmup = optimizer.long_warmup(steps) or f"{units.counted(optimizer.warmup_steps, 'step')} of warmup"
+    usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]
+    ((_, warmup),) = optimizer.long_warmup(steps) or usual
     return f"Learning rate: {optimizer.schedule}, {optimizer.lr:g}{lowest}; {warmup}"
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from shardwise_watch.run import branches_of, open_run
 
 _LONGEST_NAME = 150
 """Characters of the names of runs in the name of a report; a file's name has 255 at most."""
-_HEAD = 2000
-"""Characters of a page in which its price is found."""
 _MOST_BRANCHES = 7
 """Branches that are laid over their trunk; the page has colours for as many."""
 
@@ -47,10 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
-    price_help = (
-        "price of a device for an hour, a node or a chip, as `plan` takes it (default: log.price of the run, else that "
-        "of the report that is replaced)"
-    )
+    price_help = "price of a device, node or chip for an hour (default: log.price, else that of the replaced report)"
     parser.add_argument("--price", metavar="PRICE", help=price_help)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
@@ -100,12 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _price_before(file: Path) -> Price | None:
     """The price in a report that is there."""
-    try:
-        with file.open(encoding="utf-8") as page:
-            found = re.search(r'<meta name="price" content="([^"]+)">', page.read(_HEAD))
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if found is None else Price.of(unescape(found[1]), f"the price in {file}")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r'<meta name="price" content="([^"]+)">', text)
+    return None if found is None else Price.of(found[1], f"the price in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
