@@ -78,12 +78,6 @@ class Plan:
         """True if less than a tenth of the device's memory is free."""
         return self.headroom < TIGHT * self.cluster.device.memory
 
-    def is_equal(self, other: Plan) -> bool:
-        """Return whether another plan needs the same time and memory, and differs in recompute alone, if at all."""
-        return (self.time.total, self.memory.total) == (other.time.total, other.memory.total) and (
-            replace(self.choice, recompute=other.choice.recompute) == other.choice
-        )
-
     @property
     def frees_parts(self) -> bool:
         """True if a rank frees the gradients or the weights of others."""

@@ -95,14 +95,17 @@ def search(
                 bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
     heapq.heapify(bounded)
     plans = result.plans
+    listed = set[object]()
     while bounded and (len(plans) < best or (len(plans) < most and all(plan.is_tight for plan in plans))):
         # No layout that is still to be simulated can be faster than the lowest bound.
         _, _, number, found = heapq.heappop(bounded)
         if isinstance(found, Plan):
-            if once and any(map(found.is_equal, plans)):
+            needs = (replace(found.choice, recompute="none"), found.time.total, found.memory.total)
+            if once and needs in listed:
                 result.equal += 1
-            else:
-                plans.append(found)
+                continue
+            listed.add(needs)
+            plans.append(found)
         elif isinstance(closer := next(found, None), Plan):
             heapq.heappush(bounded, (closer.time.total, True, number, closer))
         elif closer is not None:

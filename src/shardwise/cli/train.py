@@ -266,7 +266,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     predicted: PredictedStep | None = None
     if cluster is not None:
         predicted = provided("predicted_step")(own.sized(chosen) if own else chosen, layout, cluster)
-        input_problems += [] if predicted is None else predicted.problems
+        input_problems += predicted.problems
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),

@@ -194,13 +194,8 @@ def steps_text(plans: Sequence[Plan]) -> str | None:
 def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Collection[str]) -> str | None:
     """Return that fewer devices of each node need fewer device-hours; None where they do not.
 
-    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have.
-
-    Args:
-        best: fastest plan on the whole nodes.
-        config: the recipe's configuration.
-        machines: the devices.
-        fixed: keys that keep the recipe's values.
+    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have. `best`
+    is the fastest plan on whole nodes.
     """
     on = best.cluster
     power = 1 << (on.per_node.bit_length() - 1)
@@ -336,10 +331,7 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     _, most = ratios(plan)
     late = f"if steps take {most - 1:.0%} longer than predicted"
     safe = nodes_of.fewest(limit / most) if has_range(plan) else None
-    if safe is not None and safe.cluster == enough:
-        sentence += f", even {late}"
-    else:
-        sentence += ", as predicted"
+    sentence += f", even {late}" if safe is not None and safe.cluster == enough else ", as predicted"
     if safe is None and has_range(plan):
         sentence += f"; {late}, no number of nodes that was tried does"
     elif safe is not None and safe.cluster != enough:

@@ -30,8 +30,6 @@ _LEAST_PART = 0.001
 """Share from which on a part is shown."""
 _LARGEST_DOT = 8.5
 """Radius of the dot of the dearest layout, in pixels."""
-_RING = 3.0
-"""Radius of the ring of a layout that is not listed."""
 _CHART_COLUMNS = 60
 """Characters of a line below a chart."""
 _MOST_TIMES = 5
@@ -135,7 +133,7 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
             plan.memory.total / _GIB,
             str(number),
             f"Layout {number}: " if number else "Not listed: ",
-            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))) if number else _RING,
+            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))) if number else 3.0,
         )
         for plan in sorted(found, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
         for number in [numbers.get(id(plan), "")]
