@@ -57,19 +57,10 @@ class _Figure:
 
 
 CONSTANTS: dict[str, tuple[float, float]] = {
-    "matmul": (0.01, 10),
-    "depth": (0, 1e5),
-    "memory": (0.001, 10),
-    "fused_attention": (1e-4, 10),
-    "host": (0, 0.1),
-    "step": (0, 10),
-    "wait": (0, 10),
-    "node": (1e-3, 10),
-    "network": (1e-3, 10),
-    "update": (1e-3, 10),
-    "overlap": (0, 1),
-    "action": (0, 1),
-}
+    "matmul": (0.01, 10), "depth": (0, 1e5), "memory": (0.001, 10), "fused_attention": (1e-4, 10), "host": (0, 0.1),
+    "step": (0, 10), "wait": (0, 10), "node": (1e-3, 10), "network": (1e-3, 10), "update": (1e-3, 10),
+    "overlap": (0, 1), "action": (0, 1),
+}  # fmt: skip
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 FIGURES: dict[str, _Figure] = {
     "memory_gb": _Figure("memory", 0.1, 10_000, 1e9, is_needed=True),
@@ -316,14 +307,9 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
     return Cluster(device, nodes, per_node)
 
 
-def is_of_aws(device: str) -> bool:
-    """Return whether devices, or SLURM's resources such as `neuron:16`, are chips of AWS by their name."""
-    return re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE) is not None
-
-
 def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
     """A row if the devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
-    if pipeline == 1 or not is_of_aws(device):
+    if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
         return []
     text = (
         f"parallel.pipeline ({pipeline}) is refused by TorchNeuron's copy of April 2026, which sends no messages from "

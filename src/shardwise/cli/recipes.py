@@ -148,12 +148,10 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
         return 0
     write_new(target, text, "--write")
     nodes = made.sections.get("launch", {}).get("nodes", 1)
-    command, options = f"shardwise train {target}", made.options
+    options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
     if nodes > 1:
         # The ranks that the file starts are those of a node.
-        options = {**options}
-        ranks = options.pop("--nproc", None)
-        command = f"shardwise submit {target}{f' launch.ranks_per_node={ranks}' if ranks else ''}"
-    words = "".join(f" {option} {shlex.quote(str(value))}" for option, value in options.items())
-    output.line(f"wrote {target}; train it with: {command}{words}")
+        options = options.replace("--nproc ", "launch.ranks_per_node=")
+    command = "submit" if nodes > 1 else "train"
+    output.line(f"wrote {target}; train it with: shardwise {command} {target}{options}")
     return 0

@@ -54,12 +54,14 @@ class PredictedStep:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
         seconds: time of a step; None if it is not known.
         facts: figures as `shardwise plan --json` has them; None if they are not known.
+        problems: the reason why no rank can hold its part, if so.
     """
 
     cluster: str
     rows: Sequence[tuple[str, str]]
     seconds: float | None
     facts: Mapping[str, Any] | None = None
+    problems: Sequence[str] = ()
 
 
 def dry_run(
@@ -124,11 +126,6 @@ def dry_run(
     return f"{comments}\n\n# {title}\n{dump_yaml(keys)}".rstrip()
 
 
-def _schedule_warning(config: Config) -> _Rows:
-    text = config.optimizer.long_warmup(config.train.steps)
-    return [("warning", text)] if text else []
-
-
 def _fact(row: tuple[str, str]) -> dict[str, str]:
     """A row that is known as text alone."""
     return {"name": row[0].strip(), "text": row[1]}
@@ -174,7 +171,7 @@ def start_rows(
     return [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
         ("steps", f"{train.steps:,}{begin}{stage}{stop}"),
-        *_schedule_warning(config),
+        *config.optimizer.long_warmup(train.steps),
         ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
         ("batch", summary.batch),
         ("layout", summary.layout_text),
@@ -299,7 +296,7 @@ class _Summary:
             ("device", device),
             ("batch", self.batch),
             ("steps", f"{train.steps:,}{stop}"),
-            *_schedule_warning(config),
+            *config.optimizer.long_warmup(train.steps),
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),

@@ -35,7 +35,7 @@ from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise_jobs import commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
-from shardwise_plan.device_specs import Cluster, cluster, is_of_aws, pipeline_warnings
+from shardwise_plan.device_specs import Cluster, cluster, pipeline_warnings
 
 if TYPE_CHECKING:
     from shardwise_plan.plan import Plan
@@ -245,9 +245,9 @@ def _accelerators(device: str | None, machines: Cluster | None, ranks: int) -> s
     if machines is None or device is None or not machines.device.is_accelerator:
         return None
     count = max(ranks, machines.per_node) if device.endswith(f":{machines.per_node}") else ranks
-    if is_of_aws(f"{device} {machines}"):
-        return f"neuron:{math.ceil(count / machines.device.per_chip)}"
-    return f"gpu:{count}"
+    # Chips of several devices are those of AWS.
+    chips = math.ceil(count / machines.device.per_chip)
+    return f"gpu:{count}" if chips == count else f"neuron:{chips}"
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
@@ -269,8 +269,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = [*checked.warnings, *pipeline_warnings(f"{job.gres} {machines}", layout.pipeline)]
-    if warmup := job.config.optimizer.long_warmup(job.config.train.steps):
-        warnings.append(("warning", warmup))
+    warnings += job.config.optimizer.long_warmup(job.config.train.steps)
     plan = None
     if machines is not None:
         from shardwise_plan.cli.rows import error_text, range_text

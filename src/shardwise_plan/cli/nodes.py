@@ -73,7 +73,7 @@ class Machines:
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
-        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance)
+        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.valid += result.valid
         joined.refused += result.refused
         joined.too_large += result.too_large
+        joined.equal += result.equal
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
     best = recommended(joined.plans)
     unused = _unused_devices(best, config, machines, fixed)
@@ -171,7 +172,8 @@ def rates_text(plan: Plan) -> str:
     """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
     optimizer, steps = plan.config.optimizer, plan.config.train.steps
     lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
-    warmup = optimizer.long_warmup(steps) or f"{units.counted(optimizer.warmup_steps, 'step')} of warmup"
+    usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]
+    ((_, warmup),) = optimizer.long_warmup(steps) or usual
     return f"Learning rate: {optimizer.schedule}, {optimizer.lr:g}{lowest}; {warmup}"
 
 
@@ -192,13 +194,8 @@ def steps_text(plans: Sequence[Plan]) -> str | None:
 def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Collection[str]) -> str | None:
     """Return that fewer devices of each node need fewer device-hours; None where they do not.
 
-    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have.
-
-    Args:
-        best: fastest plan on the whole nodes.
-        config: the recipe's configuration.
-        machines: the devices.
-        fixed: keys that keep the recipe's values.
+    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have. `best`
+    is the fastest plan on whole nodes.
     """
     on = best.cluster
     power = 1 << (on.per_node.bit_length() - 1)
@@ -334,10 +331,7 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     _, most = ratios(plan)
     late = f"if steps take {most - 1:.0%} longer than predicted"
     safe = nodes_of.fewest(limit / most) if has_range(plan) else None
-    if safe is not None and safe.cluster == enough:
-        sentence += f", even {late}"
-    else:
-        sentence += ", as predicted"
+    sentence += f", even {late}" if safe is not None and safe.cluster == enough else ", as predicted"
     if safe is None and has_range(plan):
         sentence += f"; {late}, no number of nodes that was tried does"
     elif safe is not None and safe.cluster != enough:

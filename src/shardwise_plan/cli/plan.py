@@ -272,10 +272,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
 def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None, model: ModelConfig) -> None:
     """Write the recipe with a layout of the list, and print how to train it.
 
-    Args:
-        device: value of `--device`.
-        number: number of the layout; None: the first that leaves a tenth of the memory free, or else 1.
-        model: the model of the recipe.
+    Without a number the layout is the first that leaves a tenth of the memory free, or else 1; `model` is the recipe's.
     """
     choice = ""
     if number is None:

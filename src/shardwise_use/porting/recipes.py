@@ -87,10 +87,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         keys |= row.keys
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
-        rows = [
-            replace(row, keys={**row.keys, "model.vocab_size": size}) if "data.tokenizer" in row.keys else row
-            for row in rows
-        ]
+        rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
     rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
@@ -230,8 +227,7 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
         else:
             for settings in commands(text, place.parent):
                 named = str(settings.get(_FILE))
-                files = (file for file in (place.parent / named, user_path(named)) if file.is_file())
-                for file in [*files][:1]:
+                for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
                     # What the command line has counts instead of the file's.
                     settings = next(_candidates(_text(file), file, "")) | settings
                     del settings[_FILE]
