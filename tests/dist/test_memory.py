@@ -312,7 +312,7 @@ SHARDED = [
     ),
     ("llama", {"zero": 1}, {"parallel": {"context": 4, "grain": 1}, "train": {"bitwise": True, "data_grain": 1}}),
 ]
-OFTEN = (13,)
+OFTEN = (6,)
 
 
 @pytest.mark.parametrize(
