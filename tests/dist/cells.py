@@ -196,7 +196,11 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 def pairs(cell: Cell) -> set[Pair]:
     """Every two choices that meet in a cell."""
-    return set(itertools.combinations([(name, getattr(cell, name)) for name in AXES], 2))
+    return _pairs(vars(cell))
+
+
+def _pairs(values: Mapping[str, Any]) -> set[Pair]:
+    return set(itertools.combinations([(name, values[name]) for name in AXES], 2))
 
 
 @functools.cache
@@ -227,7 +231,8 @@ def possible_pairs() -> set[Pair]:
     return found - impossible
 
 
-def _drawn(generator: random.Random) -> Cell:
+def _drawn(generator: random.Random) -> dict[str, Any]:
+    """The choices of a cell; a cell itself takes longer to make."""
     values: dict[str, Any] = {}
     for options in _choices():
         values |= generator.choice(options)
@@ -237,7 +242,7 @@ def _drawn(generator: random.Random) -> Cell:
     if values["context_keys"] == "ring":
         # No kernel drops probabilities of the keys of a rank.
         values["dropout"] = False
-    return small(Cell(**values))[0]
+    return values
 
 
 def small(*cells: Cell) -> tuple[Cell, ...]:
@@ -262,10 +267,10 @@ def array() -> tuple[Cell, ...]:
     """Few cells in which every two choices that can meet do: the best of some drawn ones, again and again."""
     generator, missing, found = random.Random(5), possible_pairs(), list[Cell]()
     while missing:
-        best = max((_drawn(generator) for _ in range(400)), key=lambda cell: len(pairs(cell) & missing))
-        met = pairs(best) & missing
+        best = max((_drawn(generator) for _ in range(400)), key=lambda values: len(_pairs(values) & missing))
+        met = _pairs(best) & missing
         if met:
-            found.append(best)
+            found += small(Cell(**best))
             missing -= met
     return tuple(found)
 
@@ -288,7 +293,7 @@ def sweep(count: int) -> list[Cell]:
     """Other cells, drawn."""
     generator, found = random.Random(1), dict[Cell, None]()
     while len(found) < count:
-        cell = _drawn(generator)
+        (cell,) = small(Cell(**_drawn(generator)))
         if cell not in array():
             found[cell] = None
     return list(found)

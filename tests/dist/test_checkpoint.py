@@ -30,6 +30,7 @@ from tests.dist.checkpoints import (
 )
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import FACTS, make_config, sizes
+from tests.sweeps import few
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 COLLECTIVES_WAIT = 59.0
@@ -76,10 +77,7 @@ LAYOUTS = [
 FEW = {(4, 2, True, 0, 1), (4, 1, False, 3, 2)}
 
 
-@pytest.mark.parametrize(
-    ("size", "tensor", "sequence", "zero", "replicate"),
-    [pytest.param(*each, marks=() if each in FEW else pytest.mark.slow) for each in LAYOUTS],
-)
+@pytest.mark.parametrize(("size", "tensor", "sequence", "zero", "replicate"), few(LAYOUTS, *FEW))
 def test_reshard(
     size: int,
     tensor: int,

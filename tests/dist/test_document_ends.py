@@ -21,6 +21,7 @@ from shardwise.models.build import build_model
 from tests import hugging_face
 from tests.dist.test_memory import DROPOUT, RECOMPUTE, SIZES, measure_step
 from tests.dist.training import FAMILIES, make_config
+from tests.sweeps import few
 
 END = 3
 CAUSAL = ("llama", "gpt", "gpt_neox")
@@ -103,7 +104,7 @@ def no_dropout(family: str) -> dict[str, float]:
     return dict.fromkeys(DROPOUT[family], 0.0)
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt", "gpt_neox"))])
+@pytest.mark.parametrize("family", few(["llama", "gpt", "gpt_neox"], "llama"))
 def test_the_masks_are_in_the_memory_estimate(family: str) -> None:
     for recompute in RECOMPUTE:
         config = make_config(

@@ -27,6 +27,7 @@ from shardwise.verify.miniature import existing, miniature
 from shardwise.verify.tolerance import Differences, Tolerance
 from tests.dist.test_experts import CASES, SIZES
 from tests.dist.training import make_config
+from tests.sweeps import few
 
 RANKS = 8
 STEPS = 4
@@ -246,7 +247,7 @@ TIES = (
 )
 
 
-@pytest.mark.parametrize("cell", [TIES[0], *(pytest.param(cell, marks=pytest.mark.slow) for cell in TIES[1:])])
+@pytest.mark.parametrize("cell", few(TIES, TIES[0]))
 def test_a_layout_with_other_choices_is_compared_with_those_of_one_process(
     cell: Cell, ranks: Any, tmp_path: Path
 ) -> None:

@@ -32,6 +32,7 @@ from tests.dist.checkpoints import load, save
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import run
 from tests.dist.training import make_config, make_data
+from tests.sweeps import few
 
 S, B, V = 16, 4, 61
 SIZES: dict[str, Any] = {
@@ -136,9 +137,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "tensor", "sequence", "expert"), LAYOUTS)
-@pytest.mark.parametrize(
-    "family", ["glm4_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in CASES if f != "glm4_moe")]
-)
+@pytest.mark.parametrize("family", few(CASES, "glm4_moe"))
 def test_a_layout_has_the_loss_and_the_gradients_of_one_process(
     family: str, world: int, tensor: int, sequence: bool, expert: int, ranks: Any
 ) -> None:
@@ -311,10 +310,7 @@ def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: A
     check(found, curve())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if "copies" in name else pytest.mark.slow) for name in TRAININGS],
-)
+@pytest.mark.parametrize("name", few(TRAININGS, *(name for name in TRAININGS if "copies" in name)))
 def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tmp_path: Path, ranks: Any) -> None:
     world, sections = TRAININGS[name]
     halfway = str(tmp_path / "step-00000002")

@@ -18,6 +18,7 @@ from shardwise.models.build import build_model
 from shardwise.verify.canonical_values import gradient_errors
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config
+from tests.sweeps import few
 
 S, B, P = 16, 3, 4
 V = 61  # odd: the vocabulary is padded at every degree
@@ -277,9 +278,7 @@ def test_family_is_hugging_faces(case: str, layout: str, ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize(
-    "case", ["gpt, tied", *(pytest.param(c, marks=pytest.mark.slow) for c in ("neox, parallel", "bert"))]
-)
+@pytest.mark.parametrize("case", few(["gpt, tied", "neox, parallel", "bert"], "gpt, tied"))
 def test_recompute_changes_no_bit(case: str, recompute: str, ranks: Any) -> None:
     for (_, wanted, gradients), (_, losses, found) in zip(
         run(ranks, 2, train, case, 2, True), run(ranks, 2, train, case, 2, True, recompute), strict=True

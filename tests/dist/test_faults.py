@@ -36,6 +36,7 @@ from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
 from tests.e2e.processes import wait_for
 from tests.hugging_face import VOCABULARY, described, make, save
+from tests.sweeps import few
 
 STEPS = 8
 
@@ -83,9 +84,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 
 
-@pytest.mark.parametrize(
-    "update", [pytest.param(each, marks=() if each == "lamb, clipped" else pytest.mark.slow) for each in UPDATES]
-)
+@pytest.mark.parametrize("update", few(UPDATES, "lamb, clipped"))
 def test_bert_has_the_same_curve_with_data_and_with_tensor_parallelism(update: str, ranks: Any, cache: Path) -> None:
     """Gradient norms too: an optimizer that normalises its step hides a factor, so long as nothing clips."""
     losses, norms = ranks(4).run(curve, "bert-tiny", [*UPDATES[update], *DP4], cache)[0]

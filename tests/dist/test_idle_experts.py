@@ -16,6 +16,7 @@ from shardwise.verify.canonical_values import canonical_weights, gradient_errors
 from tests.dist.dense import run
 from tests.dist.test_experts import CASES, SIZES
 from tests.dist.training import make_config, make_data
+from tests.sweeps import few
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 3
@@ -79,7 +80,7 @@ LAYOUTS: dict[str, tuple[str, str, int, dict[str, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n != ONE else ()) for n in LAYOUTS])
+@pytest.mark.parametrize("name", few(LAYOUTS, ONE))
 def test_experts_without_a_token_decay_as_in_one_process(name: str, ranks: Any) -> None:
     family, optimizer, length, sections = LAYOUTS[name]
     per_token = 1 if name == ONE else 2

@@ -27,6 +27,7 @@ from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_data
 from tests.hugging_face import CASES, described, export_hugging_face, open_folder, save
+from tests.sweeps import few
 
 # (ranks, TP, sequence parallelism): what is not TP is data parallelism.
 LAYOUTS = {"tp2": (2, 2, False), "tp4-sp": (4, 4, True), "tp2-dp2-sp": (4, 2, True), "dp2": (2, 1, False)}
@@ -98,9 +99,7 @@ def in_and_out_of_a_pipeline(source: Path, target: Path, parallel: dict[str, Any
 
 # Two blocks: virtual stages need four, which no case has (test_checkpoint.py).
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "bert" else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", few(CASES, "bert"))
 def test_in_and_out_of_a_pipeline(case: str, tensor: int, ranks: Any, tmp_path: Path) -> None:
     """The very folder that one process writes."""
     save(case, tmp_path / "theirs")

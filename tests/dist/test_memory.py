@@ -28,6 +28,7 @@ from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
+from tests.sweeps import few
 
 TOLERANCE = 0.10
 RECOMPUTE = ("none", "selective", "full")
@@ -182,17 +183,13 @@ def test_a_block_stack_holds_what_cost_has(model: str, dropout: str | None, tens
 @pytest.mark.parametrize(
     ("mode", "micro_batch"), [("bfloat16", 2), ("float32", 1)], ids=["bfloat16", "micro-batches of one"]
 )
-@pytest.mark.parametrize(
-    "model", [pytest.param(model, marks=() if model == "gpt" else pytest.mark.slow) for model in (*FAMILIES, *FACTS)]
-)
+@pytest.mark.parametrize("model", few((*FAMILIES, *FACTS), "gpt"))
 def test_other_dtypes_and_batches(model: str, mode: str, micro_batch: int) -> None:
     """Where attention copies other things, and norms and probabilities are in another dtype than x."""
     check_peaks(model, {"micro_batch": micro_batch}, {"mode": mode})
 
 
-@pytest.mark.parametrize(
-    "model", ["llama", *(pytest.param(m, marks=pytest.mark.slow) for m in FAMILIES if m != "llama")]
-)
+@pytest.mark.parametrize("model", few(FAMILIES, "llama"))
 def test_inputs_of_fp8_products(model: str) -> None:
     check_peaks(model, {}, {"mode": "bfloat16", "matmul": "fp8"})
 
@@ -312,7 +309,7 @@ SHARDED = [
     ),
     ("llama", {"zero": 1}, {"parallel": {"context": 4, "grain": 1}, "train": {"bitwise": True, "data_grain": 1}}),
 ]
-OFTEN = (14,)
+OFTEN = (6,)
 
 
 @pytest.mark.parametrize(

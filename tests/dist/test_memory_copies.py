@@ -137,7 +137,6 @@ def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     assert (again.step, again.received) == (2, 0), "the step before is whole"
 
 
-@pytest.mark.slow
 def test_parts_of_another_run_start_or_data_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 3, 0)

@@ -104,7 +104,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any], bool]] = {
     "tp2-pp2": (2, 2, {}, False),
 }
 ALWAYS = "tp2-dp2-zero1-sp"
-OFTEN_CUT = (("llama tied, biases", ALWAYS), ("bert", "pp2-dp2-zero1"))
+OFTEN_CUT = (("llama", "tp4-heads"), ("llama tied, biases", ALWAYS))
 CELLS = [
     pytest.param(layout, name, marks=() if (name, layout) in OFTEN_CUT else pytest.mark.slow)
     for layout in LAYOUTS

@@ -12,6 +12,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
 from tests.rank_pool import RankPool
+from tests.sweeps import few
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 DEEP = "model.layers.{}.mlp.down_proj.weight"
@@ -95,9 +96,7 @@ def stop_pipeline(schedule: str, where: str, poisoned: tuple[int, ...]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(
-    "schedule", ["zbv", *(pytest.param(s, marks=pytest.mark.slow) for s in ("1f1b", "interleaved"))]
-)
+@pytest.mark.parametrize("schedule", few(["zbv", "1f1b", "interleaved"], "zbv"))
 def test_a_pipeline_names_the_first_fault_of_all_stages(schedule: str, ranks: Any) -> None:
     """A later stage's gradient spoils those of all earlier stages."""
     pool: RankPool = ranks(2)

@@ -26,8 +26,7 @@ def trained_embedding(config: Config, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "ends"),
-    [pytest.param("1f1b", [7, 1], {0: 1, 1: 1}, marks=pytest.mark.slow), ("zbv", [2, 2, 2, 2], {0: 1, 1: 0})],
+    ("schedule", "stages", "ends"), [("1f1b", [7, 1], {0: 1, 1: 1}), ("zbv", [2, 2, 2, 2], {0: 1, 1: 0})]
 )
 def test_a_weight_tied_across_a_pipeline_stays_one(
     schedule: str, stages: list[int], ends: dict[int, int], ranks: Any

@@ -10,6 +10,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.test_memory import DROPOUT, SIZES, LiveTensors
 from tests.dist.training import FAMILIES, make_config, make_data
+from tests.sweeps import few
 
 TOLERANCE = 0.04
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev")
@@ -28,9 +29,7 @@ def measure_step(config: Config) -> tuple[int, int]:
     return mesh.pp.rank, live.peak
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=() if s in ("1f1b", "zbv") else pytest.mark.slow) for s in SCHEDULES]
-)
+@pytest.mark.parametrize("schedule", few(SCHEDULES, "1f1b", "zbv"))
 @pytest.mark.parametrize(
     ("model", "recompute", "dropout", "degree"),
     [

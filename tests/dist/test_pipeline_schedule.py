@@ -24,6 +24,7 @@ from shardwise.runs.folder import RunDirectory
 from shardwise.train.trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config
+from tests.sweeps import few
 
 
 class Kept:
@@ -146,9 +147,7 @@ def failing_step(schedule: Schedule, where: str, error: Exception) -> Exception:
     return caught.value
 
 
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved_zero_bubble", "zbv"))]
-)
+@pytest.mark.parametrize("schedule", few(["1f1b", "interleaved_zero_bubble", "zbv"], "1f1b"))
 def test_what_a_stage_raises_is_heard_as_it_is(schedule: Schedule, ranks: Any) -> None:
     """torch wraps it in a text of its own, which would hide that memory ran out, or that a rank was lost."""
     for where, error, is_it in (

@@ -24,6 +24,7 @@ from tests.dist.dense import mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import build_trainer, make_config, make_data
 from tests.hugging_face import described
+from tests.sweeps import few
 from tests.task_files import TASKS, VOCABULARY, write_model, write_tasks
 
 
@@ -128,7 +129,7 @@ CASES = [
 
 
 OFTEN = (("llama", "TP 2 with SP"),)
-MARKED = [pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow) for case in CASES]
+MARKED = few(CASES, *OFTEN)
 
 
 @pytest.mark.parametrize(("case", "layout"), MARKED)

@@ -19,6 +19,7 @@ import transformers
 from shardwise.data.samples.order import SampleOrder
 from tests.e2e.command import Outcome, metrics, shardwise, within
 from tests.hugging_face import make
+from tests.sweeps import few
 from tests.unit.use.importing import nemo_shards, neuronx_shards
 
 KEYS = ("log.tensorboard=false", "log.sample_tokens=0", "train.eval_every=0", "parallel.tensor=2", "train.seed=0")
@@ -132,9 +133,7 @@ def trained(model: Any, ordered: list[list[int]]) -> tuple[Any, tuple[Any, Any],
     return saved, (moments[0], moments[1]), told, losses[4:]
 
 
-@pytest.mark.parametrize(
-    "program", ["neuronx-distributed", pytest.param("neuronx-nemo-megatron", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("program", few(["neuronx-distributed", "neuronx-nemo-megatron"], "neuronx-distributed"))
 def test_a_run_at_its_end_of_life_goes_on(tmp_path: Path, program: str) -> None:
     """TP 2 × PP 2 × DP 2 with ZeRO-1 there; the losses are those of the same training that goes on by torch alone."""
     rows = [[(number * (number + column) + column**2) % 61 for column in range(16)] for number in range(40)]

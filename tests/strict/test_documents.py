@@ -19,6 +19,7 @@ from tests.rank_pool import RankPool
 from tests.strict import flash_attention, memory
 from tests.strict.test_training import STEPS, compare
 from tests.strict.test_waits import WAITS, step
+from tests.sweeps import few
 from tests.unit.models.test_masks import error, starts
 
 Strict = Callable[..., RankPool]
@@ -59,7 +60,7 @@ def largest_errors(window: int | None) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("window", [5, *(pytest.param(w, marks=pytest.mark.slow) for w in (None, 1, 1000))])
+@pytest.mark.parametrize("window", few([5, None, 1, 1000], 5))
 def test_attention_is_that_of_a_dense_mask(window: int | None, strict: Strict) -> None:
     (errors,) = strict(1).run(largest_errors, window)
     assert max(errors) <= 2e-6

@@ -22,6 +22,7 @@ from tests.e2e.command import metrics, miniature, shardwise
 from tests.rank_pool import RankError, RankPool
 from tests.strict import build, ranks
 from tests.strict.test_training import STEPS, compare
+from tests.sweeps import few
 
 Strict = Callable[..., RankPool]
 PROGRAM = ("/usr/bin/env", sys.executable, "-m", "shardwise")
@@ -37,7 +38,7 @@ CELLS = small(
 
 @pytest.mark.parametrize(
     "cell",
-    [CELLS[0], *(pytest.param(cell, marks=pytest.mark.slow) for cell in CELLS[1:4]), CELLS[4]],
+    few(CELLS, CELLS[0], CELLS[4]),
     ids=lambda cell: cell.name,
 )
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:

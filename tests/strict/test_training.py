@@ -12,6 +12,7 @@ from tests.dist.cells import Cell, array, small
 from tests.e2e.command import metrics, miniature, shardwise
 from tests.rank_pool import RankPool
 from tests.strict import build, ranks
+from tests.sweeps import few
 
 Strict = Callable[..., RankPool]
 STEPS = 3
@@ -33,7 +34,7 @@ def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) ->
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS],
+    few(CELLS, *OFTEN),
     ids=lambda cell: cell.name,
 )
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:

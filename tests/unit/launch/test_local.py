@@ -20,6 +20,7 @@ from shardwise.launch.stop_requests import NOTICE
 from tests.e2e import processes
 from tests.e2e.command import Process, outcome, start
 from tests.e2e.processes import alive
+from tests.sweeps import few
 
 RANK = """
 import os, signal, sys, time
@@ -195,9 +196,7 @@ def training(tmp_path: Path, ending: str) -> Process:
     return launcher
 
 
-@pytest.mark.parametrize(
-    "name", ["SIGTERM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGUSR1", "SIGHUP"))]
-)
+@pytest.mark.parametrize("name", few(["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"], "SIGTERM"))
 def test_a_signal_waits_for_the_checkpoint_of_a_run_that_trains(tmp_path: Path, name: str) -> None:
     """Longer than the grace of a run that failed, and though everyone gets the signal, as from SLURM."""
     launcher = training(tmp_path, SAVES)

@@ -21,6 +21,7 @@ from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.masks import BLOCK, AttentionMask, BlocksMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
 from shardwise.train.loss import document_sizes
+from tests.sweeps import few
 
 WINDOWS = (None, 1, 3, 64, 1000)
 
@@ -93,9 +94,7 @@ RUNS = {
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("has_documents", [False, True])
-@pytest.mark.parametrize(
-    "runs", [pytest.param(name, marks=() if name == "two runs" else pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.parametrize("runs", few(RUNS, "two runs"))
 def test_attention_and_its_gradients_are_those_of_the_definition(
     runs: str, has_documents: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,10 +139,7 @@ def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, toke
     assert np.array_equal(np.sort(found.inputs["targets_SB"][kept]), np.sort(tokens[1:]))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["jsonl.gz", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "parquet", "text", "datasets"))],
-)
+@pytest.mark.parametrize("kind", few(KINDS, "jsonl.gz"))
 @settings(max_examples=6, deadline=None)
 @given(
     stops=st.lists(st.integers(1, 30), min_size=1, max_size=4),
@@ -197,9 +194,7 @@ def test_readers_may_ask_in_any_order(whole: Path, tokenizer: Path, tmp_path: Pa
             assert np.array_equal(found, expected[consumed]), consumed
 
 
-@pytest.mark.parametrize(
-    "kind", ["jsonl.gz", "parquet", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("jsonl", "text"))]
-)
+@pytest.mark.parametrize("kind", few(KINDS[:4], "jsonl.gz", "parquet"))
 def test_going_on_reads_a_block_and_no_more(
     kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
