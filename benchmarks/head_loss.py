@@ -12,7 +12,7 @@ VOCABULARY, SEQUENCE, BATCH = 50_304, 256, 16
 HIDDEN = (256, 1024)
 
 
-def measure(path: str, hidden: int, accumulate: bool) -> dict[str, float]:
+def measure(path: str, hidden: int, accumulate: bool, dtype: str = "float32") -> dict[str, float]:
     """On one process: peak bytes and seconds of loss and gradients.
 
     `accumulate`: the weight's gradient exists already and is added to, as in a training run; it is part of what stands
@@ -22,7 +22,7 @@ def measure(path: str, hidden: int, accumulate: bool) -> dict[str, float]:
 
     import torch
 
-    x, weight, targets = _inputs(hidden)
+    x, weight, targets = _inputs(hidden, dtype)
     warm = torch.randn(8, hidden)
     (warm @ warm.t()).sum()
     if accumulate:
@@ -32,22 +32,20 @@ def measure(path: str, hidden: int, accumulate: bool) -> dict[str, float]:
     start = time.perf_counter()
     _loss(path, x, weight, targets).backward()
     seconds = time.perf_counter() - start
-    return {"peak": memory.above() - (0 if accumulate else weight.numel() * 4), "seconds": seconds}
+    return {"peak": memory.above() - (0 if accumulate else weight.nbytes), "seconds": seconds}
 
 
-def compare(hidden: int) -> dict[str, float]:
-    """On one process: relative differences of loss and gradients between the two paths."""
-    results = {}
-    for path in ("naive", "chunked"):
-        x, weight, targets = _inputs(hidden)
-        loss = _loss(path, x, weight, targets)
+def compare(hidden: int, path: str = "chunked", dtype: str = "float32") -> dict[str, float]:
+    """On one process: relative differences of loss and gradients of a path from those of whole float32 logits."""
+    results = []
+    for number, way in enumerate((path, "naive")):
+        x, weight, targets = (part.detach() for part in _inputs(hidden, dtype))
+        x, weight = ((part.float() if number else part).requires_grad_() for part in (x, weight))
+        loss = _loss(way, x, weight, targets)
         loss.backward()
-        results[path] = (loss.detach(), x.grad, weight.grad)
+        results.append((loss.detach().float(), x.grad.float(), weight.grad.float()))
     names = ("loss", "input gradient", "weight gradient")
-    return {
-        name: float((a - b).abs().max() / b.abs().max())
-        for name, a, b in zip(names, results["chunked"], results["naive"], strict=True)
-    }
+    return {name: float((a - b).abs().max() / b.abs().max()) for name, a, b in zip(names, *results, strict=True)}
 
 
 def gathered(hidden: int) -> dict[str, int]:
@@ -75,16 +73,17 @@ def gathered(hidden: int) -> dict[str, int]:
     return {"largest": largest, "whole": x.numel()}
 
 
-def _inputs(hidden: int) -> tuple[Any, Any, Any]:
+def _inputs(hidden: int, dtype: str = "float32") -> tuple[Any, Any, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(SEQUENCE, BATCH, hidden, generator=generator).requires_grad_()
-    weight = (0.02 * torch.randn(VOCABULARY, hidden, generator=generator)).requires_grad_()
+    x = torch.randn(SEQUENCE, BATCH, hidden, generator=generator).to(getattr(torch, dtype)).requires_grad_()
+    weight = (0.02 * torch.randn(VOCABULARY, hidden, generator=generator)).to(x.dtype).requires_grad_()
     return x, weight, torch.randint(VOCABULARY, (SEQUENCE, BATCH), generator=generator)
 
 
 def _loss(path: str, x: Any, weight: Any, targets: Any) -> Any:
+    import torch
     import torch.nn.functional as F
 
     from shardwise.layers.loss import linear_cross_entropy
@@ -92,6 +91,9 @@ def _loss(path: str, x: Any, weight: Any, targets: Any) -> Any:
 
     if path == "chunked":
         return linear_cross_entropy(x, weight, targets)
+    if path == "torch":
+        chunks = torch.nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), reduction="sum", options=chunks)
     matmul = linear if path == "naive" else F.linear
     return F.cross_entropy(matmul(x, weight).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
@@ -107,18 +109,19 @@ def run(rounds: int) -> Report:
         one["gathered"] = ranks.run("head_loss", "gathered", 2, hidden=hidden)[0]
         figures[str(hidden)] = one
         for path, label in paths.items():
-            rows.append(
-                [
-                    f"hidden {hidden:,}: {label}",
-                    *(f"{one[path][key] / 2**20:,.0f} MiB" for key in ("fresh", "accumulated")),
-                    f"{one[path]['seconds']:.2f} s",
-                ]
-            )
+            rows.append(_row(f"hidden {hidden:,}: {label}", one[path]))
         for key, when in (("fresh", "weight gradient made anew"), ("accumulated", "added to a gradient that exists")):
             ratio = one["chunked"][key] / one["naive"][key]
             targets.append(
                 target(f"peak memory over whole logits, hidden {hidden}, {when},", ratio, 0.25, at_least=False)
             )
+        one["bfloat16"] = _both("chunked", hidden, "bfloat16")
+        rows.append(_row(f"hidden {hidden:,}, bfloat16: chunked", one["bfloat16"]))
+        for dtype in ("float32", "bfloat16") if _torch_has_it() else ():
+            found = _both("torch", hidden, dtype)
+            differences = ranks.run("head_loss", "compare", 1, hidden=hidden, path="torch", dtype=dtype)[0]
+            one[f"torch_{dtype}"] = {**found, "differences": differences}
+            rows.append(_row(f"hidden {hidden:,}, {dtype}: torch's linear_cross_entropy", found))
     columns = ("loss and gradients of 4,096 tokens, vocabulary 50,304", "gradient made anew", "gradient exists", "time")
     return Report(
         "head_loss",
@@ -135,17 +138,37 @@ def run(rounds: int) -> Report:
     )
 
 
-def _both(path: str, hidden: int) -> dict[str, float]:
-    fresh = ranks.run("head_loss", "measure", 1, path=path, hidden=hidden, accumulate=False)[0]
-    again = ranks.run("head_loss", "measure", 1, path=path, hidden=hidden, accumulate=True)[0]
+def _torch_has_it() -> bool:
+    """True where torch has a loss of a linear layer in chunks, as 2.13 does."""
+    import torch
+
+    return hasattr(torch.nn.functional, "linear_cross_entropy")
+
+
+def _row(label: str, one: dict[str, float]) -> list[str]:
+    peaks = (f"{one[key] / 2**20:,.0f} MiB" for key in ("fresh", "accumulated"))
+    return [label, *peaks, f"{one['seconds']:.2f} s"]
+
+
+def _both(path: str, hidden: int, dtype: str = "float32") -> dict[str, float]:
+    fresh = ranks.run("head_loss", "measure", 1, path=path, hidden=hidden, accumulate=False, dtype=dtype)[0]
+    again = ranks.run("head_loss", "measure", 1, path=path, hidden=hidden, accumulate=True, dtype=dtype)[0]
     return {"fresh": fresh["peak"], "accumulated": again["peak"], "seconds": min(fresh["seconds"], again["seconds"])}
 
 
 def _differences(hidden: int, one: dict[str, Any]) -> str:
-    differences = ", ".join(f"{name} {value:.1e}" for name, value in one["differences"].items())
+    def texts(differences: dict[str, float]) -> str:
+        return ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+
+    theirs = "".join(
+        f" torch's in {key.removeprefix('torch_')}: {texts(found['differences'])}."
+        for key, found in one.items()
+        if key.startswith("torch_")
+    )
     largest, whole = one["gathered"]["largest"], one["gathered"]["whole"]
     return (
-        f"Hidden {hidden:,}: largest difference from whole logits, over the largest element: {differences}. At TP 2 + "
+        f"Hidden {hidden:,}: largest difference from whole logits, over the largest element: "
+        f"{texts(one['differences'])}.{theirs} At TP 2 + "
         f"SP the largest tensor that it gathers is {largest * 4 / 2**20:.2f} MiB; the hidden states are "
         f"{whole * 4 / 2**20:.0f} MiB."
     )

@@ -42,8 +42,8 @@ def _by_flash_attention_3(config: Config, step: StepTime) -> float:
 
 
 def _by_update_in_backward(config: Config, step: StepTime) -> float:
-    """At most: AdamW and the copy of masters are 34 of the 46 bytes of a parameter, and all could be hidden."""
-    return step.optimizer * 34 / 46
+    """At most: AdamW and the copy of masters are 34 of the 42 bytes of a parameter, and all could be hidden."""
+    return step.optimizer * 34 / 42
 
 
 def _by_cuda_graphs(config: Config, step: StepTime) -> float:
@@ -105,7 +105,7 @@ def _steps(session: Session, name: str) -> Iterator[Figures]:
 
 
 def _head(session: Session, program: str) -> Figures:
-    """Loss and gradients of the output head, as our compiled model has them, or by torch from 2.12 on."""
+    """Loss and gradients of the output head, as our compiled model has them, or by torch, as 2.13 has it."""
     sizes = session.sizes
     x = session.random(sizes.sequence, 2, sizes.hidden).requires_grad_()
     weight = session.random(sizes.vocabulary, sizes.hidden, std=0.02).requires_grad_()

@@ -289,8 +289,8 @@ class TrainConfig(Section):
         default=(),
         strict=False,
         examples=["[update_in_backward]"],
-        description="ways that no GPU has measured yet (docs/performance.md#past-60-mfu): flash_attention_3 and "
-        "cuda_graphs, which have no effect but on CUDA, and update_in_backward",
+        description="faster ways, none measured on a GPU (docs/performance.md#past-60-mfu): flash_attention_3, "
+        "update_in_backward, cuda_graphs",
     )
     threads: int = Field(
         default=1,
