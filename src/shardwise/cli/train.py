@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from shardwise.cli.run_preparation import PreparedFolder
     from shardwise.estimates.cluster import Cluster
     from shardwise.models.parameter_counts import OwnShapes
-    from shardwise.train.summary import PredictedStep
 
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -250,7 +249,6 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         with problems:
             chosen, rows = _neediest_stage(config, layout, cluster)
     input_rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
-    rows = [*rows, *input_rows]
     continued: _Rows = []
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
@@ -261,19 +259,17 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
-    kind, count = accelerators()
-    own, rows = _counted(chosen, cluster, rows)
-    predicted: PredictedStep | None = None
-    if cluster is not None:
-        predicted = provided("predicted_step")(own.sized(chosen) if own else chosen, layout, cluster)
-        input_problems += predicted.problems
+    own, rows = _counted(chosen, cluster, [*rows, *input_rows])
+    sized = own.sized(chosen) if own else chosen
+    predicted = None if cluster is None else provided("predicted_step")(sized, layout, cluster)
+    input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
         chosen,
         layout,
-        kind,
-        count > 0 if cluster is None else cluster.device.is_accelerator,
+        accelerators()[0],
+        _has_accelerator(cluster),
         rows,
         predicted,
         continued=continued,

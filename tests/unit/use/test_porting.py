@@ -5,16 +5,14 @@ The files in `others` are written in the form of the programs' own examples; `ti
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 
 from shardwise.cli import main
-from shardwise.config import config_from, load_config
+from shardwise.config import config_from
 from shardwise.config.other_names import PROGRAMS
 from shardwise_use.porting.recipes import recipe_of
 
@@ -521,64 +519,6 @@ def test_a_config_of_torchtitans_package_has_more_than_its_name(
     (row,) = (row for row in made.rows if row.name == "config")
     assert row.reason.startswith("its settings are in torchtitan's program: give that file")
     assert any(problem.startswith("train.global_batch is missing") for problem in made.problems)
-
-
-def test_a_command_line_counts_before_the_toml_that_it_names(
-    others: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As up to torchtitan 0.2; a file that is not there is named, and its settings are not guessed."""
-    script = others / "run.sh"
-    script.write_text(
-        'CONFIG_FILE=${CONFIG_FILE:-"./titan.toml"}\n'
-        "torchrun --nproc_per_node=8 --local-ranks-filter 0 -m torchtitan.train --job.config_file ${CONFIG_FILE} \\\n"
-        "  --training.steps 5000 --parallelism.tensor_parallel_degree 2 --job.dump_folder /data/out\n",
-        encoding="utf-8",
-    )
-    made = recipe_of(str(script))
-    assert made.problems == []
-    assert made.sections["train"]["steps"] == 5000
-    assert made.sections["parallel"]["tensor"] == 2
-    assert (made.sections["model"]["hidden_size"], made.sections["optimizer"]["lr"]) == (4096, 3e-4)
-    reasons = {row.name: row.reason for row in made.rows}
-    assert reasons.keys() >= {"job.dump_folder", "local_ranks_filter"}
-    assert reasons["parallelism.data_parallel_shard_degree"].startswith("the data-parallel degree is the number of")
-    assert not {"model.flavor", "job.config_file"} & reasons.keys()
-    (others / "titan.toml").rename(others / "elsewhere.toml")
-    assert main(["recipes", "--from", str(script)]) == 2
-    out, err = capsys.readouterr()
-    assert "  job.config_file = ./titan.toml  there is no such file here, and its settings are not read" in out
-    assert "optimizer.lr" not in out, "a default of the program"
-    assert "- optimizer.lr is missing" in err
-    (others / "there").mkdir()
-    (others / "elsewhere.toml").rename(others / "there" / "titan.toml")
-    monkeypatch.chdir(others / "there")
-    assert recipe_of(str(script)).sections == made.sections, "a script runs where the user is"
-    (others / "titan.toml").write_text("lr = ", encoding="utf-8")
-    assert main(["recipes", "--from", str(script)]) == 2
-    assert f"{others / 'titan.toml'}) cannot be read" in capsys.readouterr().err
-
-
-def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(
-    others: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Megatron pads the vocabulary to a multiple on the ranks of TP, as parallel.vocab_multiple does."""
-    text = (
-        (others / "megatron.sh").read_text(encoding="utf-8").replace("--vocab-size 32000", "").replace(":-1}", ":-4}")
-    )
-    script = others / "four.sh"
-    script.write_text(text, encoding="utf-8")
-    assert any("vocab_size" in problem for problem in recipe_of(str(script)).problems)
-    tokens = {chr(code): code - 33 for code in range(33, 120)}
-    (others / "tokenizer").mkdir()
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, "!")).save(str(others / "tokenizer" / "tokenizer.json"))
-    script.write_text(text.replace("/data/tokenizer", str(others / "tokenizer")), encoding="utf-8")
-    assert main(["recipes", "--from", str(script), "--write", str(others / "my.yaml")]) == 0
-    out = capsys.readouterr().out
-    assert re.search(rf"data.tokenizer = {others / 'tokenizer'} +→ model.vocab_size=87\n", out)
-    wanted = f"train it with: shardwise submit {others / 'my.yaml'} launch.ranks_per_node=8\n"
-    assert out.endswith(wanted), out[-200:]
-    config = load_config(str(others / "my.yaml"))
-    assert (config.model.vocab_size, config.parallel.vocab_multiple, config.launch.nodes) == (87, 128, 4)
 
 
 def test_a_schedule_of_deepspeed(tmp_path: Path) -> None:
