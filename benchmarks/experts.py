@@ -120,7 +120,7 @@ def run(rounds: int) -> Report:
         [
             "Forward and backward, one thread, all implementations in turn in one process. transformers' `batched_mm` "
             "copies the weights of an expert for each row, 32 GiB here, and was left out.",
-            "Steps of Qwen3 and Qwen3-MoE: 16 samples of 512 tokens, DP 2, AdamW, all models in turn in two processes. The "
-            "learning rate is 1e-9, so that routers keep the nearly equal loads of their first step.",
+            "Steps of Qwen3 and Qwen3-MoE: 16 samples of 512 tokens, DP 2, AdamW, all models in turn in two processes. "
+            "The learning rate is 1e-9, so that routers keep the nearly equal loads of their first step.",
         ],
     )
