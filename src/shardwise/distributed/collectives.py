@@ -557,27 +557,6 @@ def split_last(x: Tensor, group: Group) -> Tensor:
     return _apply("split_last", x, group)
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: Group) -> Tensor:
-        ctx.call = (arriving, sent, group)
-        return all_to_all(x, group, sent, arriving)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return exchange_rows(grads[0], *ctx.call), None, None, None
-
-
-def exchange_rows(x: Tensor, sent: Sequence[int], arriving: Sequence[int], group: Group) -> Tensor:
-    """Send runs of rows to the ranks: `[Σ sent, …]` → `[Σ arriving, …]`, in rank order; the gradient goes back.
-
-    Args:
-        sent: number of rows for each rank.
-        arriving: number of rows from each rank.
-    """
-    return cast(Tensor, _ExchangeRows.apply(x, sent, arriving, group))  # type: ignore[no-untyped-call]
-
-
 _Item = TypeVar("_Item")
 
 

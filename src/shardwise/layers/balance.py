@@ -46,6 +46,7 @@ class Balance:
         counts_first: true if `batch` uses the rows of a pass that only counts (`counted`), since a step has several
             micro-batches; false if those of a forward pass on all ranks are those of the global batch. `pooled` always
             uses such a pass.
+        scaler: what scales the loss, and then the gradients of the objectives too; None: nothing does.
     """
 
     sequence: float = 0.0
@@ -59,6 +60,7 @@ class Balance:
     replicas: Group = field(default_factory=Group)
     stages: Group = field(default_factory=Group)
     counts_first: bool = False
+    scaler: torch.amp.GradScaler | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ class RouterLosses(nn.Module):
         if balance.z:
             values["z"] = logits.logsumexp(-1).square().sum() / (tokens * balance.layers)
         objective = sum(values[name] * balance.coefficient(name) for name in balance.names)
-        attached = cast(Tensor, _Attached.apply(weights, objective))  # type: ignore[no-untyped-call]
+        attached = cast(Tensor, _Attached.apply(weights, objective, balance.scaler))  # type: ignore[no-untyped-call]
         return attached, torch.stack([value.detach() for value in values.values()])
 
     def _counted(self, rows: Tensor | None) -> Tensor:
@@ -158,15 +160,17 @@ class RouterLosses(nn.Module):
 
 
 class _Attached(torch.autograd.Function):
-    """Returns y. The gradient of the objective is 1, whatever that of y is."""
+    """Returns y. The gradient of the objective is 1 or the scaler's factor, whatever that of y is."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, objective: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, objective: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:
+        ctx.scaler = scaler
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].new_ones((), dtype=torch.float32)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        one = grads[0].new_ones((), dtype=torch.float32)
+        return grads[0], one if ctx.scaler is None else ctx.scaler.scale(one), None
 
 
 @contextmanager

@@ -332,12 +332,17 @@ def require_known_options(
 # ---- a torch.amp.GradScaler
 
 
-def require_scaled(scale: Tensor | None, *, clipped: bool) -> Tensor:
+def require_scaled(scale: Tensor | None, parameters: Iterable[Tensor], *, clipped: bool) -> Tensor:
     """Return the factor that a scaler gives to `step`, by which it has multiplied the loss and so the gradients.
 
     Raises:
-        RuntimeError: the gradients were unscaled, or clipped, before.
+        RuntimeError: the gradients were unscaled, or clipped, before; or a part of the loss was not scaled.
     """
+    if any(getattr(parameter, "has_unscaled_loss", False) for parameter in parameters):
+        raise RuntimeError(
+            "the scaler scales the loss, but not the objectives of routers: give it to their Balance too, "
+            "Balance(..., scaler=scaler)"
+        )
     if scale is None:
         raise RuntimeError(
             "scaler.unscale_(optimizer) looked for inf in one rank's gradients before they were reduced: leave it out; "

@@ -7,9 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group
+from shardwise.distributed.placement import add_further_gradients, further_gradients
+from shardwise.layers.balance import Balance
+from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.experts import Experts, _grouped_sum, choose, sum_of_experts
+from shardwise.train.model_checks import find_non_finite
 
 T, H, WIDTH, N, K = 24, 8, 6, 4, 2
 
@@ -134,3 +139,47 @@ def test_the_router_computes_in_float32() -> None:
     x = torch.zeros(1, H, dtype=torch.bfloat16)
     x[0, :2] = 1.0
     assert experts.router(x)[1].item() == 1
+
+
+def balanced(scaler: torch.amp.GradScaler | None) -> Experts:
+    with made_with(Execution(balance=Balance(batch=0.5, z=0.1, samples=1, length=T, experts=N, scaler=scaler))):
+        return layer(Routing(N, K))
+
+
+def test_a_scaler_scales_the_gradients_of_objectives_as_those_of_the_loss() -> None:
+    x = torch.randn(T, 1, H, generator=torch.Generator().manual_seed(0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain, scaled = balanced(None), balanced(scaler)
+    plain(x).square().mean().backward()
+    scaler.scale(scaled(x).square().mean()).backward()
+    for found, wanted in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert torch.equal(found.grad, 2.0**10 * wanted.grad)
+    optimizer = ZeroRedundancyOptimizer(scaled.parameters(), torch.optim.SGD, lr=0.1)
+    before = scaled.router.weight.detach().clone()
+    scaler.step(optimizer)
+    torch.testing.assert_close(scaled.router.weight, before - 0.1 * plain.router.weight.grad)
+
+
+def test_objectives_that_a_scaler_does_not_scale_are_refused() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    experts = balanced(None)
+    optimizer = ZeroRedundancyOptimizer(experts.parameters(), torch.optim.SGD, lr=0.1)
+    scaler.scale(experts(torch.randn(T, 1, H)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"not the objectives of routers: .* Balance\(\.\.\., scaler=scaler\)"):
+        scaler.step(optimizer)
+
+
+def test_a_further_gradient_that_is_not_finite_is_found() -> None:
+    """With `train.bitwise`, the rows of each rank that divides the experts have a gradient by themselves."""
+    experts = layer(Routing(N, K))
+    add_further_gradients(experts.down, 2)
+    experts(torch.randn(T, 1, H)).sum().backward()
+    term = torch.zeros_like(experts.down)
+    further_gradients(experts.down)[1].add(term)
+    assert find_non_finite(experts, 1.0)[1] == ""
+    term[2 * H, 1] = float("inf")
+    key, text = find_non_finite(experts, 1.0)
+    assert key[0] == 2
+    assert text.startswith("mlp.experts.2.down_proj.weight is the first parameter, in backward's order")
