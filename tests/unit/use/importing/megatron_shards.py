@@ -293,10 +293,7 @@ def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
 
 # ---- torch_dist
 
-ORDERS = {
-    "core": ("input", "proj", "qkv", "post", "fc1", "fc2"),
-    "te": ("proj", "input", "qkv", "post", "fc1", "fc2"),
-}
+ORDERS = {"core": ("input", "proj", "qkv", "post", "fc1", "fc2"), "te": ("proj", "input", "qkv", "post", "fc1", "fc2")}
 """Roles of a layer as its modules have their parameters."""
 
 
