@@ -152,21 +152,13 @@ PUBLISHED = {
         world=128,
         data=128,
         parameters=8_030_261_248,
-        keys={
-            **_sizes(32, 4096, 32, 14336, 128256, 131072),
-            **_LLAMA3,
-            **_keys("optimizer", lr=3e-4, min_lr=3e-6),
-        },
+        keys={**_sizes(32, 4096, 32, 14336, 128256, 131072), **_LLAMA3, **_keys("optimizer", lr=3e-4, min_lr=3e-6)},
     ),
     "llama3.1-70b": Published(
         world=512,
         data=16,
         parameters=70_553_706_496,
-        keys={
-            **_sizes(80, 8192, 64, 28672, 128256, 131072),
-            **_LLAMA3,
-            **_keys("optimizer", lr=1.5e-4, min_lr=1.5e-6),
-        },
+        keys={**_sizes(80, 8192, 64, 28672, 128256, 131072), **_LLAMA3, **_keys("optimizer", lr=1.5e-4, min_lr=1.5e-6)},
     ),
     "qwen3-0.6b": Published(
         world=8,

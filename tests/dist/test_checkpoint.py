@@ -201,10 +201,7 @@ def cut(model: str, layout: str) -> tuple[int, Config]:
 PAIRS = [("pp4", "one"), ("pp4", "pp2"), ("one", "pp4")]
 PAIRS += [(layout, "pp4") for layout in PIPELINES if layout not in ("one", "pp4")]
 PAIRS += [("pp2-tp2-zbv", layout) for layout in PIPELINES if layout not in ("pp4", "pp2-tp2-zbv")]
-COVERING = {
-    ("gpt", "pp4", "pp2-tp2-zbv"),
-    ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved"),
-}
+COVERING = {("gpt", "pp4", "pp2-tp2-zbv"), ("bert, LAMB", "pp2-tp2-zbv", "pp2-dp2-interleaved")}
 OFTEN = ("gpt", "pp4", "pp2-tp2-zbv")
 
 

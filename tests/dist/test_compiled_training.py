@@ -51,9 +51,7 @@ class Cell:
         )
 
 
-OFTEN = {
-    "gpt, TP 2 + SP, invariant dropout": Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant"),
-}
+OFTEN = {"gpt, TP 2 + SP, invariant dropout": Cell(GPT_DROPOUT, SEQUENCE, dropout="invariant")}
 SELDOM = {
     "gpt, PP 2, fast dropout": Cell(GPT_DROPOUT, PIPELINE, layers=4),
     "llama, TP 2 + SP": Cell(FAMILIES["llama"], SEQUENCE),

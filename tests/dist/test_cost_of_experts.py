@@ -197,10 +197,7 @@ def bytes_of_experts(expert: int, zero: int) -> Bytes:
     return found
 
 
-@pytest.mark.parametrize(
-    ("zero", "most"),
-    few([(0, 0.27), (1, 0.42), (2, 1.0), (3, 1.0)], (1, 0.42)),
-)
+@pytest.mark.parametrize(("zero", "most"), few([(0, 0.27), (1, 0.42), (2, 1.0), (3, 1.0)], (1, 0.42)))
 def test_ranks_that_divide_experts_hold_less_of_them(zero: int, most: float, ranks: Any) -> None:
     whole, divided = (
         statistics.mean(found.total for found in ranks(4).run(bytes_of_experts, expert, zero)) for expert in (1, 4)

@@ -106,11 +106,7 @@ def measure(case: Case) -> Found:
             piece.of(gradient).copy_(gradient_of(piece.name, piece.shape)[piece.box.slices] * case.scale)
         parameter.grad = gradient
     canonical = CanonicalNorms(
-        [optimizer.buckets],
-        named_pieces(optimizer.param_groups, 0),
-        ranks.device,
-        Ranks(ranks.replicas, ranks),
-        None,
+        [optimizer.buckets], named_pieces(optimizer.param_groups, 0), ranks.device, Ranks(ranks.replicas, ranks), None
     )
     with patch.object(exact_sums, "norms", wraps=exact_sums.norms) as rounding:
         of_model = torch.stack(optimizer.norms())

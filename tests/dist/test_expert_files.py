@@ -27,12 +27,7 @@ from tests.dist.test_experts import CASES, SIZES, V
 from tests.hugging_face import described
 from tests.sweeps import few
 
-FAMILIES = {
-    "olmoe": "Olmoe",
-    "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
-    "glm4_moe": "Glm4Moe",
-}
+FAMILIES = {"olmoe": "Olmoe", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral", "glm4_moe": "Glm4Moe"}
 OFTEN = ("glm4_moe",)
 
 

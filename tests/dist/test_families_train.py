@@ -32,15 +32,11 @@ def configuration(family: str, dropout: str, **train: Any) -> Config:
 
 
 SLOW = pytest.mark.slow
-OFTEN = (("gpt", "invariant"),)
-MASKS = [
-    pytest.param(family, dropout, marks=() if (family, dropout) in OFTEN else SLOW)
-    for family in FAMILIES
-    for dropout in ("fast", "invariant")
-]
 
 
-@pytest.mark.parametrize(("family", "dropout"), MASKS)
+@SLOW
+@pytest.mark.parametrize("dropout", ["fast", "invariant"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_recompute_draws_the_same_masks(family: str, dropout: str, ranks: Any) -> None:
     """To the bit, on TP 2 × DP 2 with sequence parallelism, accumulation and dropout."""
     wanted, *others = (

@@ -276,12 +276,7 @@ def without_gradient(tp: int, sequence: bool) -> dict[str, float]:
     assert meter.calls["all_reduce"] == 2 * chunks, "evaluation all-reduced more than the loss needs"
     held = case.x.detach()
     off = linear_cross_entropy(
-        held,
-        case.weight.detach(),
-        case.target,
-        group=case.group,
-        sequence_parallel_enabled=sequence,
-        vocab_size=13,
+        held, case.weight.detach(), case.target, group=case.group, sequence_parallel_enabled=sequence, vocab_size=13
     )
     assert not off.requires_grad
     return {"loss": error(loss, case.wanted), "loss of constants": error(off, case.wanted)}
@@ -298,9 +293,7 @@ def tied(tp: int, sequence: bool) -> dict[str, float]:
     case = Case(tp, sequence, 13)
     table = random(2, 13, H).requires_grad_()
     wanted = F.cross_entropy(
-        (F.embedding(case.target.clamp(min=0), table) @ table.t()).flatten(0, 1),
-        case.target.flatten(),
-        reduction="sum",
+        (F.embedding(case.target.clamp(min=0), table) @ table.t()).flatten(0, 1), case.target.flatten(), reduction="sum"
     )
     wanted.backward()
     assert table.grad is not None

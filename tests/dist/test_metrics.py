@@ -20,10 +20,7 @@ from tests.dist.dense import mesh
 from tests.dist.test_checkpoint import config_of
 from tests.dist.training import make_config
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP 2 × DP 2": {"tensor": 2},
-    "PP 2 × DP 2": {"parallel": {"pipeline": 2}},
-}
+LAYOUTS: dict[str, dict[str, Any]] = {"TP 2 × DP 2": {"tensor": 2}, "PP 2 × DP 2": {"parallel": {"pipeline": 2}}}
 SLOW = 3
 
 
@@ -93,10 +90,7 @@ def test_losses_do_not_depend_on_what_is_measured(ranks: Any) -> None:
 
 def test_a_stage_of_other_data_is_no_loss_spike() -> None:
     begin = SMOOTHED_STEPS + 2
-    data = {
-        "mixture": {"web": {"dataset": "tiny", "weight": 1.0}},
-        "stages": [{"at": begin, "weights": {"web": 2.0}}],
-    }
+    data = {"mixture": {"web": {"dataset": "tiny", "weight": 1.0}}, "stages": [{"at": begin, "weights": {"web": 2.0}}]}
     config = make_config(train={"steps": 2 * begin + 1, "eval_every": 0}, data=data, optimizer={"lr": 1e-5})
     trainer = build_trainer(config, mesh(1), random_text(config.model.vocab_size))
     records = [trainer.step() for _ in range(begin)]

@@ -15,13 +15,7 @@ from tests.dist import checkpoints
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import Outcome, make_config, make_data, train, whole
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-}
+SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
 SLOW = pytest.mark.slow
 CELLS = [
     pytest.param("Plain", {}, marks=SLOW),

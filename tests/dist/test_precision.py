@@ -120,13 +120,7 @@ def test_each_key_changes_what_it_names(
     wire = {"reduce_scatter": {reduce}, "all_reduce": set(), "all_gather": {parameter}}
     if not zero:
         wire = {"reduce_scatter": set(), "all_reduce": {reduce}, "all_gather": set()}
-    wanted = {
-        "parameter": {parameter},
-        "gradient": {gradient},
-        "master": {optimizer},
-        "state": {optimizer},
-        **wire,
-    }
+    wanted = {"parameter": {parameter}, "gradient": {gradient}, "master": {optimizer}, "state": {optimizer}, **wire}
     for rank, found in enumerate(ranks(2).run(observe, make_config(precision=keys, optimizer={"zero": zero}))):
         for kind, dtypes in wanted.items():
             assert found[kind] == dtypes, f"rank {rank}: {kind} is {found[kind]}, precision says {dtypes}"

@@ -28,12 +28,7 @@ def sample(tokenizer: Path, tensor: int, zero: int, asked: bool) -> SampleText:
     optimizer = trainer.optimizer
     with optimizer.gathered(all_units=False):
         return draw_sample(
-            config,
-            trainer.model,
-            trainer.mesh,
-            data,
-            lambda: next(answers, None),
-            in_step=optimizer.gathers_in_passes,
+            config, trainer.model, trainer.mesh, data, lambda: next(answers, None), in_step=optimizer.gathers_in_passes
         )
 
 

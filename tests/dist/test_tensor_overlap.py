@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers.execution import Execution, made_with
-from shardwise.layers.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    row_parallel_sum,
-)
+from shardwise.layers.linear import ColumnParallelLinear, RowParallelLinear, row_parallel_sum
 from shardwise.layers.matmul import PIECES
 from tests.dist.dense import check, error, fill, mesh, random, run
 

@@ -119,19 +119,14 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
     (2, {"tensor": 2, "sequence": True}),
     (2, {"pipeline": 2}),
     (2, {"zero": 3}),
-    *(
-        pytest.param(ranks, parallel, marks=pytest.mark.slow)
-        for ranks, parallel in (
-            (2, {"zero": 0}),
-            (2, {"zero": 2}),
-            (4, {"tensor": 2, "pipeline": 2}),
-            (4, {"tensor": 2, "zero": 3}),
-        )
-    ),
+    (2, {"zero": 0}),
+    (2, {"zero": 2}),
+    (4, {"tensor": 2, "pipeline": 2}),
+    (4, {"tensor": 2, "zero": 3}),
 ]
 
 
-@pytest.mark.parametrize(("size", "parallel"), LAYOUTS)
+@pytest.mark.parametrize(("size", "parallel"), few(LAYOUTS, LAYOUTS[0]))
 def test_at_any_layout(ranks: Any, elsewhere: Callable[[str], Continued], size: int, parallel: dict[str, Any]) -> None:
     continued = elsewhere("llama")
     for result in on_ranks(ranks, size, run, continued.config(**parallel), AFTER, 0, str(continued.folder), None):

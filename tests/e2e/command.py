@@ -102,11 +102,7 @@ def _devices(arguments: list[str]) -> dict[str, str]:
 
 
 def start(
-    *arguments: str | Path,
-    at: Path,
-    program: tuple[str, ...] = ALONE,
-    stdin: Path = Path(os.devnull),
-    **variables: str,
+    *arguments: str | Path, at: Path, program: tuple[str, ...] = ALONE, stdin: Path = Path(os.devnull), **variables: str
 ) -> Process:
     """The command, under way in the folder `at`; it reads the file `stdin`."""
     command = [*program, *map(str, arguments)]

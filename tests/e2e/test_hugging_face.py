@@ -40,10 +40,7 @@ def loss_of(model: nn.Module, batches: Iterable[Batch]) -> float:
             inputs, targets = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
             logits = model(torch.from_numpy(inputs.T.copy())).logits
             losses = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1),
-                torch.from_numpy(targets.T.copy()).flatten(),
-                ignore_index=IGNORE,
-                reduction="sum",
+                logits.flatten(0, 1), torch.from_numpy(targets.T.copy()).flatten(), ignore_index=IGNORE, reduction="sum"
             )
             total += float(losses)
             counted += int(batch.counts[0])

@@ -157,10 +157,7 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     at = tmp_path_factory.mktemp("own")
     shutil.copytree(ROOT / "examples", at / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     recipe = (at / RECIPE).read_text(encoding="utf-8")
-    for whole, small in (
-        ("num_hidden_layers: 4", "num_hidden_layers: 2"),
-        ("micro_batch: 2", "micro_batch: 4"),
-    ):
+    for whole, small in (("num_hidden_layers: 4", "num_hidden_layers: 2"), ("micro_batch: 2", "micro_batch: 4")):
         assert recipe.count(whole) == 1
         recipe = recipe.replace(whole, small)
     (at / RECIPE).write_text(recipe, encoding="utf-8")

@@ -50,10 +50,7 @@ ELSEWHERE = {
     ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    (
-        "docs/data-formats.md",
-        "Text files",
-    ): "tests/e2e/test_data_pages.py::test_text",
+    ("docs/data-formats.md", "Text files"): "tests/e2e/test_data_pages.py::test_text",
     ("docs/data-formats.md", "Hugging Face datasets"): "tests/e2e/test_data_pages.py::test_hugging_face_datasets",
     ("docs/token-files.md", "Rows and flat files"): "tests/e2e/test_data_pages.py::test_token_files",
     ("docs/data-formats.md", "Streams"): "tests/e2e/test_data_pages.py::test_streams_go_on",
@@ -67,10 +64,7 @@ ELSEWHERE = {
     ("docs/data.md", "Preparing data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data.md", "Looking at data"): "tests/e2e/test_data_command.py::test_what_the_documentation_shows",
     ("docs/data-formats.md", "Megatron's .bin and .idx"): "tests/e2e/test_data_pages.py::test_megatrons_files",
-    (
-        "docs/data-formats.md",
-        "BERT's HDF5 shards",
-    ): "tests/e2e/test_data_pages.py::test_berts_shards_go_on",
+    ("docs/data-formats.md", "BERT's HDF5 shards"): "tests/e2e/test_data_pages.py::test_berts_shards_go_on",
     ("docs/planner.md", "This machine, and a run that was"): (
         "tests/unit/plan/test_plan_here.py::test_the_corrected_device_explains_the_run"
     ),

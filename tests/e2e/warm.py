@@ -113,9 +113,9 @@ class Job:
 
 @functools.cache
 def _server() -> str:
-    """Where this session's server listens; the first worker that needs it starts it."""
+    """Where this session's server listens; the first worker that needs it starts it, and `tests.costs` charges it."""
     folder = Path(tempfile.gettempdir(), f"shardwise-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(0o700, exist_ok=True)
     place = str(folder / "socket")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -78,10 +78,7 @@ def test_ranks_and_layers_share_a_graph(
     [
         (FAMILIES["llama"], [BLOCK, HEAD]),
         (FAMILIES["gpt"], [BLOCK, HEAD]),
-        (
-            FACTS["smollm3"] | {"sliding_window": 3},
-            [BLOCK, "block without rotary positions with a window", HEAD],
-        ),
+        (FACTS["smollm3"] | {"sliding_window": 3}, [BLOCK, "block without rotary positions with a window", HEAD]),
     ],
     ids=["llama", "gpt", "smollm3"],
 )

@@ -36,11 +36,7 @@ CELLS = small(
 )
 
 
-@pytest.mark.parametrize(
-    "cell",
-    few(CELLS, CELLS[0], CELLS[4]),
-    ids=lambda cell: cell.name,
-)
+@pytest.mark.parametrize("cell", few(CELLS, CELLS[0], CELLS[4]), ids=lambda cell: cell.name)
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
     compare(strict(2, "neuron").run(ranks.losses, cell, STEPS)[0], cells.measure(cell.alone, STEPS).losses)
 

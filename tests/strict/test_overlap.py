@@ -139,9 +139,7 @@ def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float]
     return events, *losses
 
 
-def test_weights_and_gradients_travel_behind_the_computation_of_another_block(
-    strict: Callable[..., RankPool],
-) -> None:
+def test_weights_and_gradients_travel_behind_the_computation_of_another_block(strict: Callable[..., RankPool]) -> None:
     """Each gather and reduction but the first and the last one has a block's computation before its wait."""
     sizes = {"num_hidden_layers": 6}
     config = make_config(model=sizes, optimizer={"zero": 3, "bucket_mib": 1.0}, train={"global_batch": 4})

@@ -32,11 +32,7 @@ def compare(found: list[float], wanted: list[float], tolerance: float = 1e-6) ->
         assert abs(a - b) <= tolerance * abs(b), f"step {step}: loss {a!r} on the strict device, {b!r} on the CPU"
 
 
-@pytest.mark.parametrize(
-    "cell",
-    few(CELLS, *OFTEN),
-    ids=lambda cell: cell.name,
-)
+@pytest.mark.parametrize("cell", few(CELLS, *OFTEN), ids=lambda cell: cell.name)
 def test_losses_are_those_of_the_cpu(cell: Cell, strict: Strict) -> None:
     found = strict(cell.world).run(ranks.losses, cell, STEPS)[0]
     compare(found, cells.measure(cell.alone, STEPS).losses)

@@ -58,9 +58,7 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value",
-    [np.zeros(2), torch.zeros(2), object(), {1: 2}],
-    ids=["array", "tensor", "object", "number as key"],
+    "value", [np.zeros(2), torch.zeros(2), object(), {1: 2}], ids=["array", "tensor", "object", "number as key"]
 )
 @pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:

@@ -13,12 +13,7 @@ from shardwise.base.errors import ConfigError
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch for accelerators, and none of this machine's own restrictions."""
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cu130")
-    for name in (
-        "CUDA_VISIBLE_DEVICES",
-        "NEURON_RT_VISIBLE_CORES",
-        "NEURON_RT_NUM_CORES",
-        "NEURON_LOGICAL_NC_CONFIG",
-    ):
+    for name in ("CUDA_VISIBLE_DEVICES", "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES", "NEURON_LOGICAL_NC_CONFIG"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -22,13 +22,7 @@ def test_count(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (3 * 2**29, "1.5 GiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (2**60, "1024 PiB"),
-    ],
+    [(0, "0 B"), (1023, "1023 B"), (3 * 2**29, "1.5 GiB"), (2**20 - 1, "1.0 MiB"), (2**60, "1024 PiB")],
 )
 def test_size(value: float, text: str) -> None:
     assert units.size(value) == text

@@ -22,8 +22,7 @@ def test_a_message_that_was_pasted_is_found(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
-    [("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")],
+    ("name", "hint"), [("kiled-rank", "did you mean killed-rank?"), ("zzz", "`shardwise explain` lists all names")]
 )
 def test_an_unknown_name_is_refused(name: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", name]) == 2

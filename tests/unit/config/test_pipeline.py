@@ -43,11 +43,7 @@ def test_what_cannot_be_cut_so(overrides: str, problem: str) -> None:
     ("overrides", "needs", "batches"),
     [
         ("pipeline=4 schedule=1f1b train.global_batch=3", "at least parallel.pipeline (4)", "4"),
-        (
-            "pipeline=2 schedule=dualpipev train.global_batch=3",
-            "at least 2 × parallel.pipeline (2 × 2 = 4)",
-            "4",
-        ),
+        ("pipeline=2 schedule=dualpipev train.global_batch=3", "at least 2 × parallel.pipeline (2 × 2 = 4)", "4"),
         (
             "pipeline=4 schedule=interleaved train.global_batch=9",
             "a multiple of the 2 rounds that parallel.pipeline (4) takes them in",
@@ -111,11 +107,7 @@ def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range |
 
 @pytest.mark.parametrize(
     ("overrides", "stages"),
-    [
-        ("", 1),
-        ("pipeline=2 schedule=zbv", 2),
-        ("pipeline=2 schedule=interleaved virtual_stages=4", 4),
-    ],
+    [("", 1), ("pipeline=2 schedule=zbv", 2), ("pipeline=2 schedule=interleaved virtual_stages=4", 4)],
 )
 def test_stages_on_each_rank(overrides: str, stages: int) -> None:
     settings = [f"parallel.{one}" for one in overrides.split()]

@@ -17,8 +17,7 @@ def problems(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("500k", 500_000), ("1.5 T", 15 * 10**11), ("20B tokens", 2 * 10**10), ("2M", 2_000_000)],
+    ("text", "tokens"), [("500k", 500_000), ("1.5 T", 15 * 10**11), ("20B tokens", 2 * 10**10), ("2M", 2_000_000)]
 )
 def test_tokens_are_read(text: str, tokens: int) -> None:
     assert parse_tokens(text) == tokens
@@ -56,10 +55,7 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
     free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
     assert [
         point.at for point in load_config("llama-small", [*free, f"optimizer.points={points}"]).optimizer.points
-    ] == [
-        0,
-        49,
-    ]
+    ] == [0, 49]
 
 
 def test_steps_follow_the_batch_of_a_rule() -> None:

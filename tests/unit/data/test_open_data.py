@@ -141,14 +141,8 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (
-            {"path": "texts"},
-            "5% of the data; the run evaluates nothing",
-        ),
-        (
-            {"path": "tokens", "split": "80,15,5"},
-            "15% of the data; the run evaluates nothing",
-        ),
+        ({"path": "texts"}, "5% of the data; the run evaluates nothing"),
+        ({"path": "tokens", "split": "80,15,5"}, "15% of the data; the run evaluates nothing"),
         (
             {"path": "texts", "streaming": True, "tokenizer": "tokenizer"},
             "5% of the first 10,000 documents; the run evaluates nothing",

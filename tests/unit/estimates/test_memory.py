@@ -284,9 +284,7 @@ def test_berts_loss_grows_with_what_it_predicts() -> None:
 
 def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     chosen = make_config(
-        section("bert", **SIZES | {"vocab_size": 500_000}),
-        data={"max_predictions": 1},
-        precision={"mode": "mixed"},
+        section("bert", **SIZES | {"vocab_size": 500_000}), data={"max_predictions": 1}, precision={"mode": "mixed"}
     )
     memory = estimate(chosen)
     head, embedding, total = 4, 4, 4

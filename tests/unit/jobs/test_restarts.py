@@ -57,10 +57,7 @@ def test_what_slurm_ends_is_not_counted() -> None:
     ("ending", "why"),
     [
         (replace(CRASH, exit_code=2, text="data.path (x) must be there"), "its input must be corrected first"),
-        (
-            crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"),
-            "the same loss",
-        ),
+        (crash(5, text="step 6: the loss (nan) and the gradient norm (1) must be finite"), "the same loss"),
     ],
 )
 def test_what_another_start_would_meet_again_is_not_started(ending: AttemptEnding, why: str) -> None:

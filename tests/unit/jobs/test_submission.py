@@ -9,14 +9,7 @@ from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.launch import LaunchConfig
 from shardwise_jobs import commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
-from shardwise_jobs.submission import (
-    check_counts,
-    check_memory,
-    check_run_folder,
-    reserved,
-    rows,
-    write_inputs,
-)
+from shardwise_jobs.submission import check_counts, check_memory, check_run_folder, reserved, rows, write_inputs
 
 
 def config(*overrides: str) -> Config:
@@ -60,11 +53,7 @@ def test_ranks_are_those_that_are_given_else_gpus_else_a_copy_of_the_model() -> 
     [
         (None, "neuron:1.5", r"launch\.gres \(neuron:1\.5\) must name a whole number of devices"),
         (None, "gpu:", r"launch\.gres \(gpu:\) must name a whole number of devices, such as gpu:8 or neuron:trn2:16"),
-        (
-            40,
-            "neuron:trn1:16",
-            r"launch\.ranks_per_node \(40\) must be at most the devices .*, of which there are 32",
-        ),
+        (40, "neuron:trn1:16", r"launch\.ranks_per_node \(40\) must be at most the devices .*, of which there are 32"),
     ],
 )
 def test_devices_that_cannot_be_counted_or_are_too_few_are_refused(given: int | None, gres: str, says: str) -> None:

@@ -195,12 +195,7 @@ def test_who_is_placed_already_or_alone_stays_so(kept: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("rack[1-2]node[04-08]-ib", "rack1node04-ib"),
-        ("a,b[1-2]", "a"),
-    ],
+    ("nodes", "first"), [("n1", "n1"), ("rack[1-2]node[04-08]-ib", "rack1node04-ib"), ("a,b[1-2]", "a")]
 )
 def test_the_first_of_slurms_nodes(nodes: str, first: str) -> None:
     assert external_launchers.first_name(nodes) == first

@@ -44,21 +44,13 @@ def killed(rank: int, reason: str) -> str:
     [
         (REPORT, {0: 1, 1: -signal.SIGTERM}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
-        (
-            WAITED,
-            {0: 1, 1: -signal.SIGKILL},
-            killed(1, "SIGKILL; usually out of memory") + f"\n{WAITED.text}",
-        ),
+        (WAITED, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory") + f"\n{WAITED.text}"),
         (LOST, {0: 1, 1: -signal.SIGKILL}, killed(1, "SIGKILL; usually out of memory")),
         (WAITED, {0: 1, 1: 1, 2: 3}, f"rank 2 ended with exit code 3 and named no reason\n{WAITED.text}"),
         (WAITED, {0: 1, 1: 1, 2: -signal.SIGTERM}, WAITED.text),
         (REPORT, {0: -signal.SIGSEGV, 1: 1}, REPORT.text),
         (REPORT, {0: 1, 1: -signal.SIGABRT}, REPORT.text),
-        (
-            None,
-            {1: -signal.SIGBUS, 0: 1},
-            killed(1, "SIGBUS; usually shared memory or a disk is full"),
-        ),
+        (None, {1: -signal.SIGBUS, 0: 1}, killed(1, "SIGBUS; usually shared memory or a disk is full")),
         (None, {2: -signal.SIGTERM, 0: -signal.SIGTERM}, killed(2, "SIGTERM")),
         (None, {5: 3}, "rank 5 ended with exit code 3 and named no reason"),
     ],

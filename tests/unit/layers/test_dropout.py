@@ -101,9 +101,7 @@ def test_invariant_masks_are_parts_of_one_mask() -> None:
     assert torch.equal(torch.cat(halves, dim=1), whole)
 
 
-def test_invariant_masks_do_not_depend_on_how_many_elements_are_hashed_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_invariant_masks_do_not_depend_on_how_many_elements_are_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))
     monkeypatch.setattr("shardwise.layers.dropout.MASK_CHUNK_ELEMENTS", 100)
     assert torch.equal(masked(Dropout(0.5, layer=0, site=1), key("invariant")), whole)

@@ -12,12 +12,7 @@ from shardwise.layers import fp8
 from shardwise.layers.bitwise.products import Section, column_products, row_products
 from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
-from shardwise.layers.linear import (
-    ColumnParallelLinear,
-    GQAQKVColumnParallelLinear,
-    LinearOptions,
-    RowParallelLinear,
-)
+from shardwise.layers.linear import ColumnParallelLinear, GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.matmul import add_without_cast, graph_gradients, let_products_add
 from tests.unit.layers.groups import pretend_group
 

@@ -67,14 +67,8 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
         ("TiedStages", "embedding.weight must be in one module .* and is in embedding and head"),
         ("NormlessStages", "norm.weight must be in one module .* and is in none"),
         ("RepeatingStages", r"blocks.0.attention_norm.weight must .* and is in blocks.0 and blocks.3"),
-        (
-            "ShorterStages",
-            r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn",
-        ),
-        (
-            "BlocklessStages",
-            r"model.num_hidden_layers \(4\) must be the number of blocks \(0\) in the one torch.nn",
-        ),
+        ("ShorterStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn"),
+        ("BlocklessStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(0\) in the one torch.nn"),
         ("NamelessStages", "shardwise.pipelined must name modules of the class: .*no attribute `embeddings`"),
     ],
 )

@@ -107,10 +107,7 @@ def test_the_squares_of_an_atom_do_not_depend_on_its_neighbours(
     torch.testing.assert_close(whole, values.double().view(-1, atom).square().sum(1), rtol=1e-5, atol=0)
 
 
-@given(
-    shape=st.lists(st.integers(1, 96), min_size=0, max_size=3),
-    levels=st.integers(0, 5),
-)
+@given(shape=st.lists(st.integers(1, 96), min_size=0, max_size=3), levels=st.integers(0, 5))
 @settings(deadline=None, max_examples=300)
 def test_no_layout_cuts_an_atom(shape: list[int], levels: int) -> None:
     grain = 2**levels

@@ -10,10 +10,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-WITHOUT_COMMAND = {
-    "docs/README.md": "a list of all pages",
-    "docs/api.md": "signatures, which the site fills",
-}
+WITHOUT_COMMAND = {"docs/README.md": "a list of all pages", "docs/api.md": "signatures, which the site fills"}
 """Pages that show no command, each with the reason."""
 BEFORE = 80
 """Words of a page at most above its first block: about one screen of a telephone."""

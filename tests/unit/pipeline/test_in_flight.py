@@ -12,12 +12,7 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.estimates.communication import evaluation_transfers, step_transfers, wire_bytes
-from shardwise.estimates.memory import (
-    MemoryEstimate,
-    checkpoint_bytes,
-    expected_memory,
-    memory_by_rank,
-)
+from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, memory_by_rank
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
@@ -126,10 +121,7 @@ def test_a_pipeline_of_one_is_none() -> None:
     assert "pipeline" not in dict(found.rows())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "flying"),
-    [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])],
-)
+@pytest.mark.parametrize(("schedule", "flying"), [("gpipe", [M, M, M, M]), ("1f1b", [4, 3, 2, 1])])
 def test_activations_of_the_micro_batches_in_flight(schedule: str, flying: list[int]) -> None:
     """A stage keeps what its block saves, with its input, and its output; the last one, what its norm saves."""
     found = memory(config(schedule=schedule, pipeline=4))

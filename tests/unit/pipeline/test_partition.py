@@ -64,8 +64,7 @@ def test_stages_by_name_are_those() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])],
+    ("schedule", "ranks"), [("1f1b", [0, 1, 2]), ("interleaved", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])]
 )
 def test_ranks_of_stages(schedule: str, ranks: list[int]) -> None:
     parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})

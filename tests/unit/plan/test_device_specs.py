@@ -9,15 +9,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import (
-    FIGURES,
-    Price,
-    Reliability,
-    cluster,
-    described,
-    device_names,
-    load_device,
-)
+from shardwise_plan.device_specs import FIGURES, Price, Reliability, cluster, described, device_names, load_device
 from tests.arch.source import ROOT
 
 OWN = """
@@ -51,10 +43,7 @@ def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
     assert described_device.constants == (("matmul", 1.0),)
     assert replace(described_device, constants=()) == device
     for price, message in (
-        (
-            "-1",
-            r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
-        ),
+        ("-1", r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'"),
         ("2.5", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
         ("2.5 dollars", r"price_per_hour \(2\.5 dollars\) must be a price"),
     ):

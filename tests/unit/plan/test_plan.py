@@ -204,10 +204,7 @@ def test_a_proposed_pipeline_on_trainium_is_warned_of(
 @pytest.mark.parametrize(
     ("device", "shown"),
     [
-        (
-            "h200:8",
-            "Accuracy: steps on one H200 were predicted within 3%; nine in ten published steps on A100",
-        ),
+        ("h200:8", "Accuracy: steps on one H200 were predicted within 3%; nine in ten published steps on A100"),
         ("a100:8", "Accuracy: nine in ten published steps on A100 to GB300 and Trainium1 were predicted within 14%"),
         (
             "trn1:32",

@@ -65,11 +65,7 @@ def test_a_price_of_one_device_adds_a_column(capsys: pytest.CaptureFixture[str])
 def test_a_price_of_the_recipe_is_that_of_one_device_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Other devices that are compared have other prices; `--price` replaces it."""
     small = ["plan", "llama2-7b", "train.global_batch=64", "parallel.pipeline=1", "log.price=2.50 USD", "--json"]
-    for device, more, each in (
-        ("h100:8", [], 2.5),
-        ("h100:8", ["--price", "3 EUR"], 3.0),
-        ("h100:8,b200:8", [], None),
-    ):
+    for device, more, each in (("h100:8", [], 2.5), ("h100:8", ["--price", "3 EUR"], 3.0), ("h100:8,b200:8", [], None)):
         assert main([*small, "--device", device, *more]) == 0
         found = json.loads(capsys.readouterr().out)
         plans = found["devices"].values() if "," in device else found["plans"][:1]

@@ -166,10 +166,7 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "problem"),
-    [
-        ("exit 1", None),
-        ("echo '[{]'", r"-j must print a list of devices in JSON, and prints '\[{\]"),
-    ],
+    [("exit 1", None), ("echo '[{]'", r"-j must print a list of devices in JSON, and prints '\[{\]")],
 )
 def test_a_neuron_ls_that_tells_nothing(script: str, problem: str | None, tmp_path: Path) -> None:
     neuron_ls(tmp_path, script)

@@ -106,10 +106,7 @@ def test_a_callback_stops_by_true_alone(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
-    with (
-        given({"a:b": lambda event: value}),
-        MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m,
-    ):
+    with given({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
         m.write({"event": "start"})
     assert bool(asked) == stops
 
@@ -191,10 +188,7 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
         ({"data": "nowhere:Reader"}, "hooks.data (nowhere:Reader): there is no module nowhere"),
         ({"data": f"{HERE}:Readr"}, "lacks Readr; did you mean Reader?"),
         ({"loss": f"{HERE}:of_one"}, "of_one must be a function that takes (logits_SBV, targets_SB)"),
-        (
-            {"optimizer": f"{HERE}:WithoutStep"},
-            "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl",
-        ),
+        ({"optimizer": f"{HERE}:WithoutStep"}, "shardwise.LAMB or shardwise.Muon; its trial failed with: NotImpl"),
         ({"optimizer": f"{HERE}:Normalized"}, "optimizer_class Normalized cannot be sharded"),
         (
             {"optimizer": f"{HERE}:SignMomentum", "optimizer_options": {"mass": 1, "lr": 2}},

@@ -195,10 +195,7 @@ def test_a_model_that_does_not_fit_is_told_before_the_start(
     ("available", "said"),
     [
         (2 * GIB, None),
-        (
-            GIB,
-            r"the expected memory of the 4 ranks on this machine \(1.\d GiB\) exceeds the 1.0 GiB that it has ",
-        ),
+        (GIB, r"the expected memory of the 4 ranks on this machine \(1.\d GiB\) exceeds the 1.0 GiB that it has "),
         (
             2**16,
             r"refused: memory of parameters, gradients and optimizer of the 4 ranks on this machine \(.*\) must be ",

@@ -95,15 +95,7 @@ def reporter(
 ) -> tuple[Reporter, io.StringIO]:
     chosen = chosen or config()
     stream = io.StringIO()
-    made = Reporter(
-        RunDirectory(path / "run"),
-        chosen,
-        layout,
-        rank,
-        device_name=device_name,
-        stream=stream,
-        **options,
-    )
+    made = Reporter(RunDirectory(path / "run"), chosen, layout, rank, device_name=device_name, stream=stream, **options)
     return made, stream
 
 

@@ -56,6 +56,7 @@ def tracked(log: Any = None) -> Config:
     return chosen.model_copy(update={"data": chosen.data.model_copy(update={"path": SECRET})})
 
 
+@pytest.mark.slow
 def test_wandb_records_the_curve_and_no_secret(tmp_path: Path) -> None:
     """W&B has no key here, so it records in the run's folder; a variable names its project, or the run's own keys do.
 

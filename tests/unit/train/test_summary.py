@@ -16,12 +16,7 @@ from shardwise.config import (
     recipe_names,
 )
 from shardwise.estimates.communication import step_transfers, wire_bytes
-from shardwise.estimates.memory import (
-    checkpoint_bytes,
-    expected_memory,
-    memory_by_rank,
-    memory_of_machine,
-)
+from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_by_rank, memory_of_machine
 from shardwise.models.parameter_counts import (
     flops_per_token,
     local_parameter_count,
@@ -125,10 +120,7 @@ def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once
     ("settings", "shown"),
     [
         ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
-        (
-            {"every_minutes": None, "memory_every": 5},
-            "after the last step; copies in memory every 5 steps",
-        ),
+        ({"every_minutes": None, "memory_every": 5}, "after the last step; copies in memory every 5 steps"),
     ],
 )
 def test_when_checkpoints_are_saved(settings: dict[str, Any], shown: str) -> None:
@@ -182,11 +174,7 @@ def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture()
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     chosen = piped(schedule="1f1b")
     layout = check_layout(chosen, 4)
-    found, memory, shares = (
-        rows(chosen, layout),
-        memory_by_rank(chosen, layout),
-        compute_shares(chosen, layout),
-    )
+    found, memory, shares = (rows(chosen, layout), memory_by_rank(chosen, layout), compute_shares(chosen, layout))
     assert memory is not None
     for stage, blocks in ((0, "blocks 0-3, embedding"), (1, "blocks 4-7, head")):
         plan = [stage_plan(chosen, layout)[stage]]

@@ -61,17 +61,11 @@ def test_pieces_have_scores() -> None:
     ("change", "reason"),
     [
         ({"normalizer": {"type": "Lowercase"}}, r"it rewrites text \(Lowercase\) before it splits it"),
-        (
-            {"pre_tokenizer": {"type": "Whitespace"}},
-            r"no rule of llama.cpp splits text as its pre_tokeni.* \(Whi",
-        ),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, r"no rule of llama.cpp splits text as its pre_tokeni.* \(Whi"),
         ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "no rule of llama.cpp splits text"),
         ({"pre_tokenizer": None}, "no rule of llama.cpp splits text"),
         ({"model": {"type": "Unigram"}}, "it is of type Unigram, and only BPE is written"),
-        (
-            {"model": {"type": "BPE", "end_of_word_suffix": "</w>"}},
-            "its tokens have marks within words or",
-        ),
+        ({"model": {"type": "BPE", "end_of_word_suffix": "</w>"}}, "its tokens have marks within words or"),
     ],
 )
 def test_other_rules_are_refused(own: dict[str, Any], change: dict[str, Any], reason: str) -> None:
@@ -87,10 +81,7 @@ def test_other_rules_are_refused(own: dict[str, Any], change: dict[str, Any], re
         (pieces("b c", "a b", "a bc", "ab c", tokens=("a", "b", "c", "ab", "bc", "abc")), None),
         (pieces("b c", "a bc", "a b", "ab c", tokens=("a", "b", "c", "ab", "bc", "abc")), "have others between them"),
         (pieces("a b", "ab c") | {"normalizer": None}, "it rewrites other text than spaces"),
-        (
-            pieces("a b", "ab c") | {"pre_tokenizer": {"type": "Whitespace"}},
-            "it splits text by Whitespace, and lla",
-        ),
+        (pieces("a b", "ab c") | {"pre_tokenizer": {"type": "Whitespace"}}, "it splits text by Whitespace, and lla"),
     ],
 )
 def test_pieces_that_would_be_joined_otherwise_are_refused(described: dict[str, Any], reason: str | None) -> None:

@@ -66,10 +66,7 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
         ("columns.json", '{"steps": 3, "loss": [4.0, 3.0, 2.0], "grad_norm": [1.0]}'),
         ("uneven.json", '{"step": [1, 2, 3], "loss": [4.0, 3.0, 2.0], "time": [7, 8, 9, 10]}'),
         ("by_step.json", '{"1": 4.0, "2": 3.0, "3": 2.0}'),
-        (
-            "megatron.json",
-            '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}',
-        ),
+        ("megatron.json", '{"lm loss": {"end_step": 3, "values": {"1": 4, "2": 3, "3": 2}}, "time": {}}'),
         (
             "trainer_state.json",
             '{"log_history": [{"step": 1, "loss": 4.0}, {"step": 1, "eval_loss": 9}, {"step": 2, "loss": 3.0}, '
@@ -116,11 +113,7 @@ def test_tensorboards_events() -> None:
         ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
         ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
-        (
-            "later.txt",
-            "5 1\n6 1\n",
-            "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2",
-        ),
+        ("later.txt", "5 1\n6 1\n", "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
     ],
 )
 def test_what_is_no_curve_is_refused_in_a_sentence(
@@ -213,13 +206,7 @@ NO_HASHES = "not compared: {} no hashes; log.state_hash_every=N records them"
             "equal to the bit at all 1 step with hashes in both",
         ),
         (steps(), steps(ULP), 1, ALL, NO_HASHES.format("A and B have")),
-        (
-            [*steps(), HASH],
-            steps(last_norm=1.5 * (1 + 2**-52)),
-            3,
-            "differ first at step 3",
-            NO_HASHES.format("B has"),
-        ),
+        ([*steps(), HASH], steps(last_norm=1.5 * (1 + 2**-52)), 3, "differ first at step 3", NO_HASHES.format("B has")),
         ([*steps(), HASH], [*steps(), OTHER_HASH], 2, ALL, "differ first at step 2, in model/w"),
         ([*steps(), HASH], [*steps(), HASH | {"step": 3}], None, ALL, "not compared: no step has hashes in both"),
     ],

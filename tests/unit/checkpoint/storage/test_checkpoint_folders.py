@@ -95,13 +95,7 @@ def test_the_newest_intact_stay(root: Root) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "every", "gone"),
-    [
-        (None, None, []),
-        (None, 200, []),
-        (1, 200, [300, 100]),
-        (0, None, [400, 300, 200, 100]),
-        (9, None, [300]),
-    ],
+    [(None, None, []), (None, 200, []), (1, 200, [300, 100]), (0, None, [400, 300, 200, 100]), (9, None, [300])],
 )
 def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: list[int]) -> None:
     going, _ = removable(root, keep, every)

@@ -19,14 +19,7 @@ CHUNK = MIN_CHUNK_BYTES
 
 @pytest.mark.parametrize(
     ("size", "chunk"),
-    [
-        (0, CHUNK),
-        (1, CHUNK),
-        (8192 * CHUNK, CHUNK),
-        (8192 * CHUNK + 1, 2 * CHUNK),
-        (5 * GIB, MIB),
-        (2**40, 16 * MIB),
-    ],
+    [(0, CHUNK), (1, CHUNK), (8192 * CHUNK, CHUNK), (8192 * CHUNK + 1, 2 * CHUNK), (5 * GIB, MIB), (2**40, 16 * MIB)],
 )
 def test_chunk_sizes(size: int, chunk: int) -> None:
     assert chunk_bytes(size) == chunk

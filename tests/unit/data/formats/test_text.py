@@ -41,12 +41,7 @@ def sized(vocab_size: int, sequence_length: int, eval_every: int, **data: str | 
                 "num_attention_heads": 4,
                 "max_position_embeddings": 4096,
             },
-            "train": {
-                "steps": 1,
-                "global_batch": 2,
-                "sequence_length": sequence_length,
-                "eval_every": eval_every,
-            },
+            "train": {"steps": 1, "global_batch": 2, "sequence_length": sequence_length, "eval_every": eval_every},
             "optimizer": {"lr": 1e-3},
             "data": {"dataset": "tiny", **data},
         }

@@ -8,14 +8,7 @@ from shardwise.data.formats.common import tokenizer_problems
 from shardwise.data.reading.manifest import read_manifest, write_manifest
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
-FACTS = {
-    "format": "megatron",
-    "source": {"name": "text"},
-    "options": {},
-    "documents": 1,
-    "sequences": 1,
-    "tokens": 3,
-}
+FACTS = {"format": "megatron", "source": {"name": "text"}, "options": {}, "documents": 1, "sequences": 1, "tokens": 3}
 
 
 @pytest.fixture

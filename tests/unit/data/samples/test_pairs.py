@@ -69,11 +69,7 @@ def segments(batch: Batch) -> list[tuple[list[int], list[int], int]]:
         assert end == length - 1
         assert types.tolist() == [0] * (middle + 1) + [1] * (end - middle) + [0] * (len(ids) - length)
         found.append(
-            (
-                ids[1:middle].tolist(),
-                ids[middle + 1 : end].tolist(),
-                int(batch.inputs["next_sentence_B"][column]),
-            )
+            (ids[1:middle].tolist(), ids[middle + 1 : end].tolist(), int(batch.inputs["next_sentence_B"][column]))
         )
     return found
 

@@ -133,10 +133,7 @@ def test_fault_12_an_id_beyond_the_models_vocabulary_is_refused(tmp_path: Path) 
             {"tokenizer_config": {"added_tokens_decoder": {"7": {"content": "<x>"}}}},
             r"tokenizer_config\.json gives '<x>' the id 7, and in the vocabulary it is 100",
         ),
-        (
-            {"tokenizer_config": {"added_tokens_decoder": {"100": None}}},
-            r"as a number \(None is no token\): write",
-        ),
+        ({"tokenizer_config": {"added_tokens_decoder": {"100": None}}}, r"as a number \(None is no token\): write"),
         ({"tokenizer_config": {"pad_token": {"content": "<x>", "lstrip": 1}}}, "must give each token as text or with"),
     ],
 )

@@ -184,8 +184,7 @@ def refusal(action: Callable[..., object], *arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "fields"),
-    [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", FULL), ("qwen3_moe", {})],
+    ("case", "fields"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", FULL), ("qwen3_moe", {})]
 )
 def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
     weights = titan(case, tmp_path, **fields)

@@ -242,11 +242,7 @@ def _plan_of_code(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_a_folder_must_have(
-    damage: Callable[[Path], object],
-    text: str,
-    written: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object], text: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "megatron"
     shutil.copytree(written, folder)
