@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from shardwise.distributed.devices import CapturedCall
 from shardwise.optim.master_update import Update
-from shardwise.train.passes import CapturedPass
 from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
@@ -107,7 +107,7 @@ def captured(sections: dict[str, Any]) -> tuple[bool, int]:
                 setattr(cuda, name, value)
         try:
             if is_captured:
-                trainer.passes._captured = CapturedPass(trainer.passes._both_passes)
+                trainer.passes._captured = CapturedCall()
             records = [trainer.step() for _ in range(STEPS)]
         finally:
             if is_captured:

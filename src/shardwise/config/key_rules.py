@@ -135,8 +135,7 @@ def key_problems(config: Config) -> list[str]:
     problems = broken(_RULES, config)
     for switch in config.train.switches:
         reasons = broken(_REFUSED.get(switch, {}), config)
-        if switch == "cuda_graphs" and config.parallel.ranks > 1:
-            reasons.append(config.parallel.keys_text)
+        reasons += [config.parallel.keys_text] * (switch == "cuda_graphs" and config.parallel.ranks > 1)
         problems += [f"train.switches ({switch}) must be left out with {reason}" for reason in reasons]
     hooks = config.hooks
     problems += [

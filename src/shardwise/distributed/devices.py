@@ -6,7 +6,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -228,6 +228,38 @@ def use_flash_attention_3(device: torch.device) -> None:
             needs = "train.switches (flash_attention_3) needs torch 2.11 and the module flash_attn_interface"
             raise ConfigError(f"{needs}: {error}; install them, or leave it out") from None
         torch.backends.cuda.enable_cudnn_sdp(False)  # which torch would prefer
+
+
+class CapturedCall:
+    """A function of tensors of equal shapes, which may add to memory that stays, as a CUDA graph from call 4 on."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._calls = 0
+        self._graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, function: Callable[[dict[str, Tensor]], Tensor], tensors: dict[str, Tensor]) -> Tensor:
+        self._calls += 1
+        if self._calls < 4:
+            # On the stream of the capture, with which autograd's nodes stay.
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                result = function(tensors)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return result
+        if self._calls == 4:
+            self._kept = {name: tensor.clone() for name, tensor in tensors.items()}
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._result = function(self._kept)
+        for name, tensor in tensors.items():
+            self._kept[name].copy_(tensor)
+        self._graph.replay()
+        return self._result.clone()
+
+
+def captured_call(device: torch.device) -> CapturedCall | None:
+    """A `CapturedCall` on CUDA; None elsewhere."""
+    return CapturedCall() if device.type == "cuda" else None
 
 
 def least_flex_width(device: torch.device) -> int:

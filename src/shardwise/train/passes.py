@@ -6,7 +6,7 @@ Shapes: K = objectives of the loss; N = terms of a rank's losses: 1, or in bit-e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from shardwise.base.errors import RunError, see
-from shardwise.distributed import collectives
+from shardwise.distributed import collectives, devices
+from shardwise.distributed.collectives import Pending
 from shardwise.layers.units import WeightScales, units
 from shardwise.models.blocks import Part, gives_losses
 from shardwise.models.build import balance_of
@@ -61,9 +62,7 @@ class Passes:
         self._groups = config.train.groups_apart(self._mesh.dp.size)
         self._layout = training.layout
         self._balance = balance_of(config, training.layout, self._mesh)
-        self._captured: CapturedPass | None = None
-        if "cuda_graphs" in config.train.switches and self._mesh.device.type == "cuda":
-            self._captured = CapturedPass(self._both_passes)
+        self._captured = devices.captured_call(self._mesh.device) if "cuda_graphs" in config.train.switches else None
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
         """Add the gradients of the global mean loss; returns this rank's terms of each objective's mean, [N, K].
@@ -112,15 +111,11 @@ class Passes:
                 with self._optimizer.accumulate(), self._clock.phase(PIPELINE):
                     self._pipeline.step(compute, ready, end_group)
                 return self._loss_terms(sums, counts.wait(), len(micro_batches))
-            for number in range(len(micro_batches)):
-                is_last = last and number == len(micro_batches) - 1
+            if self._captured is not None:
                 # The hooks of the last pass begin reductions.
-                if self._captured is not None and not is_last:
-                    self._optimizer.gathers.wait()
-                    with self._clock.phase(BACKWARD):
-                        sums.append(self._captured(micro_batches[number], counts.wait()))
-                    continue
-                with self._optimizer.accumulate(last=is_last):
+                sums += self._replayed(micro_batches[: len(micro_batches) - last], counts)
+            for number in range(len(sums), len(micro_batches)):
+                with self._optimizer.accumulate(last=last and number == len(micro_batches) - 1):
                     with record_function(f"forward, micro-batch {number}"), self._clock.phase(FORWARD):
                         loss = compute(self._model, None, number).sum()
                     with record_function(f"backward, micro-batch {number}"), self._clock.phase(BACKWARD):
@@ -129,11 +124,22 @@ class Passes:
                         end_group(number)
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
 
-    def _both_passes(self, batch: MicroBatch, counts_K: Tensor) -> Tensor:
-        """Add the gradients of a micro-batch of the whole model; return its sums of losses [K]."""
-        sums_K = batch.result(self._model, batch.call_of(self._model)())
-        mean_over_targets(sums_K, counts_K).sum().backward()
-        return sums_K.detach()
+    def _replayed(self, micro_batches: list[MicroBatch], counts: Pending) -> list[Tensor]:
+        """Add the gradients of micro-batches of the whole model by one graph; return their sums of losses, each [K]."""
+        assert self._captured is not None
+
+        def both_passes(tensors: dict[str, Tensor]) -> Tensor:
+            inputs = {name: tensor for name, tensor in tensors.items() if name != "counts_K"}
+            sums_K = batch.result(self._model, replace(batch, inputs=inputs).call_of(self._model)())
+            mean_over_targets(sums_K, tensors["counts_K"]).sum().backward()
+            return sums_K.detach()
+
+        self._optimizer.gathers.wait()
+        sums = []
+        for batch in micro_batches:
+            with self._clock.phase(BACKWARD):
+                sums.append(self._captured(both_passes, {**batch.inputs, "counts_K": counts.wait()}))
+        return sums
 
     def _count_rows(self, compute: Compute, micro_batches: list[MicroBatch]) -> None:
         """Count the rows of the experts in the global batch, where objectives of routers need them beforehand."""
@@ -195,36 +201,3 @@ class Passes:
             return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
         sums_NK = torch.stack(sums or [missing] * micro_batches).float()
         return mean_over_targets(collectives.all_reduce_(sums_NK, self._mesh.cp), counts_K)
-
-
-class CapturedPass:
-    """A function of a micro-batch and counted targets `[K]` → `[K]`: its fourth call is captured, later ones replay it.
-
-    It reads tensors of the same shapes in each call, and adds gradients to memory that stays.
-    """
-
-    def __init__(self, function: Callable[[MicroBatch, Tensor], Tensor]) -> None:
-        self._function = function
-        self._stream = torch.cuda.Stream()
-        self._calls = 0
-        self._graph = torch.cuda.CUDAGraph()
-
-    def __call__(self, batch: MicroBatch, counts_K: Tensor) -> Tensor:
-        self._calls += 1
-        if self._calls < 4:
-            # On the stream of the capture, with which autograd's nodes stay.
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                losses_K = self._function(batch, counts_K)
-            torch.cuda.current_stream().wait_stream(self._stream)
-            return losses_K
-        if self._calls == 4:
-            self._batch = replace(batch, inputs={name: tensor.clone() for name, tensor in batch.inputs.items()})
-            self._counts_K = counts_K.clone()
-            with torch.cuda.graph(self._graph, stream=self._stream):
-                self._losses_K = self._function(self._batch, self._counts_K)
-        for name, tensor in batch.inputs.items():
-            self._batch.inputs[name].copy_(tensor)
-        self._counts_K.copy_(counts_K)
-        self._graph.replay()
-        return self._losses_K.clone()
