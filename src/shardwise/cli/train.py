@@ -260,8 +260,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     from shardwise.train.summary import dry_run
 
     own, rows = _counted(chosen, cluster, [*rows, *input_rows])
-    sized = own.sized(chosen) if own else chosen
-    predicted = None if cluster is None else provided("predicted_step")(sized, layout, cluster)
+    predicted = provided("predicted_step")(own.sized(chosen) if own else chosen, layout, cluster) if cluster else None
     input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
