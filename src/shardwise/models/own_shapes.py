@@ -83,7 +83,6 @@ def _uncounted() -> dict[Any, Any]:
         return 2 * int(math.prod(x_shape)) * int(weight_shape[0])
 
     def grouped(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
-        # A column of weights without groups belongs to one group of x.
         return 2 * int(math.prod(x_shape if len(weight_shape) > 2 else x_shape[-2:])) * int(weight_shape[-1])
 
     def attention(*shapes: Any, **_: Any) -> int:
