@@ -52,7 +52,7 @@ def own_shapes(config: Config, accelerator: bool = False) -> OwnShapes:
             return tensor
 
         try:
-            with flop_counter.FlopCounterMode(display=False, custom_mapping=_of_cpus()) as counter:
+            with flop_counter.FlopCounterMode(display=False, custom_mapping=_uncounted()) as counter:
                 with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                     loss = model(ids_SB, ids_SB, **further)
                 loss.sum().backward()
@@ -76,11 +76,14 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _of_cpus() -> dict[Any, Any]:
-    """The FLOPs of operators that CPUs take in place of those that torch counts: oneDNN's product, and attention."""
+def _uncounted() -> dict[Any, Any]:
+    """The FLOPs of operators that torch does not count: oneDNN's product, attention on CPUs, and grouped products."""
 
     def product(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * int(math.prod(x_shape)) * int(weight_shape[0])
+
+    def grouped(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
+        return 2 * int(math.prod(x_shape if len(weight_shape) > 2 else x_shape[-2:])) * int(weight_shape[-1])
 
     def attention(*shapes: Any, **_: Any) -> int:
         return int(flop_counter.sdpa_flop_count(*shapes[:3]))
@@ -90,6 +93,7 @@ def _of_cpus() -> dict[Any, Any]:
 
     counted = {
         (torch.ops.mkldnn, "_linear_pointwise"): product,
+        (torch.ops.aten, "_grouped_mm"): grouped,
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"): attention,
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"): attention_backward,
     }

@@ -54,6 +54,21 @@ class Attending(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets_SB.flatten(), reduction="sum")
 
 
+class Sparse(Attending):
+    """Each token goes to the expert of its number."""
+
+    def __init__(self, vocab_size: int, width: int = H) -> None:
+        super().__init__(vocab_size, layers=0)
+        self.experts = nn.Parameter(torch.zeros(4, width, width))
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        chosen = ids_SB.flatten() % 4
+        ends = F.one_hot(chosen, 4).sum(0).cumsum(0).int()
+        x = self.embedding(ids_SB).flatten(0, 1)[chosen.argsort()].bfloat16()
+        y = F.grouped_mm(x, self.experts.bfloat16(), offs=ends).to(self.head.weight.dtype)
+        return F.cross_entropy(self.head(y), targets_SB.flatten(), reduction="sum")
+
+
 class ReadsData(Attending):
     def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
         return super().forward(ids_SB, targets_SB) * max(1, int(ids_SB.max()) // V)
@@ -80,6 +95,11 @@ def test_flops_are_those_of_the_formula(family: str) -> None:
 def test_fused_attention_counts_as_much() -> None:
     shapes = own_shapes(config_of(ATTENDING))
     assert shapes.token_flops == 6 * (2 * 3 * H * H + H * V) + 12 * 2 * H * S
+
+
+def test_grouped_products_are_counted() -> None:
+    """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
+    assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
 
 
 @pytest.mark.parametrize("keys", [{}, {"width": 128, "layers": 3}])

@@ -101,12 +101,10 @@ def _manifest_rows(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if manifest is None:
         return []
     tokenizer = manifest["tokenizer"]
-    if "source" not in manifest:  # datatrove names the tokenizer alone
+    if (source := manifest.get("source")) is None:  # datatrove names the tokenizer alone
         return [("tokenizer", tokenizer["name"])]
-    source = manifest["source"]
     options = ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in manifest["options"].items())
-    documents = _whole_number(source.get("documents"))
-    nbytes = _whole_number(source.get("bytes"))
+    documents, nbytes = (_whole_number(source.get(name)) for name in ("documents", "bytes"))
     return [
         ("made of", f"{source.get('name')}, {counted(documents, 'document')}, {size(nbytes)}"),
         ("tokenizer", f"{tokenizer.get('name') or 'not named'}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),

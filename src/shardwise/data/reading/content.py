@@ -77,8 +77,7 @@ class _Streams(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes], decoder: Callable[[], Any]) -> None:
-        self._blocks = self._unpacked(file, decoder)
-        self._rest = b""
+        self._blocks, self._rest = self._unpacked(file, decoder), b""
 
     @staticmethod
     def _unpacked(file: IO[bytes], decoder: Callable[[], Any]) -> Iterator[bytes]:
@@ -97,12 +96,10 @@ class _Streams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any, /) -> int:
-        while not self._rest and (block := next(self._blocks, None)) is not None:
-            self._rest = block
-        taken = self._rest[: len(buffer)]
-        self._rest = self._rest[len(taken) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
+        unpacked = self._rest or next(filter(None, self._blocks), b"")
+        size = min(len(buffer), len(unpacked))
+        buffer[:size], self._rest = unpacked[:size], unpacked[size:]
+        return size
 
 
 def _lzma(file: IO[bytes]) -> Any:
@@ -119,15 +116,14 @@ def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
     return unpacked
 
 
-# A file of zstd may begin with a frame that holds no content, as pzstd's do.
-_ZSTD = (b"\x28\xb5\x2f\xfd", *(b"%c\x2a\x4d\x18" % byte for byte in range(0x50, 0x60)))
 # Text may begin with BZh; in a file of bzip2 a digit and the magic of its first block follow.
 _BZIP2 = tuple(b"BZh%d1AY&SY" % level for level in range(1, 10))
 _PACKINGS: Mapping[str, _Packing] = {
     "gzip": _Packing((b"\x1f\x8b",), (".gz", ".gzip", ".bgz"), lambda file: gzip.GzipFile(fileobj=file)),
     "bzip2": _Packing(_BZIP2, (".bz2", ".bzip2"), lambda file: _Streams(file, bz2.BZ2Decompressor)),
     "xz": _Packing((b"\xfd7zXZ\0", b"\x5d\0\0"), (".xz", ".lzma"), _lzma),
-    "zstd": _Packing(_ZSTD, (".zst", ".zstd"), _by_arrow("zstd")),
+    # A file of zstd may begin with a frame that holds no content, which pzstd writes.
+    "zstd": _Packing((b"\x28\xb5\x2f\xfd", b"\x50\x2a\x4d\x18"), (".zst", ".zstd"), _by_arrow("zstd")),
     "lz4": _Packing((b"\x04\x22\x4d\x18",), (".lz4",), _by_arrow("lz4")),
 }
 
@@ -164,10 +160,7 @@ def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
         if getattr(error, "errno", None) or not is_damaged:
             raise
         if "too much memory" in str(error):
-            raise DataError(
-                f"{path} has a window above 128 MiB, as `zstd --long` makes it, and must have a smaller one: unpack it "
-                "first by `zstd -d --long=31`"
-            ) from None
+            raise DataError(f"{path} must have a window of at most 128 MiB: unpack it by `zstd -d --long=31`") from None
         raise DataError(
             f"{path} is cut off or damaged, {packing} cannot unpack it ({error}): fetch or copy it again"
             f"{see('data#file-cut-off')}"

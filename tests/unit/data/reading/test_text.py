@@ -169,7 +169,6 @@ FILES = {
     "part-00000": LINES.replace(b"\n", b"\r\n"),
     "a.jsonl.zst": packed(jsonl(TEXTS[:2]), "zstd") + SKIPPED + packed(jsonl(TEXTS[2:]), "zstd"),
     "b.jsonl.zst": SKIPPED + packed(LINES, "zstd"),
-    "c.jsonl.zst": b"\x5e" + SKIPPED[1:] + packed(LINES, "zstd"),
     "a.xz": lzma.compress(LINES),
     "streams.xz": lzma.compress(jsonl(TEXTS[:2])) + bytes(8) + lzma.compress(jsonl(TEXTS[2:])) + bytes(1 << 19),
     "streams.bz2": bz2.compress(jsonl(TEXTS[:2])) + bz2.compress(jsonl(TEXTS[2:])),
@@ -247,7 +246,7 @@ def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path:
 def test_a_window_of_zstd_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
     block = (len(LINES[:15]) << 3 | 1).to_bytes(3, "little")  # the last one, not packed
     (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + b"\0\xa0" + block + LINES[:15])  # of 2^30 bytes
-    said = f"{tmp_path / 'a.jsonl.zst'} has a window above 128 MiB, as `zstd --long` makes it, and must have a smaller"
+    said = f"{tmp_path / 'a.jsonl.zst'} must have a window of at most 128 MiB: unpack it by `zstd -d"
     assert failure(tmp_path / "a.jsonl.zst").startswith(said)
 
 
