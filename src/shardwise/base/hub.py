@@ -459,8 +459,8 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
             "pickle can run any code that its author put there. If you trust it, convert it by transformers: "
             "from_pretrained(…), then save_pretrained(…)"
         )
-    is_part = any(map(_PART.fullmatch, names))
-    fix = f"; fetch or copy {listing([INDEX, *absent_parts(names)], most=4)} too" if is_part else ""
+    absent = absent_parts(names)
+    fix = f"; fetch or copy {listing([INDEX, *absent], most=4)} too" if absent else ""
     if not {".metadata", "model_and_optim"}.isdisjoint(names):
         fix = ", a distributed checkpoint of torch: import it by `shardwise checkpoint import --from torchtitan`, "
         fix += "`olmo-core` or `megatron`"
@@ -478,13 +478,18 @@ def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
     A rank without files is named by its first one.
     """
     totals = {match[1] or "": int(match[2]) for name in names if (match := _PART.fullmatch(name))}
-    present = [int(writer[6:11]) for writer in totals if writer]
-    wanted = [
-        f"{writer}model-{part:05}-of-{total:05}" for writer, total in totals.items() for part in range(1, total + 1)
-    ]
-    absent_ranks = sorted(set(range(1, max([ranks, *present]) + 1)) - set(present)) if present else []
-    wanted += [f"shard-{rank:05}-model-00001-of-{max(totals.values()):05}" for rank in absent_ranks]
-    return [name for part in wanted if (name := f"{part}.safetensors") not in names]
+    last = max((max(ranks, int(writer[6:11])) for writer in totals if writer), default=0)
+    wanted = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
+    wanted += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
+    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in wanted]
+    return sorted({*files} - {*names})
+
+
+def lacking_files(where: object, names: Iterable[str], ranks: int = 0) -> list[str]:
+    """The problem of a folder of torch's Hugging Face writer that lacks files, as `absent_parts` finds them."""
+    absent = listing(absent_parts(shards(names), ranks), most=3)
+    must = f"{where} must have the files {SHARDS} of all ranks of one save, and lacks"
+    return [f"{must} {absent}: fetch or copy what is missing"] if absent else []
 
 
 def has_weights(names: Collection[str]) -> bool:
@@ -521,8 +526,5 @@ def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> li
         problem = listing(wrong, most=_SHOWN) if wrong else "it names none"
         raise ConfigError(f"{folder}/{INDEX} must name files of its own folder, and {problem}")
     if absent := [name for name in names if not is_there(name)]:
-        raise ConfigError(
-            f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights; fetch or copy what "
-            "is missing"
-        )
+        raise ConfigError(f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights: copy them")
     return names

@@ -6,11 +6,11 @@ DEST/imported.yaml --run-dir DEST` goes on. Otherwise the checkpoint is of step 
 weights.
 
 With --from SOURCE is the folder of a sharded checkpoint of torchtitan (Llama 3 and Qwen 3 models), olmo-core (OLMo 2
-and 3, Llama and Qwen 3 models), megatron (GPT-2, Llama and Qwen models), neuronx-nemo-megatron (GPT and Llama models;
-FOLDER/NAME.ckpt if the ranks' folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT models). The state
-of AdamW, the step and the rates are imported too, if they are there, but of Megatron-LM's `torch` format. The shards of
-all ranks are combined. Pickled files are opened in a way that runs no code in them. The command needs memory for only
-some rows of a tensor.
+and 3, Llama and Qwen 3 models), megatron (GPT-2, Llama, Qwen, Mixtral and Qwen3-MoE models), neuronx-nemo-megatron (GPT
+and Llama models; FOLDER/NAME.ckpt if the ranks' folders hold several) or neuronx-distributed (Llama, GPT-NeoX and BERT
+models). The state of AdamW, the step and the rates are imported too, if they are there, but of Megatron-LM's `torch`
+format. The shards of all ranks are combined. Pickled files are opened in a way that runs no code in them. The command
+needs memory for only some rows of a tensor.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ _KEYS = {"checkpoint.load": "SOURCE", "checkpoint.revision": "--revision", "mode
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="a folder, or a hub id such as openai-community/gpt2")
     parser.add_argument(
-        "dest",
-        metavar="DEST",
-        help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL",
+        "dest", metavar="DEST", help="a run's folder, or a folder of checkpoints, for the checkpoint; a path or a URL"
     )
     parser.add_argument(
         "--from",

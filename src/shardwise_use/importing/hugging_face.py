@@ -53,6 +53,18 @@ def rate_keys(
     ]
 
 
+def rate_points(
+    first: float, warmup: int, stop: int, end: int, least: float, shape: str, *, lag: int = 1
+) -> list[dict[str, Any]]:
+    """Points of `optimizer.points`, factors of the peak: `first`, 1 from `warmup` to `stop` updates, `least` at `end`.
+
+    `shape`: of the way down; `lag`: update s has the rate of s - lag updates.
+    """
+    curve = {0: (first, "linear"), warmup: (1.0, "linear"), stop: (1.0, "linear")}
+    curve |= {end: (least, shape)} if end > stop else {}
+    return [{"at": at + lag, "factor": factor, "shape": kind} for at, (factor, kind) in sorted(curve.items())]
+
+
 @dataclass(frozen=True)
 class ForeignProgress:
     """The progress of a model's training by another program, and the state of its optimizer, not read yet.
@@ -170,12 +182,7 @@ def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MA
     described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
     small_files = {**opened.small_files, CONFIG: to_json(described)}
     return write_folder(
-        root,
-        step_name(done.step),
-        tensors,
-        small_files,
-        max_shard_bytes=max_shard_bytes,
-        manifest=manifest,
+        root, step_name(done.step), tensors, small_files, max_shard_bytes=max_shard_bytes, manifest=manifest
     )
 
 

@@ -71,12 +71,7 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
 
 
 def combined(
-    states: RankStates,
-    folder: Path | str,
-    vocab_size: int | None,
-    rank_names: tuple[str, str],
-    *,
-    allow_drift: bool,
+    states: RankStates, folder: Path | str, vocab_size: int | None, rank_names: tuple[str, str], *, allow_drift: bool
 ) -> ForeignModel:
     """The model of which each rank holds a part, as Megatron-LM's files have it.
 

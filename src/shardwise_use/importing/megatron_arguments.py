@@ -13,8 +13,9 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config, Qwen3Config
+from shardwise.config.sparse import MixtralConfig, Qwen3MoeConfig
 
-MegatronConfig: TypeAlias = GPTConfig | LlamaConfig | Qwen2Config | Qwen3Config
+MegatronConfig: TypeAlias = GPTConfig | LlamaConfig | Qwen2Config | Qwen3Config | Qwen3MoeConfig | MixtralConfig
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
 # Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
 _MUST_BE_UNSET: dict[str, Any] = {
@@ -27,9 +28,11 @@ _MUST_BE_UNSET: dict[str, Any] = {
     "activation_func_clamp_value": None, "glu_linear_offset": None, "add_qkv_bias": None, "use_mup": None,
     "hybrid_layer_pattern": None, "hybrid_override_pattern": None, "is_hybrid_model": None, "spec": None,
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
-    "retro_add_retriever": None, "enable_mhc_connections": None,
+    "retro_add_retriever": None, "enable_mhc_connections": None, "moe_shared_expert_intermediate_size": None,
+    "moe_router_enable_expert_bias": None, "moe_router_score_function": "softmax", "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None, "moe_apply_probs_on_input": None, "moe_latent_size": None,
 }  # fmt: skip
-_OF_QWEN = ("add_qkv_bias", "qk_layernorm")
+_OF_GATED = ("add_qkv_bias", "qk_layernorm", "num_experts", "expert_model_parallel_size")
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
 # The arguments by which Megatron-LM's models are told apart.
@@ -72,7 +75,7 @@ def require_known(args: Mapping[str, Any], where: str) -> None:
         if name in args
         and args[name] not in _UNSET
         and args[name] != neutral
-        and not (name in _OF_QWEN and args.get("swiglu"))
+        and not (name in _OF_GATED and args.get("swiglu"))
     ]
     problems += [f"{where}: its arguments must have {name}: it is missing" for name in SIZES if args.get(name) is None]
     problems += [
@@ -146,7 +149,26 @@ def _llama_section(
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor") or 8.0)
         section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    if args.get("num_experts"):
+        _require(where, "model with experts", ("biases", any(biases.values()), False))
+        section = {key: section[key] for key in section.keys() - biases} | _expert_section(args, where, family)
     return section
+
+
+def _expert_section(args: Mapping[str, Any], where: str, family: str) -> dict[str, Any]:
+    """The keys of a Qwen3-MoE, whose heads have norms, or of a Mixtral."""
+    every = args.get("moe_layer_freq") or 1
+    is_sparse = every if isinstance(every, list) else [layer % every == 0 for layer in range(args["num_layers"])]
+    width = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
+    chosen = {"num_experts_per_tok": args.get("moe_router_topk") or 2}
+    softmax_first = bool(args.get("moe_router_pre_softmax"))
+    if family == "qwen3":
+        dense = tuple(layer for layer, sparse in enumerate(is_sparse) if not sparse)
+        rule = {"norm_topk_prob": not softmax_first, "mlp_only_layers": dense, "moe_intermediate_size": width}
+        return {"family": "qwen3_moe", "num_experts": args["num_experts"], **chosen, **rule}
+    softmax = ("moe_router_pre_softmax", softmax_first, False)
+    _require(where, "Mixtral", ("add_qkv_bias", family == "qwen2", False), softmax, ("moe_layer_freq", every, 1))
+    return {"family": "mixtral", "num_local_experts": args["num_experts"], **chosen, "intermediate_size": width}
 
 
 def _gpt_section(

@@ -1,14 +1,14 @@
-"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama and Qwen models.
+"""Megatron-LM's checkpoints in its `torch_dist` format, with the optimizer's state: GPT-2, Llama, Qwen, Mixtral.
 
     SOURCE/iter_0000100/metadata.json      names the format and its version
     SOURCE/iter_0000100/common.pt          "args", "iteration", "opt_param_scheduler", "optimizer": no large tensors
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
-As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers are
-stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up projections; Q, K and V
-are fused by groups as in version 3. Moments have the names of their weights after `optimizer.state.exp_avg.`, and
-masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer writes its own buffers in their
-place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
+As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers, and of
+the experts in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
+projections; Q, K and V are fused by groups as in version 3. Moments have the names of their weights after
+`optimizer.state.exp_avg.`, and masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer
+writes its own buffers in their place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
 
     optimizer.distributed.dp_group_idx_G.gbuf_idx_C.dtype_….bucket_idx_B.{param,exp_avg,exp_avg_sq}      [elements]
 
@@ -35,7 +35,7 @@ from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -49,17 +49,16 @@ _BUCKET = re.compile(
 )
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
+_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _COMPARED = 2**22
 """Elements that are compared at a time."""
 _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
-# Roles of a layer's tensors in the order of its modules: Megatron Core's own ones, and TransformerEngine's.
-_ORDERS = (
-    ("input_norm", "dense", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
-    ("dense", "input_norm", "qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2"),
-)
+_ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
+"""Roles of a layer's tensors in the order of its modules, between the first two and the experts."""
+_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
@@ -130,9 +129,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
-        stacked = re.fullmatch(r"(decoder\.layers\.)([a-z].*)", name)
-        single = {f"{stacked[1]}{i}.{stacked[2]}": tensor[i] for i in range(len(tensor))} if stacked else {name: tensor}
-        for full_name, part in single.items():
+        for full_name, part in _unstacked(name, tensor):
             role = megatron_model.role_name(full_name, 0)
             if role is not None:
                 found[role] = part
@@ -145,6 +142,15 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     shards.add([found], "in the checkpoint")
     shards.require_floats()
     return shards
+
+
+def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
+    if stacked := _STACKED.fullmatch(name):
+        for i in range(len(tensor)):
+            yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
+    else:
+        yield name, tensor
 
 
 # ---- the optimizer's state
@@ -208,8 +214,11 @@ def _unpacked(
                 shards.add(ranks, "")
         return found
 
-    for order in _ORDERS:
-        found = placed(order)
+    each = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(args.get("num_experts") or 0)]
+    grouped = [*zip(*each, strict=True)]
+    # Megatron Core's own modules and TransformerEngine's; experts one by one, and grouped.
+    for first, matrices in itertools.product((("input_norm", "dense"), ("dense", "input_norm")), (each, grouped)):
+        found = placed((*first, *_ORDER, *itertools.chain(*matrices)))
         if found and _are_masters(
             megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
         ):
@@ -304,6 +313,8 @@ def _progress(
         notes.append(f"weight decay changes there: {keys['optimizer.weight_decay']:g} is that of the next step")
     points = _points(common.get("opt_param_scheduler") or {}, args, batch)
     rate, style = keys["optimizer.lr"], args.get("lr_decay_style")
+    if args.get("num_experts"):
+        notes += _balance(args, keys)
     schedule, unlike = rate_keys(points, rate, step, float(groups[0]["lr"]), style)
     keys |= schedule
     notes += unlike
@@ -316,6 +327,20 @@ def _progress(
         step, states, samples=samples, tokens=samples * length, updates=max(done, default=step), keys=keys
     )
     return progress, notes
+
+
+def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
+    """Add the keys of the balance of loads of experts to `keys`; sentences on what has no counterpart."""
+    kinds, rates = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
+    pairs = zip(kinds, rates, strict=True) if isinstance(kinds, list) and isinstance(rates, list) else [(kinds, rates)]
+    used = {_BALANCE[kind]: rate for kind, rate in pairs if rate and kind in _BALANCE}
+    used["z"] = args.get("moe_z_loss_coeff")
+    keys |= {f"optimizer.router_{kind}_loss": float(rate) for kind, rate in used.items() if rate}
+    is_local = "batch" in used and "global_aux_loss" not in str(kinds)
+    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if is_local else []
+    unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
+    unlike += ["moe_router_load_balancing_type"] if kinds == "sinkhorn" else []
+    return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
@@ -339,21 +364,11 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
     if not peak or args.get("rampup_batch_size") or any(stop % 1 for stop in stops.values()):
         return []
     warmup, decay = int(stops["warmup"]), int(stops["decay"])
-    least = float(scheduler["min_lr"]) / peak
-    points: list[tuple[int, float, str]] = []
-    if warmup:
-        points.append((1, float(args.get("lr_warmup_init") or 0) / peak, "linear"))
-    points.append((warmup + 1, 1.0, "linear"))
+    first, least = float(args.get("lr_warmup_init") or 0) / peak, float(scheduler["min_lr"]) / peak
+    stop, shape = warmup, {"linear": "linear", "cosine": "cosine", "constant": "linear"}.get(str(style))
     if style == "WSD":
         annealed = args.get("lr_wsd_decay_iters") or (args.get("lr_wsd_decay_samples") or 0) / batch
-        shape = _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
-        if shape is None or annealed % 1 or not annealed:
-            return []
-        if decay - int(annealed) > warmup:
-            points.append((decay - int(annealed) + 1, 1.0, "linear"))
-        points.append((decay + 1, least, shape))
-    elif style in ("linear", "cosine"):
-        points.append((decay + 1, least, style))
-    elif style != "constant":
-        return []
-    return [{"at": at, "factor": factor, "shape": shape} for at, factor, shape in points]
+        shape = None if annealed % 1 or not annealed else _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
+        stop = max(warmup, decay - int(annealed))
+    end = warmup if style == "constant" else decay
+    return [] if shape is None else rate_points(first, warmup, stop, end, least, shape)

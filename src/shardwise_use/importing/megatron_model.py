@@ -36,6 +36,8 @@ _NAMES_IN_LAYER = (
     (r"mlp\.linear_fc1\.layer_norm_(weight|bias)", "post_norm"),
     (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
     (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
+    (r"mlp\.router\.(weight)", "router"),
+    (r"mlp\.experts\.(?:local_|)experts\.(\d+)\.linear_(fc[12])\.(weight)", r"experts.\1.\2"),
 )
 _NAMES_OUTSIDE = (
     (r"embedding\.word_embeddings\.(weight)", "word"),
@@ -43,6 +45,7 @@ _NAMES_OUTSIDE = (
     (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
 _MODULES = {
     "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
@@ -56,6 +59,8 @@ _MODULES = {
     "self_attn.q_norm": ("q_norm", "copies"), "self_attn.k_norm": ("k_norm", "copies"),
     "mlp.c_fc": ("fc1", "columns"), "mlp.c_proj": ("fc2", "rows"),
     "mlp.gate_proj": ("fc1", "gate"), "mlp.up_proj": ("fc1", "up"), "mlp.down_proj": ("fc2", "rows"),
+    "mlp.w1": ("fc1", "gate"), "mlp.w3": ("fc1", "up"), "mlp.w2": ("fc2", "rows"),
+    "mlp.gate": ("router", "copies"), "block_sparse_moe.gate": ("router", "copies"),
 }  # fmt: skip
 """Hugging Face's module, without its layer → the role above, and the way in which tensor-parallel ranks hold it."""
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -109,7 +114,7 @@ def role_name(name: str, first: int) -> str | None:
     for pattern, role in patterns:
         match = re.fullmatch(pattern, name)
         if match is not None:
-            return f"{prefix}{role}.{match[1]}"
+            return f"{prefix}{match.expand(role)}.{match[match.re.groups]}"
     return None
 
 
@@ -119,7 +124,7 @@ def _tensors(
     """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
-    gate_up = functools.cache(functools.partial(shards.split, sizes=(config.intermediate_size // shards.ranks,) * 2))
+    gate_up = functools.cache(shards.split)
     for name in names:
         path, _, kind = name.rpartition(".")
         layer = _HUGGING_FACE_LAYER.fullmatch(path)
@@ -127,8 +132,10 @@ def _tensors(
             role, cut = _MODULES[path]
             source = f"{role}.{kind}"
         else:
-            role, cut = _MODULES[layer[2]]
-            source = f"layers.{layer[1]}.{role}.{kind}"
+            expert = _EXPERT.fullmatch(layer[2])
+            role, cut = _MODULES[f"mlp.{expert[2]}" if expert else layer[2]]
+            source = f"layers.{layer[1]}.{f'experts.{expert[1]}.' if expert else ''}{role}.{kind}"
+            width = config.expert_width if expert else config.intermediate_size
         if cut == "copies" or (cut == "rows" and kind == "bias"):
             tensor = shards.copies(source)
         elif cut == "rows":
@@ -139,7 +146,7 @@ def _tensors(
             # The rows of padding are the last ones.
             tensor = shards.columns(source).rows(0, config.vocab_size)
         elif cut in ("gate", "up"):
-            gate, up = gate_up(source)
+            gate, up = gate_up(source, (width // shards.ranks,) * 2)
             tensor = gate if cut == "gate" else up
         # Q, K and V: all of them in a GPT-2, or a single one in a Llama.
         else:

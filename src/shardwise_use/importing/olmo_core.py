@@ -24,17 +24,8 @@ from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import from_hugging_face
-from shardwise_use.importing import pickled
-from shardwise_use.importing.dcp_models import (
-    adamw_progress,
-    halves,
-    named_weights,
-    newest_step,
-    open_folder,
-    renamed,
-    without_copy,
-)
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing import dcp_models, pickled
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"
@@ -90,21 +81,19 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
         ConfigError: it is none, is incomplete, of a model that no family here has, or its pickles ask for more than
         plain values.
     """
-    step = source.parent if source.name == _TENSORS else newest_step(source, _TENSORS)
+    step = source.parent if source.name == _TENSORS else dcp_models.newest_step(source, _TENSORS)
     inner = step / _TENSORS
-    folder = open_folder(inner if inner.is_dir() else step, "olmo-core")
+    folder = dcp_models.open_folder(inner if inner.is_dir() else step, "olmo-core")
     described = _record(step / "config.json")
     where = str(step / "config.json")
     with pickled.reading(f"{where} is no configuration as OLMo-core writes it"):
         config, in_pairs = model_of(described, where)
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}
     if config.tie_word_embeddings:
-        without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
-    weights = named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
-    opened = ForeignModel(config, weights)
-    if weights_only:
-        return opened
-    progress, notes = _progress(folder, step, described["train_module"], config, in_pairs)
+        dcp_models.without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
+    weights = dcp_models.named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
+    told = (None, []) if weights_only else _progress(folder, step, described["train_module"], config, in_pairs)
+    progress, notes = told
     return ForeignModel(config, weights, notes=notes, progress=progress)
 
 
@@ -126,10 +115,11 @@ def _tensors(
     norm = "attention_norm" if is_reordered else "feed_forward_norm"
     rules = [*_NAMES, (_POST_ATTENTION, rf"blocks\1{norm}.weight")]
     for name in canonical_shapes(config):
-        there = renamed(name, rules)
+        there = dcp_models.renamed(name, rules)
         if there in stored:
             is_rotated = in_pairs and re.search(r"\.[qk]_proj\.", name)
-            yield name, there, stored[there].by_rows(config.head_dim, halves) if is_rotated else stored[there]
+            tensor = stored[there]
+            yield name, there, tensor.by_rows(config.head_dim, dcp_models.halves) if is_rotated else tensor
 
 
 # ---- config.json
@@ -256,7 +246,7 @@ def _progress(
     step, tokens, steps = (_get(trained, name) for name in ("global_step", "global_train_tokens_seen", "max_steps"))
     if type(step) is not int or type(tokens) is not int or step < 1:
         raise ConfigError(f"{path} must have a global_step ({step!r}) from 1, and the tokens seen ({tokens!r})")
-    progress = adamw_progress(folder, "optim.", step, config, partial(_tensors, config, in_pairs))
+    progress = dcp_models.adamw_progress(folder, "optim.", step, config, partial(_tensors, config, in_pairs))
     if progress is None:
         return None, [f"{folder.where} has no state of AdamW: the weights alone are imported"]
     if _get(module, "optim.step_increment_bugfix") is False:
@@ -289,16 +279,14 @@ def _schedule(scheduler: Mapping[str, Any] | None, lr: float, steps: Any) -> tup
     warmup = scheduler.get("warmup", scheduler.get("warmup_steps"))
     if warmup is None and scheduler.get("warmup_fraction") is not None and last:
         warmup = round(last * scheduler["warmup_fraction"])
-    ends: dict[str, list[tuple[int, float, str]]] = {"ConstantWithWarmup": []}
+    ends: dict[str, tuple[int, int, float, str]] = {"ConstantWithWarmup": (warmup, warmup, 1.0, "linear")}
     if last:
-        ends["CosWithWarmup"] = [(last, scheduler.get("alpha_f", 0.1), "cosine")]
-        ends["LinearWithWarmup"] = [(last, scheduler.get("alpha_f", 0.1), "linear")]
+        ends["CosWithWarmup"] = (warmup, last, scheduler.get("alpha_f", 0.1), "cosine")
+        ends["LinearWithWarmup"] = (warmup, last, scheduler.get("alpha_f", 0.1), "linear")
         decay = scheduler.get("decay", scheduler.get("decay_steps"))
         decay = round(last * scheduler.get("decay_fraction", 0.1)) if decay is None else decay
-        ends["WSD"] = [(last - decay, 1.0, "linear"), (last, scheduler.get("decay_min_lr", 0.0) / lr, "linear")]
+        ends["WSD"] = (last - decay, last, scheduler.get("decay_min_lr", 0.0) / lr, "linear")
     if kind not in ends or warmup is None or scheduler.get("units", "steps") != "steps":
         return {}, [f"the scheduler {kind} by {scheduler.get('units')} is not carried over: give optimizer.schedule"]
-    points = {0: (scheduler.get("warmup_min_lr", 0.0) / lr, "linear"), warmup: (1.0, "linear")}
-    points |= {at: (factor, shape) for at, factor, shape in ends[kind]}
-    listed = [{"at": at, "factor": factor, "shape": shape} for at, (factor, shape) in sorted(points.items())]
-    return {"optimizer.schedule": "points", "optimizer.points": listed}, []
+    points = rate_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
+    return {"optimizer.schedule": "points", "optimizer.points": points}, []

@@ -25,9 +25,9 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.importing.trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state, curve_points
+from shardwise_use.importing.trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 
 _MASTERS = "sharded_master_weights"
 _RULES = (("bias", "norm"), ("bias",), ("bias", "LayerNorm"))
@@ -184,10 +184,9 @@ def _curves(told: Mapping[str, Any], rate: float, steps: int | None) -> list[lis
     """Schedules as `optimizer.points` that may be the one: update s has the rate after s - 1 updates."""
     if steps is None or told.get("warmup_steps") is None:
         return [[]]
-    linear = curve_points({"lr_scheduler_type": "linear", "warmup_steps": told["warmup_steps"]}, rate, steps) or []
+    warmup = int(told["warmup_steps"])
     if "decay_steps" not in told:
-        return [linear if "lr_lambdas" in told else []]
-    end = {"at": steps - told["constant_steps"] + 1, "factor": float(told["min_lr"]) / rate, "shape": "cosine"}
+        return [rate_points(0.0, warmup, warmup, steps, 0.0, "linear") if "lr_lambdas" in told else []]
+    end, least = steps - told["constant_steps"], float(told["min_lr"]) / rate
     # CosineAnnealing of NeMo begins at a part of the peak; neuronx-distributed's with constant_steps at 0.
-    firsts = (1 / (told["warmup_steps"] + 1), 0.0)
-    return [[*(begin | {"factor": first} for begin in linear[:-2]), linear[-2], end] for first in firsts]
+    return [rate_points(first, warmup, warmup, end, least, "cosine") for first in (1 / (warmup + 1), 0.0)]

@@ -69,7 +69,7 @@ def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], 
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
         if _EXPERTS.fullmatch(path.name):
-            raise ConfigError(f"{folder} is of a model with experts ({path.name}), and no family here has them")
+            raise ConfigError(f"{folder} is of a model with experts ({path.name}): save it again as torch_dist")
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path

@@ -25,15 +25,7 @@ from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.model_files import read_model
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig
-from shardwise_use.importing.dcp_models import (
-    adamw_progress,
-    halves,
-    named_weights,
-    newest_step,
-    open_folder,
-    renamed,
-    without_copy,
-)
+from shardwise_use.importing import dcp_models
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
@@ -74,7 +66,7 @@ def open_torchtitan(
     Raises:
         ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
     """
-    folder = open_folder(newest_step(source), "torchtitan")
+    folder = dcp_models.open_folder(dcp_models.newest_step(source), "torchtitan")
     path = config_file / "config.json" if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
@@ -87,8 +79,8 @@ def open_torchtitan(
             raise ConfigError(f"{folder.where}: {name} must be 0, and is not: {config.family} has no such bias")
     if config.tie_word_embeddings:
         for copy in ("lm_head.weight", "output.weight"):
-            without_copy(folder.where, stored, "tok_embeddings.weight", copy)
-    weights = named_weights(folder.where, config, _tensors(config, stored), stored)
+            dcp_models.without_copy(folder.where, stored, "tok_embeddings.weight", copy)
+    weights = dcp_models.named_weights(folder.where, config, _tensors(config, stored), stored)
     progress, notes = (None, []) if weights_only else _progress(folder, config)
     return ForeignModel(config, weights, notes=notes, progress=progress)
 
@@ -96,7 +88,7 @@ def open_torchtitan(
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     """Canonical name, name in the checkpoint and tensor, of all that are there."""
     for name in canonical_shapes(config):
-        there, _, expert = renamed(name, _NAMES).partition("#")
+        there, _, expert = dcp_models.renamed(name, _NAMES).partition("#")
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
         if there not in stored and fused not in stored:
             # Releases before 0.3.
@@ -108,7 +100,7 @@ def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator
         else:
             continue
         is_rotated = _FAMILIES[config.family] and re.search(r"\.[qk]_proj\.", name)
-        yield name, there, tensor.by_rows(config.head_dim, halves) if is_rotated else tensor
+        yield name, there, tensor.by_rows(config.head_dim, dcp_models.halves) if is_rotated else tensor
 
 
 def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTensor:
@@ -130,7 +122,7 @@ def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress 
     )
     if type(step) is not int or step < 1:
         raise ConfigError(f"{folder.where} must have the step of its training, train_state.step, and has {step!r}")
-    progress = adamw_progress(folder, "optimizer.", step, config, partial(_tensors, config))
+    progress = dcp_models.adamw_progress(folder, "optimizer.", step, config, partial(_tensors, config))
     if progress is None:
         return None, [f"the optimizer's state of {folder.where} is not AdamW's: the weights alone are imported"]
     notes = [

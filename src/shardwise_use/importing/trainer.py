@@ -26,7 +26,7 @@ from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.torch_dcp import LazyTensor
 
 OPTIMIZER = "optimizer.pt"
@@ -305,9 +305,9 @@ def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[
     warmup = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
     # A share of all steps where it is less than 1; releases before 5 had `warmup_ratio` for it.
     warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
-    end, shape, least, stop = steps, "linear", 0.0, steps
+    end, shape, least, stop = steps, "linear", 0.0, warmup
     if schedule in ("constant", "constant_with_warmup"):
-        warmup, end, least = warmup * (schedule != "constant"), warmup, 1.0
+        warmup = end = stop = warmup * (schedule != "constant")
     elif schedule in ("cosine", "cosine_with_min_lr"):
         shape = "cosine"
         least = float(given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / rate)
@@ -325,10 +325,4 @@ def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
-    points = [(1, first, "linear")] if warmup else []
-    points.append((warmup + 1, 1.0, "linear"))
-    if warmup < stop < end:
-        points.append((stop + 1, 1.0, "linear"))
-    if end > max(warmup, stop if stop < end else warmup):
-        points.append((end + 1, least, shape))
-    return [{"at": at, "factor": factor, "shape": shape} for at, factor, shape in points]
+    return rate_points(first, warmup, stop, end, least, shape)

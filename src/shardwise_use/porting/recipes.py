@@ -14,15 +14,7 @@ from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
 from shardwise.config import Config, apply_overrides, config_from
 from shardwise.config.error_texts import known_paths
-from shardwise.config.other_names import (
-    FACT_WORDS,
-    FACTS,
-    FAMILY_FACTS,
-    OTHER_NAMES,
-    PROGRAMS,
-    WITHOUT_KEY,
-    WORDS,
-)
+from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
 from shardwise.config.rules import length_problems
 from shardwise.config.suggestions import is_valid
 from shardwise.config.translation import Row, counts, translate

@@ -57,7 +57,10 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
         normalization="RMSNorm" if is_llama else "LayerNorm", norm_epsilon=1e-5, swiglu=is_llama,
         add_bias_linear=not is_llama, add_qkv_bias=False, qk_layernorm=False,
         untie_embeddings_and_output_weights=is_llama, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_gelu_fusion=False, init_method_std=0.02, num_experts=None, transformer_impl="local", bf16=False,
+        bias_gelu_fusion=False, init_method_std=0.02, num_experts=None, moe_router_topk=2,
+        moe_ffn_hidden_size=None, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.0,
+        moe_z_loss_coeff=None, moe_router_pre_softmax=False, moe_layer_freq=1, moe_grouped_gemm=False,
+        transformer_impl="local", bf16=False,
         vocab_size=200, padded_vocab_size=256, make_vocab_size_divisible_by=128, tokenizer_type="GPT2BPETokenizer",
         tensor_model_parallel_size=1, pipeline_model_parallel_size=1, sequence_parallel=False,
         optimizer="adam", lr=1e-3, min_lr=1e-4, lr_decay_style="cosine", weight_decay=0.1, start_weight_decay=0.1,
@@ -68,7 +71,7 @@ def arguments(spec: dict[str, Any]) -> argparse.Namespace:
         global_batch_size=8, micro_batch_size=2, seed=1234, use_distributed_optimizer=False,
         ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=False, no_save_optim=None, no_save_rng=None,
         params_dtype=torch.float32, attention_backend=AttnBackend.auto, model_type=ModelType.encoder_or_decoder,
-        spec=None, moe_layer_freq=1, expert_model_parallel_size=1, world_size=dist.get_world_size(), rank=0,
+        spec=None, expert_model_parallel_size=1, world_size=dist.get_world_size(), rank=0,
         data_parallel_size=1,
     )  # fmt: skip
     vars(values).update(spec.get("args", {}))
@@ -80,7 +83,7 @@ def model_of(args: argparse.Namespace) -> torch.nn.Module:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
@@ -94,14 +97,19 @@ def model_of(args: argparse.Namespace) -> torch.nn.Module:
         bf16=args.bf16, params_dtype=args.params_dtype, pipeline_dtype=args.params_dtype,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size, num_moe_experts=args.num_experts,
+        expert_model_parallel_size=args.expert_model_parallel_size, moe_router_topk=args.moe_router_topk,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size, moe_aux_loss_coeff=args.moe_aux_loss_coeff,
+        moe_router_load_balancing_type=args.moe_router_load_balancing_type, moe_z_loss_coeff=args.moe_z_loss_coeff,
+        moe_router_pre_softmax=args.moe_router_pre_softmax, moe_layer_freq=args.moe_layer_freq,
+        sequence_parallel=args.sequence_parallel,
         apply_rope_fusion=False, persist_layer_norm=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
         gradient_accumulation_fusion=False, batch_p2p_comm=True, deallocate_pipeline_outputs=False,
     )  # fmt: skip
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(
-            num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
-        ),
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        if args.num_experts
+        else get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -217,7 +225,10 @@ def main(spec: dict[str, Any]) -> None:
     # Without TransformerEngine its name is missing there.
     vars(moe_utils).setdefault("te_general_gemm", None)
     parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size, create_gloo_process_groups=True
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        create_gloo_process_groups=True,
+        expert_model_parallel_size=args.expert_model_parallel_size,
     )
     args.data_parallel_size = parallel_state.get_data_parallel_world_size()
     torch.manual_seed(args.seed)

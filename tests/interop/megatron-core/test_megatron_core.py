@@ -16,6 +16,7 @@ from shardwise_use.importing.megatron import open_megatron
 from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, VOCABULARY, batches, losses_here, shardwise, torchrun
 
 PADDED = 256
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48}
 DISTRIBUTED = {"use_distributed_optimizer": True}
 BUFFERS, BY_NAME = "dp_reshardable", "fully_reshardable"
 
@@ -55,6 +56,17 @@ CASES = {
     ),
     "Qwen2, linear": Case(
         1, {"add_qkv_bias": True, "lr_decay_style": "linear"}, ("parallel.pipeline=2",), imported_as="qwen2"
+    ),
+    "Mixtral, buffers, balance": Case(
+        1,
+        {**DISTRIBUTED, **EXPERTS, "micro_batch_size": BATCH, "moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.5},
+        ("parallel.tensor=2",), shardings=(BUFFERS, BY_NAME), imported_as="mixtral",
+    ),
+    "Qwen3-MoE, EP 2": Case(
+        2,
+        {**EXPERTS, "expert_model_parallel_size": 2, "qk_layernorm": True, "moe_layer_freq": [0, 1, 1, 1],
+         "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.5},
+        ("parallel.expert=2", "--nproc", "2"), imported_as="qwen3_moe",
     ),
 }  # fmt: skip
 
@@ -179,6 +191,22 @@ def test_a_pickle_with_code_is_refused(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_experts_are_refused_by_name(tmp_path: Path) -> None:
-    folder = make(Case(1, {"num_experts": 4}, ()), tmp_path).folders["plain"]
-    assert "its argument num_experts (4) must be unset" in refused(folder, tmp_path)
+def test_buffers_of_divided_experts_are_left_out_and_told(tmp_path: Path) -> None:
+    args = {**DISTRIBUTED, **EXPERTS, "expert_model_parallel_size": 2}
+    made = make(Case(2, args, (), shardings=(BUFFERS, BY_NAME)), tmp_path)
+    buffers, by_name = (open_megatron(made.folders[form]) for form in (BUFFERS, BY_NAME))
+    assert buffers.progress is None
+    assert "--dist-ckpt-optim-fully-reshardable" in buffers.notes[-1]
+    found = tensors(by_name)
+    assert {state for state, _ in found} == {"model", "exp_avg", "exp_avg_sq"}
+    assert {key: value for key, value in found.items() if key[0] == "model"} == tensors(buffers)
+
+
+def test_a_router_of_another_rule_is_refused_by_name(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "other")
+    (common,) = (tmp_path / "other").glob("iter_*/common.pt")
+    held = torch.load(common, weights_only=False)
+    vars(held["args"]).update(EXPERTS, moe_router_score_function="sigmoid")
+    torch.save(held, common)
+    said = refused(tmp_path / "other", tmp_path)
+    assert "its argument moe_router_score_function ('sigmoid') must be 'softmax'" in said

@@ -3,6 +3,9 @@
 `READERS` names programs of other environments, as `transformers-4=PYTHON,vllm=PYTHON`. llama.cpp's converter is no
 package: `LLAMA_CPP` names its sources (`vendor/llama.cpp` of llama-cpp-python's own). The record is written again
 (`record.py`); where a program is right and was not, or the reverse, the test fails.
+
+`draw.py` and `read.py NAME FOLDER` can be run one by one; what was read is kept. Seconds for a model, on a busy machine
+of two cores: gguf 0.3, mlx-lm 0.2, transformers 4.5, ctranslate2 4.6, llama.cpp 4.7, transformers-4 6.9, vllm 12.8.
 """
 
 from __future__ import annotations

@@ -90,6 +90,58 @@ class Loader:
         raise NotImplementedError
 
 
+def saved_by_its_manager(folder: str, every: int, model: Any, optimizers: Any, **parts: Any) -> CheckpointManager:
+    config = CheckpointManager.Config(enable=True, folder="checkpoint", interval=every, last_save_model_only=False)
+    return config.build(
+        dataloader=Loader(), model_parts=[model], optimizers=optimizers, sd_adapter=None, base_folder=folder, **parts
+    )
+
+
+def save_sparse(folder: str) -> None:
+    """Save a Qwen 3 with experts, which no CPU trains there, after two updates; and its tensors by HF's names."""
+    from safetensors.torch import save_file
+
+    dist.init_process_group("gloo")
+    rope = CosSinRoPE.Config(dim=24, max_seq_len=4096, theta=1000000.0)
+    config = model_config({"family": "qwen3", "fused": False, "tied": False})
+    config.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2, dim=WIDTH, n_heads=4, n_kv_heads=2, head_dim=24, moe_hidden_dim=48, num_experts=4, top_k=2,
+        fuse_qkv=False, attn_backend="sdpa", moe_comm_backend="standard", rope=rope,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    model = config.build()
+    optimizer_config = default_adamw(lr=3e-3)
+    optimizer_config.implementation = "for-loop"
+    optimizers = optimizer_config.build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=4).build(optimizers=optimizers, training_steps=20)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    for _ in range(2):
+        for weight in model.parameters():
+            weight.grad = torch.randn_like(weight)
+        optimizers.step()
+        schedulers.step()
+    state = TrainState()
+    state.step = 2
+    manager = saved_by_its_manager(
+        folder, 2, model, optimizers, lr_schedulers=schedulers, states={"train_state": state}
+    )
+    manager.save(2)
+    adapter = qwen3.Qwen3StateDictAdapter(config, None)
+    named = dict(model.named_parameters())
+    whole = {"model": {name: weight.detach() for name, weight in named.items()}}
+    (optimizer,) = optimizers.optimizers
+    for moment in ("exp_avg", "exp_avg_sq"):
+        whole[moment] = {name: optimizer.state[weight][moment] for name, weight in named.items()}
+    theirs = {
+        f"{state} {name}": tensor.contiguous()
+        for state, tensors in whole.items()
+        for name, tensor in adapter.to_hf(tensors).items()
+    }
+    save_file(theirs, Path(folder, "theirs.safetensors"))
+    dist.destroy_process_group()
+
+
 def main(path: str) -> None:
     spec = json.loads(Path(path).read_text())
     dist.init_process_group("gloo")
@@ -125,11 +177,9 @@ def main(path: str) -> None:
     )
     loss_function = CrossEntropyLoss(CrossEntropyLoss.Config(global_vocab_size=VOCABULARY))
     state = TrainState()
-    manager = CheckpointManager.Config(
-        enable=True, folder="checkpoint", interval=spec["save_at"], last_save_model_only=False
-    ).build(
-        dataloader=Loader(), model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
-        states={"train_state": state}, sd_adapter=None, base_folder=spec["folder"],
+    manager = saved_by_its_manager(
+        spec["folder"], spec["save_at"], model, optimizers, lr_schedulers=schedulers,
+        states={"train_state": state},
     )  # fmt: skip
     losses: list[float] = []
     for batch in batches(spec):
@@ -153,4 +203,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1]) if sys.argv[1].endswith(".json") else save_sparse(sys.argv[1])

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from shardwise_use.importing.torchtitan import open_torchtitan
 from tests.interop.continued import AFTER, BATCH, BEFORE, LENGTH, batches, losses_here, shardwise, torchrun
 
 STEPS = 20
@@ -89,3 +91,20 @@ def test_weights_alone_have_equal_logits(made: Made, tmp_path: Path) -> None:
         logits = model(ids[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     assert float(loss) == pytest.approx(made.losses[BEFORE], rel=0, abs=1e-5)
+
+
+def test_experts_and_their_moments_are_those_of_its_adapter(tmp_path: Path) -> None:
+    """Its experts need a GPU: its own saver writes them, and its adapter to Hugging Face tells which is which."""
+    torchrun(1, Path(__file__).with_name("maker.py"), tmp_path)
+    fields = QWEN | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SIZES | fields | {"norm_topk_prob": True, "tie_word_embeddings": False}))
+    opened = open_torchtitan(tmp_path / "checkpoint", config)
+    assert opened.progress is not None
+    assert opened.progress.updates == 2
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    assert {f"{each.state} {each.name}" for each in opened.tensors} == theirs.keys()
+    for each in opened.tensors:
+        data = b"".join(map(bytes, each.read()))
+        found = torch.frombuffer(bytearray(data), dtype=torch.float32).view(each.shape)
+        assert torch.equal(found, theirs[f"{each.state} {each.name}"]), (each.state, each.name)

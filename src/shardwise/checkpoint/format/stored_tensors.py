@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, absent_parts, indexed, shards
+from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
@@ -165,8 +165,8 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
     index = folder / INDEX
     if not index.exists():
         if files := shards(folder.names()):
-            if absent := absent_parts(files):
-                raise ConfigError(_lacking(folder, absent))
+            if problems := lacking_files(folder, files):
+                raise ConfigError(problems)
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
         raise ConfigError(
@@ -219,10 +219,8 @@ def find_sources(
     for canonical_name, names in sources.items():
         # The canonical spelling comes first, and the second copy of a tied weight last.
         names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
-    absent = absent_parts(shards(files), _ranks_of_parts(shapes, stored, sources) if shards(files) else 0)
-    if absent:
-        return sources, [_lacking(where, absent)]
-    return sources, mismatches(where, shapes, stored, canonical=canonical_names)
+    absent = lacking_files(where, files, _ranks_of_parts(shapes, stored, sources) if shards(files) else 0)
+    return sources, absent or mismatches(where, shapes, stored, canonical=canonical_names)
 
 
 def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: Mapping[str, Sequence[str]]) -> int:
@@ -230,22 +228,13 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
 
     No file says how many there were: each but the last has an equal part.
     """
-    ranks = 0
+    ranks = []
     for name, shape in shapes.items():
         for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not _EXPERT.search(name)):
-            cut = [dim for dim, whole in enumerate(shape) if entry.shape[dim : dim + 1] != (whole,)]
-            if len(entry.shape) != len(shape) or len(cut) != 1 or entry.shape[cut[0]] > shape[cut[0]]:
-                return 0
-            part = max(piece.box.size[cut[0]] for piece in entry.pieces)
-            ranks = max(ranks, -(-shape[cut[0]] // max(1, part)))
-    return ranks
-
-
-def _lacking(where: object, absent: Sequence[str]) -> str:
-    return (
-        f"{where} must have the files {SHARDS} of all ranks of one save, and lacks {listing(absent, most=3)}: fetch or "
-        "copy what is missing"
-    )
+            sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
+            cut = [-(-whole // max(1, part)) for whole, length, part in sizes if length < whole]
+            ranks += cut if len(cut) == 1 else [0]
+    return max(ranks, default=0) if all(ranks) else 0
 
 
 def mismatches(

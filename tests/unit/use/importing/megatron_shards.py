@@ -93,6 +93,25 @@ def layer_of_llama(weights: State, i: int, heads: int, groups: int, tp: int) -> 
     return ranks
 
 
+def layer_of_mixtral(weights: State, i: int, heads: int, groups: int, tp: int) -> list[State]:
+    """As of a Llama, with a router in the place of its MLP, and the matrices of an MLP for each expert."""
+    at = f"model.layers.{i}.mlp."
+    ranks: list[State] = [{} for _ in range(tp)]
+    both, down = (weights[f"{at}experts.{name}_proj"] for name in ("gate_up", "down"))
+    for expert, (gate_up, out) in enumerate(zip(both, down, strict=True)):
+        own = dict(zip(("gate", "up", "down"), (*gate_up.chunk(2), out), strict=True))
+        mlp = {f"{at}{name}_proj.weight": tensor for name, tensor in own.items()}
+        for rank, state in enumerate(layer_of_llama(weights | mlp, i, heads, groups, tp)):
+            fcs = {f"{fc}_of_{expert}.weight": state.pop(f"{fc}.weight") for fc in ("fc1", "fc2")}
+            ranks[rank] |= {**state, **fcs, "router.weight": weights[f"{at}gate.weight"]}
+    return ranks
+
+
+_OF_EXPERTS = {
+    f"{fc}_of_{expert}": f"mlp.experts.local_experts.{expert}.linear_{fc}"
+    for expert in range(4)
+    for fc in ("fc1", "fc2")
+}
 NAMES: dict[str, dict[str, str]] = {
     "legacy": {
         "input": "input_norm", "post": "post_attention_norm", "qkv": "self_attention.query_key_value",
@@ -107,12 +126,12 @@ NAMES: dict[str, dict[str, str]] = {
     "core": {
         "input": "input_layernorm", "post": "pre_mlp_layernorm", "qkv": "self_attention.linear_qkv",
         "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1", "fc2": "mlp.linear_fc2",
-        "final": "final_layernorm",
+        "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
     },
     "te": {
         "input": "self_attention.linear_qkv.layer_norm_", "post": "mlp.linear_fc1.layer_norm_",
         "qkv": "self_attention.linear_qkv", "proj": "self_attention.linear_proj", "fc1": "mlp.linear_fc1",
-        "fc2": "mlp.linear_fc2", "final": "final_layernorm",
+        "fc2": "mlp.linear_fc2", "final": "final_layernorm", "router": "mlp.router", **_OF_EXPERTS,
     },
     "nemo": {
         "input": "input_layernorm", "post": "post_attention_layernorm", "qkv": "self_attention.query_key_value",
@@ -150,7 +169,8 @@ class Source:
     def layer(self, i: int, tp: int, version: int) -> list[State]:
         if self.is_gpt2:
             return layer_of_gpt2(self.weights, i, self.heads, tp, version)
-        return layer_of_llama(self.weights, i, self.heads, self.groups, tp)
+        layer_of = layer_of_mixtral if "num_experts" in self.args else layer_of_llama
+        return layer_of(self.weights, i, self.heads, self.groups, tp)
 
     def final(self) -> State:
         prefix = "transformer.ln_f" if self.is_gpt2 else "model.norm"
@@ -281,9 +301,11 @@ def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
             "num_attention_heads": config.num_attention_heads, "ffn_hidden_size": config.intermediate_size,
             "max_position_embeddings": config.max_position_embeddings, "norm_epsilon": config.rms_norm_eps,
             "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "rotary_base": 10000,
-            "rotary_percent": 1.0, "rotary_interleaved": False, "add_bias_linear": config.attention_bias,
+            "rotary_percent": 1.0, "rotary_interleaved": False,
+            "add_bias_linear": getattr(config, "attention_bias", False),
             "add_qkv_bias": False, "group_query_attention": True, "num_query_groups": config.num_key_value_heads,
-            "kv_channels": config.head_dim, "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02,
+            "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02,
             "untie_embeddings_and_output_weights": not config.tie_word_embeddings, "bias_gelu_fusion": False,
             "tokenizer_type": "HuggingFaceTokenizer", "vocab_size": config.vocab_size,
         }
@@ -294,16 +316,20 @@ def llama_args(model: Any, **changes: Any) -> argparse.Namespace:
 # ---- torch_dist
 
 ORDERS = {
-    "core": ("input", "proj", "qkv", "post", "fc1", "fc2"),
-    "te": ("proj", "input", "qkv", "post", "fc1", "fc2"),
+    "core": ("input", "proj", "qkv", "post", "fc1", "fc2", "router", *_OF_EXPERTS),
+    "te": ("proj", "input", "qkv", "post", "fc1", "fc2", "router", *sorted(_OF_EXPERTS)),
 }
-"""Roles of a layer as its modules have their parameters."""
+"""Roles of a layer as its modules have their parameters; TransformerEngine has the experts in one module."""
 
 
 def whole_tensors(source: Source, style: str, numbered: bool) -> State:
     """All tensors as `sharded_state_dict` names them: layers stacked, or numbered where they differ."""
     (state,) = stage_states(source, style, 1, 1, 1, 3).values()
     found = {name: tensor for name, tensor in state["model"].items() if "_extra_state" not in name}
+    experts = sorted({name for name in found if "local_experts.0." in name})
+    for name in experts:
+        each = [found.pop(name.replace("experts.0.", f"experts.{expert}.")) for expert in range(4)]
+        found[name.replace("local_experts.0.", "experts.")] = torch.stack(each)
     if numbered:
         return found
     roles = {name.removeprefix("decoder.layers.0.") for name in found if name.startswith("decoder.layers.0.")}

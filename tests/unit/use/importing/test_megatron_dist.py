@@ -25,13 +25,21 @@ from tests.unit.use.importing.megatron_shards import (
     Source,
     gpt_args,
     llama_args,
+    write,
     write_dist,
 )
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "moe_router_topk": 2, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [0.01, 0.02], "moe_z_loss_coeff": 0.03, "moe_input_jitter_eps": 0.1,
+    "rotary_base": 1000000,
+}  # fmt: skip
 
 
 def source(folder: Path, case: str, layers: int = 2, **args: Any) -> tuple[Any, Source]:
     count = {"n_layer" if case.startswith("gpt") else "num_hidden_layers": layers}
     model = save(case, folder / "saved", **count)
+    args = (EXPERTS if case == "mixtral" else {}) | args
     return model, Source(model, (gpt_args if case.startswith("gpt") else llama_args)(model, **args))
 
 
@@ -61,7 +69,8 @@ def assert_moments(opened: ForeignModel) -> None:
 
 @pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize(
-    ("case", "style"), [("gpt", "core"), ("gpt-untied", "te"), ("llama", "te"), ("llama-tied", "core")]
+    ("case", "style"),
+    [("gpt", "core"), ("gpt-untied", "te"), ("llama", "te"), ("llama-tied", "core"), ("mixtral", "te")],
 )
 def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) -> None:
     model, made = source(tmp_path, case)
@@ -78,6 +87,8 @@ def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) 
         ("gpt", "te", 2, 2, 1, (1,)),
         ("gpt-untied", "core", 1, 2, 2, ()),
         ("llama-tied", "core", 2, 2, 2, (2,)),
+        ("mixtral", "core", 2, 2, 1, ()),
+        ("mixtral", "te", 1, 1, 2, (5,)),
     ],
 )
 def test_buffers_of_the_distributed_optimizer(
@@ -132,6 +143,35 @@ def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypa
     opened = open_megatron(write_dist(made, tmp_path / "megatron", "buffers"))
     assert opened.progress is None
     assert "--dist-ckpt-optim-fully-reshardable" in opened.notes[-1]
+
+
+def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
+    _, made = source(tmp_path, "mixtral")
+    opened = open_megatron(write_dist(made, tmp_path / "megatron"))
+    keys = {"router_batch_loss": 0.01, "router_sequence_loss": 0.02, "router_z_loss": 0.03}
+    assert {key: progress_of(opened).keys.get(f"optimizer.{key}") for key in keys} == keys
+    assert {"aux_loss is of each micro-batch there, and of the global batch here",
+            "moe_input_jitter_eps (0.1) has no counterpart here"} <= {*opened.notes}  # fmt: skip
+    model, made = source(tmp_path / "torch", "mixtral")
+    opened = open_megatron(write(made, tmp_path / "torch/megatron", "core", tp=2), VOCABULARY)
+    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "torch/saved")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"moe_router_pre_softmax": True}, "its argument moe_router_pre_softmax (True) must be False for a Mixtral"),
+        ({"moe_layer_freq": 2}, "its argument moe_layer_freq (2) must be 1 for a Mixtral"),
+        ({"moe_router_enable_expert_bias": True}, "its argument moe_router_enable_expert_bias (True) must be unset"),
+        ({"moe_shared_expert_intermediate_size": 8}, "its argument moe_shared_expert_intermediate_size (8) must be"),
+        ({"add_bias_linear": True}, "its argument biases (True) must be False for a model with experts"),
+    ],
+)
+def test_routers_that_no_family_here_has(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    _, made = source(tmp_path, "mixtral", **changes)
+    with pytest.raises(ConfigError) as caught:
+        open_megatron(write_dist(made, tmp_path / "megatron"))
+    assert text in str(caught.value)
 
 
 def test_no_state_means_weights_alone(tmp_path: Path) -> None:
@@ -195,7 +235,7 @@ def _plan_of_code(folder: Path) -> None:
         (_change_common(lambda held: held.update(checkpoint_version=2.0)), "its checkpoint_version (2.0) must be 3.0"),
         (_change_common(lambda held: held.pop("iteration")), "must tell of a training as Megatron-LM does"),
         (_change_common(lambda held: held.update(extra=Path.cwd)), "plain values its pickle names"),
-        (_change_common(lambda held: setattr(held["args"], "num_experts", 8)), "its argument num_experts (8) must be"),
+        (_change_common(lambda held: setattr(held["args"], "multi_latent_attention", True)), "must be unset: it makes"),
         (_change_common(lambda held: setattr(held["args"], "num_layers", 3)), "as its num_layers (3), and it has 2"),
         (_change_common(lambda held: setattr(held["args"], "swiglu", False)), "no other models are imported"),
         (_plan_of_code, "by which opening it could run code; none was run"),
