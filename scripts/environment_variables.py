@@ -24,7 +24,7 @@ NCCL_DEBUG=INFO
 
 `shardwise doctor` prints, and `environment.json` in a run's folder records, the variables that change how a run works,
 without secrets. `launch.environment` sets variables in a submitted job. shardwise reads or sets the variables below and
-no others; torch, NCCL and the Hugging Face hub describe theirs.
+no others; torch, NCCL, rich (`NO_COLOR`) and the Hugging Face hub (`HF_TOKEN`) describe theirs.
 """
 RECORD = {
     "Yours": {

@@ -157,20 +157,20 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     return submission, min((ending.began for ending in endings if ending.began > submission), default=math.inf)
 
 
-def cancel_waiting_jobs(run_path: Path) -> list[str]:
-    """Cancel the jobs of a run that does not train yet: those that wait, start or compile; a sentence on each."""
+def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
+    """Cancel the jobs of a run that does not train yet: those that wait, start or compile; a sentence on each id."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
     present = commands.jobs() if kinds and shutil.which("squeue") is not None else []
     jobs = [job for job in present if job.id in kinds and job.state in ("PENDING", "CONFIGURING", "RUNNING")]
     # The supervisor of a job claims the folder before it starts the training.
     if RunLock.holder(run_path) is not None and not any(job.state == "PENDING" for job in jobs):
-        return []
-    texts = []
+        return {}
+    texts = {}
     # The training first: it waits for the graphs, and would be found without them.
     for job in sorted(jobs, key=lambda job: kinds[job.id] == "compile"):
         commands.cancel(job.id)
         record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
         activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
         activity = "waited in SLURM's queue" if job.state == "PENDING" else activity
-        texts.append(f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}")
+        texts[job.id] = f"job {job.id}, which {activity}, is cancelled{how_it_ended(run_path)}"
     return texts

@@ -18,7 +18,7 @@ from shardwise.base.parsing import instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
-from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank
+from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
 from shardwise.estimates.memory_choice import fitted
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise_jobs import commands
@@ -184,12 +184,7 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
         config = fitted(config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})")
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
-        raise ConfigError(
-            f"the memory expected on each rank ({units.size(memory)}) must be at most that of the device of "
-            f"launch.gres ({units.size(device)}): raise parallel.tensor or parallel.pipeline, lower "
-            "train.micro_batch, or set train.recompute=full"
-            f"{see('runs#model-does-not-fit')}"
-        )
+        raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
 
 
 def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:

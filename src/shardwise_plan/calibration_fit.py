@@ -27,15 +27,8 @@ _FACTORS = (0.5, 0.2, 0.1, 0.03)
 _PULL = 1e-3
 """Weight of a constant's distance from its start, in squared error: a constant that no step depends on stays there."""
 _START = {
-    "matmul": 1.0,
-    "depth": 30.0,
-    "memory": 1.0,
-    "step": 2e-3,
-    "wait": 1e-4,
-    "node": 1.0,
-    "update": 1.0,
-    "action": 1e-4,
-}
+    "matmul": 1.0, "depth": 30.0, "memory": 1.0, "step": 2e-3, "wait": 1e-4, "node": 1.0, "update": 1.0, "action": 1e-4,
+}  # fmt: skip
 """Starts of constants for which the constants of a similar device are no guide."""
 _STEPS_WEIGHT = 3
 """Weight of each miniature beside that of all matrix products together: the planner is asked for steps."""

@@ -57,19 +57,10 @@ class _Figure:
 
 
 CONSTANTS: dict[str, tuple[float, float]] = {
-    "matmul": (0.01, 10),
-    "depth": (0, 1e5),
-    "memory": (0.001, 10),
-    "fused_attention": (1e-4, 10),
-    "host": (0, 0.1),
-    "step": (0, 10),
-    "wait": (0, 10),
-    "node": (1e-3, 10),
-    "network": (1e-3, 10),
-    "update": (1e-3, 10),
-    "overlap": (0, 1),
-    "action": (0, 1),
-}
+    "matmul": (0.01, 10), "depth": (0, 1e5), "memory": (0.001, 10), "fused_attention": (1e-4, 10), "host": (0, 0.1),
+    "step": (0, 10), "wait": (0, 10), "node": (1e-3, 10), "network": (1e-3, 10), "update": (1e-3, 10),
+    "overlap": (0, 1), "action": (0, 1),
+}  # fmt: skip
 """The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
 FIGURES: dict[str, _Figure] = {
     "memory_gb": _Figure("memory", 0.1, 10_000, 1e9, is_needed=True),

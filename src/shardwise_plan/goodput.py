@@ -84,24 +84,14 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     attempts = work / interval
     # A save waits until the one before it is stored.
     period = max(interval + stall, write)
+    seconds = attempts * period
     if failures:
         repeated = math.exp(min(_MOST_EXPONENT, (restart + write) / between))
         seconds = attempts * repeated * between * math.expm1(min(_MOST_EXPONENT, period / between))
         if work < _LEAST_GOODPUT * seconds:
             seconds = math.inf
-    else:
-        seconds = attempts * period
-    return Calendar(
-        steps=steps,
-        evaluations=evaluations,
-        interval=interval,
-        is_given=given is not None,
-        stall=stall,
-        write=write,
-        between_failures=between,
-        restart=restart,
-        seconds=seconds,
-    )
+    is_given = given is not None
+    return Calendar(steps, evaluations, interval, is_given, stall, write, between, restart, seconds)
 
 
 def best_interval(stall: float, write: float, between_failures: float) -> float:
@@ -117,9 +107,7 @@ def best_interval(stall: float, write: float, between_failures: float) -> float:
 
 def _given_interval(checkpoint: CheckpointConfig, step_seconds: float) -> float | None:
     """Return the seconds between checkpoints that the recipe gives; None if it gives none."""
-    intervals = []
-    if checkpoint.every:
-        intervals.append(checkpoint.every * step_seconds)
+    intervals = [checkpoint.every * step_seconds] if checkpoint.every else []
     if "every_minutes" in checkpoint.model_fields_set and checkpoint.every_minutes:
         intervals.append(checkpoint.every_minutes * 60)
     return min(intervals, default=None)

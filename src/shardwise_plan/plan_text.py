@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.base import units
 from shardwise.config import Config, Layout, tokens_of_run
-from shardwise.estimates.memory import RESERVED
+from shardwise.estimates.memory import RESERVED, too_large_text
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predicted
@@ -18,7 +18,11 @@ def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> Predicte
     plan = predicted(config, layout, cluster)
     seconds, facts = (None, None) if plan is None else (plan.time.total, plan_facts(plan))
     rows = predicted_rows(plan) + pipeline_warnings(str(cluster), layout.pipeline)
-    return PredictedStep(str(cluster), rows, seconds, facts)
+    device = cluster.device
+    problems = []
+    if plan is not None and plan.memory.total > device.memory:
+        problems.append(too_large_text(plan.memory.total, device.memory, device.name))
+    return PredictedStep(str(cluster), rows, seconds, facts, problems)
 
 
 def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:

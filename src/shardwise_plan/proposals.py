@@ -81,6 +81,11 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
             f" with a tenth of the memory free: layout {plans.index(first) + 1} takes "
             f"{units.duration(first.calendar.seconds)}, but leaves {units.size(first.headroom)} and may not fit"
         )
+    if (likely := min(candidates, key=lambda plan: _longer_steps(plan).calendar.seconds)) is not fastest:
+        shortest += (
+            f"; if steps with ZeRO-2 or ZeRO-3 take {_FREED_PARTS - 1:.0%} longer, as published runs did, layout "
+            f"{plans.index(likely) + 1} is faster"
+        )
     reasons = {
         "fastest": (fastest, shortest),
         "cheapest": (cheapest, "the fewest device-hours"),

@@ -40,6 +40,7 @@ class Search:
         valid: number of layouts that the rules allow.
         refused: number of layouts that a rule forbids, by the key of the rule.
         too_large: number of layouts that were dropped, by the reason.
+        equal: number of layouts whose recompute changes neither time nor memory of a faster one.
         smallest: the dropped layout that needs the least memory, and its bytes.
     """
 
@@ -47,12 +48,13 @@ class Search:
     valid: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
+    equal: int = 0
     smallest: tuple[Choice, float] | None = None
 
     @property
     def slower(self) -> int:
         """Number of layouts that are slower than all listed ones; some of them may not fit."""
-        return self.valid - sum(self.too_large.values()) - len(self.plans)
+        return self.valid - sum(self.too_large.values()) - len(self.plans) - self.equal
 
     def drop(self, reason: str, choice: Choice, size: float) -> None:
         """Note a layout that does not fit."""
@@ -69,11 +71,12 @@ def search(
     most: int = 0,
     fixed: Collection[str] = (),
     looked: Callable[[int], object] = int,
+    once: bool = False,
 ) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
 
     Further ones are looked for, up to `most` in all, until one leaves memory free. `looked` is told how many of
-    `number_of_choices` were looked at.
+    `number_of_choices` were looked at. With `once`, recompute that changes nothing makes no layout of its own.
     """
     if config.shapes is None:
         raise ConfigError(
@@ -92,10 +95,16 @@ def search(
                 bounded.append((asked.work_seconds(kept[0], layout), False, result.valid, asked.plan(kept, layout)))
     heapq.heapify(bounded)
     plans = result.plans
+    listed = set[object]()
     while bounded and (len(plans) < best or (len(plans) < most and all(plan.is_tight for plan in plans))):
         # No layout that is still to be simulated can be faster than the lowest bound.
         _, _, number, found = heapq.heappop(bounded)
         if isinstance(found, Plan):
+            needs = (replace(found.choice, recompute="none"), found.time.total, found.memory.total)
+            if once and needs in listed:
+                result.equal += 1
+                continue
+            listed.add(needs)
             plans.append(found)
         elif isinstance(closer := next(found, None), Plan):
             heapq.heappush(bounded, (closer.time.total, True, number, closer))

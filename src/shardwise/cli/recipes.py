@@ -147,6 +147,11 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
         output.raw(output.text(text.removesuffix("\n")))
         return 0
     write_new(target, text, "--write")
+    nodes = made.sections.get("launch", {}).get("nodes", 1)
     options = "".join(f" {option} {shlex.quote(str(value))}" for option, value in made.options.items())
-    output.line(f"wrote {target}; train it with: shardwise train {target}{options}")
+    if nodes > 1:
+        # The ranks that the file starts are those of a node.
+        options = options.replace("--nproc ", "launch.ranks_per_node=")
+    command = "submit" if nodes > 1 else "train"
+    output.line(f"wrote {target}; train it with: shardwise {command} {target}{options}")
     return 0

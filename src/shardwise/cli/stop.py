@@ -37,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
     is_here = RunLock.is_held(path)
     holder = RunLock.holder(path)
     # Costly to import, and only for a run that was submitted.
-    cancelled: list[str] = [] if is_here else provided("cancel_waiting_jobs")(path)
+    cancelled: dict[str, str] = {} if is_here else provided("cancel_waiting_jobs")(path)
     shown = path.resolve() if path.is_symlink() else path
-    facts = {"run": str(shown), "cancelled": cancelled, "asked": not cancelled}
+    facts = {"run": str(shown), "cancelled": [*cancelled], "asked": not cancelled}
     facts |= {"other_host": None, "ended": False, "checkpoint_step": None}
     if cancelled:
-        output.answer(facts, cancelled, as_json=arguments.json)
+        output.answer(facts, [*cancelled.values()], as_json=arguments.json)
         return 0
     # Some cluster file systems keep locks within a host: they do not show those of a run on another host.
     is_elsewhere = holder is not None and holder["host"] != platform.node()

@@ -94,7 +94,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DEVICE[:N]",
         help="with --dry-run: size for this device, which this machine need not have, with N devices on a node",
     )
-    parser.add_argument("--nodes", metavar="N", type=int, help="with --device: machines (default: 1)")
+    parser.add_argument(
+        "--nodes", metavar="N", type=int, help="with --device: machines (default: launch.nodes, else 1)"
+    )
     parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
 
 
@@ -109,8 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
             from shardwise.launch.local import agent_ahead
 
             claims.enter_context(agent_ahead(arguments.nproc))
-        cluster = _cluster(arguments)
         config = _config(arguments)
+        cluster = _cluster(arguments, config)
         if arguments.dry_run:
             return _dry_run(arguments, config, cluster)
         from shardwise.launch.rank_process import as_rank, enter_job
@@ -178,8 +180,8 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
     arguments.recipe = recipe
 
 
-def _cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """The machines that `--device` and `--nodes` name; None without these options.
+def _cluster(arguments: argparse.Namespace, config: Config) -> Cluster | None:
+    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`.
 
     Raises:
         ConfigError: an option of a dry run is given without it, or `--nodes` without `--device`.
@@ -194,10 +196,12 @@ def _cluster(arguments: argparse.Namespace) -> Cluster | None:
         return None
     if not arguments.dry_run or arguments.nproc is not None:
         raise ConfigError(
-            f"--device {arguments.device} must go with --dry-run and without --nproc: it starts nothing; a run takes "
-            "the machine's accelerators, or its CPU where there are none or CUDA_VISIBLE_DEVICES= hides them"
+            f"--device {arguments.device} must go with --dry-run and without --nproc, --nodes gives the machines: it "
+            "starts nothing; a run takes the machine's accelerators, or its CPU where there are none or "
+            "CUDA_VISIBLE_DEVICES= hides them"
         )
-    cluster: Cluster = provided("cluster")(arguments.device, 1 if arguments.nodes is None else arguments.nodes)
+    _, most = config.launch.node_range or (1, 1)
+    cluster: Cluster = provided("cluster")(arguments.device, most if arguments.nodes is None else arguments.nodes)
     return cluster
 
 
@@ -245,7 +249,6 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         with problems:
             chosen, rows = _neediest_stage(config, layout, cluster)
     input_rows, input_problems = glance_at_inputs(arguments.recipe, chosen, run_path)
-    rows = [*rows, *input_rows]
     continued: _Rows = []
     if run_path is not None:
         from shardwise.cli.continued_run import continuation_rows
@@ -256,7 +259,9 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
-    own, sized, rows = _counted(chosen, cluster, rows)
+    own, sized, rows = _counted(chosen, cluster, [*rows, *input_rows])
+    predicted = provided("predicted_step")(sized, layout, cluster) if cluster else None
+    input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
         run_path.name if run_path is not None and is_recorded else recipe_name(arguments.recipe),
@@ -265,7 +270,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         accelerators()[0],
         _has_accelerator(cluster),
         rows,
-        None if cluster is None else provided("predicted_step")(sized, layout, cluster),
+        predicted,
         continued=continued,
         full=arguments.full,
         recipe_config=config,

@@ -243,7 +243,8 @@ _OF_CHAT = "{=data.key} ({=data.name}), whose conversations"
 _OF_PACKING = "{data.packing=best_fit}, whose documents are read one by one, or left out"
 _RULES: RuleTable = {
     "!is_hub_dataset": (
-        "{data.config} must be left out with {=data.key} ({=data.name}): only a data set of the hub has configurations",
+        "{data.config} must be left out with {=data.key} ({=data.name}): only a data set of the hub has "
+        "configurations; set data.config=null",
     ),
     "blend": (
         "{data.path} must be left out with data.blend ({=data.name}): name the data by one of them, and set the other "

@@ -12,6 +12,8 @@ from shardwise.config.base_section import RuleTable, Section, broken, reject
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, LEARNING_RATES, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
+_LONG_WARMUP, _USUAL_WARMUP = 10, 50
+"""One in so many steps is much for a warmup, which may be that of a longer run, or usual."""
 DecayShape = Literal["linear", "cosine", "sqrt"]
 Frequency = Literal["micro_batch", "step"]
 
@@ -182,6 +184,13 @@ class OptimizerConfig(Section):
         if self.offload:
             options.append("offload")
         return f"ZeRO-{self.zero}" + (f" ({', '.join(options)})" if options else "")
+
+    def long_warmup(self, steps: int) -> list[tuple[str, str]]:
+        """The row that warns of a warmup of much of a run of so many steps; none for a usual one, or a short run."""
+        if steps < _USUAL_WARMUP or _LONG_WARMUP * self.warmup_steps <= steps:
+            return []
+        share = f"optimizer.warmup_steps ({self.warmup_steps:,}) is {self.warmup_steps / steps:.0%} of train.steps"
+        return [("warning", f"{share} ({steps:,}): optimizer.warmup_steps={steps // _USUAL_WARMUP} is 2%")]
 
     @property
     def chooses_bias_rate(self) -> bool:

@@ -21,6 +21,7 @@ _SUFFIXES = (".yaml", ".yml")
 _DATA_COMMENT = r"(?m)^ *# ((?:\S.*: +|  +)data\..+)"
 """A comment of a recipe that names data for it, such as `# For a trial:  data.dataset=python`, or continues one."""
 _OWN_DATA = r"Your own data: +((?:data\.\S+ ?)+)"
+_MODEL_COMMENT = r"(?m)^# (Before longer texts: .+(?:\n#  +.+)*)"
 _RATE_COMMENT = r"(?m)^ *# (Learning rate: .+(?:\n *#  +.+)*)"
 
 
@@ -106,10 +107,12 @@ def own_data(recipe: str) -> str:
 
 
 def carried_comments(recipe: str, config: Config) -> str:
-    """The comments that a recipe made of another needs too: on a kept learning rate, and on data if none are named."""
+    """The comments that a recipe made of another needs too: on what is kept, and on data if none are named."""
     text = recipe_text(recipe)
     keys = parse_yaml(text, recipe)
     comments: list[str] = []
+    if (keys.get("model") or {}).get("max_position_embeddings") == config.model.max_position_embeddings:
+        comments += re.findall(_MODEL_COMMENT, text)
     if (keys.get("optimizer") or {}).get("lr") == config.optimizer.lr:
         comments += re.findall(_RATE_COMMENT, text)
     if config.names_no_data:

@@ -23,6 +23,8 @@ from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.encoding import document_marks
 from shardwise.data.tokens.tokenizer import trained_special_tokens
 
+_UNUSED = 0.1
+"""Share of the vocabulary that a tokenizer may leave without a token, as padding and reserved tokens do."""
 TRAINED_AT_START = "trained on the data when the run starts"
 """The end of the row on a tokenizer that nothing names."""
 
@@ -76,15 +78,16 @@ def _glance_at_source(request: DataRequest) -> Glance:
         looks["data"] = lambda: f"{data.name}: {record.glance(request)}"
     else:
         rows.append(("data", "none is named: a run needs data.path, data.blend or data.dataset"))
+    warnings: list[str] = []
     if data.is_named or data.tokenizer is not None:
-        looks["tokenizer"] = lambda: _glance_at_tokenizer(request, contents)
+        looks["tokenizer"] = lambda: _glance_at_tokenizer(request, contents, warnings)
     # A problem of the data must not hide one of the tokenizer.
     for name, describe in looks.items():
         try:
             rows.append((name, describe()))
         except ConfigError as error:
             problems += error.problems
-    return Glance(rows, [*dict.fromkeys(problems)])
+    return Glance([*rows, *(("warning", text) for text in warnings)], [*dict.fromkeys(problems)])
 
 
 def glance_at_evaluation(config: Config) -> Glance:
@@ -112,16 +115,17 @@ def _glance_at_sources(request: DataRequest) -> Glance:
     for name in request.data.sources_read:
         source = request.of_source(name)
         glanced = _glance_at_source(source)
-        rows |= {"tokenizer" if row == "tokenizer" else f"data, {name}": text for row, text in glanced.rows}
+        rows |= {row if row in ("tokenizer", "warning") else f"data, {name}": text for row, text in glanced.rows}
         problems += [f"data.mixture.{name}: {problem}" for problem in glanced.problems]
-    tokenizer = rows.pop("tokenizer", None)
-    return Glance([*rows.items(), *([] if tokenizer is None else [("tokenizer", tokenizer)])], problems)
+    # The sources share their tokenizer.
+    last = {name: rows.pop(name) for name in ("tokenizer", "warning") if name in rows}
+    return Glance([*rows.items(), *last.items()], problems)
 
 
-def _glance_at_tokenizer(request: DataRequest, contents: Contents) -> str:
+def _glance_at_tokenizer(request: DataRequest, contents: Contents, warnings: list[str]) -> str:
     vocabulary = request.vocab_size
     if request.data.tokenizer is not None:
-        return _glance_at_user_tokenizer(request, request.data.tokenizer, contents)
+        return _glance_at_user_tokenizer(request, request.data.tokenizer, contents, warnings)
     if request.weights is not None:
         return f"that of the weights in {request.weights}"
     if contents in ("text", "conversations"):
@@ -135,7 +139,7 @@ def _glance_at_tokenizer(request: DataRequest, contents: Contents) -> str:
     return "none, as the data hold tokens"
 
 
-def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Contents) -> str:
+def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Contents, warnings: list[str]) -> str:
     place = hub.place_of_tokenizer(name)
     if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
@@ -150,6 +154,14 @@ def _glance_at_user_tokenizer(request: DataRequest, name: str, contents: Content
         note += f"; chat template: {template.name}"
     else:
         document_marks(request.data, tokenizer)
+    unused = request.vocab_size - tokenizer.vocab_size
+    # Loaded weights have the vocabulary that they have.
+    if unused > _UNUSED * request.vocab_size and request.weights is None:
+        warnings.append(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, so that {unused / request.vocab_size:.0%} of the rows "
+            f"of model.vocab_size ({request.vocab_size:,}) are trained for nothing: set model.vocab_size="
+            f"{tokenizer.vocab_size}, whose rows parallel.vocab_multiple pads"
+        )
     return f"{name}: {tokenizer.vocab_size:,} tokens, of model.vocab_size ({request.vocab_size:,}){note}"
 
 

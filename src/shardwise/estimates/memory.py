@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from shardwise.base import hardware
+from shardwise.base import hardware, units
+from shardwise.base.errors import see
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, rank_of
 from shardwise.config.pipeline_schedules import SCHEDULES
@@ -540,3 +541,12 @@ def open_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
     if is_open and not (config.splits_backward or config.precision.matmul):
         choices += [settings | {"sequence_regather": True} for settings in choices]
     return choices
+
+
+def too_large_text(needed: float, memory: float, device: str) -> str:
+    """The message for a rank that needs more bytes than its device has."""
+    return (
+        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
+        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
+        f"train.recompute=full{see('runs#model-does-not-fit')}"
+    )

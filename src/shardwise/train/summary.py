@@ -55,12 +55,14 @@ class PredictedStep:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
         seconds: time of a step; None if it is not known.
         facts: figures as `shardwise plan --json` has them; None if they are not known.
+        problems: the reason why no rank can hold its part, if so.
     """
 
     cluster: str
     rows: Sequence[tuple[str, str]]
     seconds: float | None
     facts: Mapping[str, Any] | None = None
+    problems: Sequence[str] = ()
 
 
 def dry_run(
@@ -170,6 +172,7 @@ def start_rows(
     return [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
         ("steps", f"{train.steps:,}{begin}{stage}{stop}"),
+        *config.optimizer.long_warmup(train.steps),
         ("samples", f"{samples:,} × {train.sequence_length:,} tokens = {tokens:,} tokens{epochs and f', {epochs}'}"),
         ("batch", summary.batch),
         ("layout", summary.layout_text),
@@ -291,6 +294,7 @@ class _Summary:
             ("device", device),
             ("batch", self.batch),
             ("steps", f"{train.steps:,}{stop}"),
+            *config.optimizer.long_warmup(train.steps),
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),

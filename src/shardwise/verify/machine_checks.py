@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from shardwise import __version__
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import NoLocksError, cache_root, free_bytes, lock, reason_of
 from shardwise.base.hardware import accelerators, available_memory, cpu_count, torch_version
 from shardwise.base.parsing import whole_number
@@ -279,6 +279,7 @@ def software(
     else:
         yield wrong("python", f"{python} must be {supported}", "make an environment with a Python that is")
     well: dict[str, list[str]] = {"torch": [], "packages": []}
+    missing: dict[str, list[str]] = {}
     for requirement in requirements:
         extras = _EXTRA.findall(str(requirement.marker))
         if _FOR_DEVELOPERS in extras or not (extras or requirement.marker is None or requirement.marker.evaluate()):
@@ -295,7 +296,11 @@ def software(
                 found = f"{requirement.name} ({present or 'not installed'}) must be {requirement.specifier or 'there'}"
                 mend = _TORCH if name == "torch" else f"pip install '{requirement.name}{requirement.specifier}'"
                 yield Check(name, "warning" if extras else "wrong", found, mend)
+            else:
+                missing.setdefault(name, []).append(requirement.name)
     for name, group in well.items():
-        if group or name.startswith("["):
-            optional = f"not installed, which is optional: pip install 'shardwise{name}'"
-            yield ok(name, ", ".join(group) or optional)
+        # Another package may have brought a part of an extra.
+        lacking = f"{listing(missing[name])} " if group and name in missing else ""
+        optional = f"{lacking}not installed, which is optional: pip install 'shardwise{name}'"
+        if name in missing or group:
+            yield ok(name, optional if name in missing else ", ".join(group))

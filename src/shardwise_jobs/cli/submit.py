@@ -151,7 +151,7 @@ class _Checked:
     Attributes:
         job: the job, with a folder whose name may change.
         layout: layout on the most nodes.
-        notes: remarks on numbers of nodes that cannot be filled.
+        notes: remarks on numbers of nodes that cannot be filled, and on accelerators that SLURM was not asked for.
         machines: devices that `--device` names; None without it.
         inputs: rows on data, tokenizer and weights.
         warnings: rows on what may go wrong, and on files that cannot be read here.
@@ -222,6 +222,12 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
         ranks = machines.per_node
     else:
         ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
+    unasked: list[str] = []
+    if gres is None and shutil.which("sinfo") is None:
+        gres = _accelerators(arguments.device, machines, ranks)
+        asked = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
+        asked = f"{gres} on each node, by --device; --gres names other ones" if gres else asked
+        unasked = [f"there is no sinfo here, which lists the accelerators of the partition: the job asks for {asked}"]
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
@@ -231,7 +237,17 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
         check_layout(with_batch(config, fewest, arguments.run_dir), fewest)
     job = JobPlan(config, arguments.recipe, tuple(_overrides(arguments)), folder, Path.cwd(), nodes, ranks, gres)
     warnings = [] if machines is None else _fewer_devices(arguments.device, machines, gres)
-    return _Checked(job, layout, notes, machines, [], warnings)
+    return _Checked(job, layout, [*notes, *unasked], machines, [], warnings)
+
+
+def _accelerators(device: str | None, machines: Cluster | None, ranks: int) -> str | None:
+    """The resources of a node with the devices that the user names, of which SLURM cannot be asked here."""
+    if machines is None or device is None or not machines.device.is_accelerator:
+        return None
+    count = max(ranks, machines.per_node) if device.endswith(f":{machines.per_node}") else ranks
+    # Chips of several devices are those of AWS.
+    chips = math.ceil(count / machines.device.per_chip)
+    return f"gpu:{count}" if chips == count else f"neuron:{chips}"
 
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
@@ -253,6 +269,7 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     accelerator = None if machines is None else machines.device.is_accelerator
     rows = submission.rows(job, layout, checked.notes, accelerator)
     warnings = [*checked.warnings, *pipeline_warnings(f"{job.gres} {machines}", layout.pipeline)]
+    warnings += job.config.optimizer.long_warmup(job.config.train.steps)
     plan = None
     if machines is not None:
         from shardwise_plan.cli.rows import error_text, range_text

@@ -39,10 +39,13 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     output.line()
     rows.blocks(rows.figure_names(best), _rows(listed), "layouts", 4)
     output.line()
-    if left_out := result.plans.index(listed[-1]) + 1 - len(listed):
+    last = result.plans.index(listed[-1]) + 1
+    slower = len(result.plans) - last
+    if left_out := last - len(listed):
         rows.prose(
             f"Left out: {units.counted(left_out, 'layout')} at most 4% slower than a listed layout with the same "
-            f"degrees and ZeRO; only schedule, micro-batch, recompute or SP differ. --all lists the "
+            f"degrees and ZeRO; only schedule, micro-batch, recompute or SP differ"
+            f"{f'; and {slower:,} slower than the last one' if slower else ''}. --all lists the "
             f"{len(result.plans)} fastest with them."
         )
     if reasons := drop_reasons(result):
@@ -52,7 +55,7 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
     output.line()
     ranges = rows.range_text(best)
     place = listed.index(best) + 1
-    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)}" if ranges else ""
+    consequence = f": layout {place} takes {ranges}, {rows.error_text(best)} of its prediction" if ranges else ""
     for sentence in (*notes(listed), *rows.accuracy([best], consequence)):
         rows.prose(sentence)
 
@@ -82,6 +85,8 @@ def drop_reasons(result: Search) -> list[tuple[int, str]]:
     reasons += [(number, f"break a rule of {key}") for key, number in result.refused.items()]
     if result.slower:
         reasons.append((result.slower, "are slower than those that are listed"))
+    if result.equal:
+        reasons.append((result.equal, "equal a listed layout: their recompute changes neither time nor memory"))
     return sorted(reasons, reverse=True)
 
 
@@ -142,6 +147,7 @@ def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
         "dropped": dict(result.too_large),
         "refused": dict(result.refused),
         "slower": result.slower,
+        "equal": result.equal,
         **answer.remarks,
         "recommended": listed.index(recommended(listed)) + 1,
         "proposals": proposed,

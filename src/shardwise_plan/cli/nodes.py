@@ -15,6 +15,7 @@ from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
+from shardwise.config.optimizers import LEARNING_RATES
 from shardwise.config.stand_in import asked_of
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
@@ -70,7 +71,7 @@ class Machines:
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
-        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance)
+        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ class Answer:
 
     Attributes:
         result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
-        remarks: sentences, or None: `steps` has those on each number of devices where the recipe does not say them,
-            `budget` how many nodes a budget needs, `unused` that fewer devices of each node need fewer device-hours.
+        remarks: sentences, or None: `rates` has the learning rates, `steps` those on each number of devices where the
+            recipe does not say them, `budget` how many nodes a budget needs, `unused` that fewer devices of each node
+            need fewer device-hours.
         compared: the plan to choose on each number of nodes that was looked at.
     """
 
@@ -140,9 +142,11 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.valid += result.valid
         joined.refused += result.refused
         joined.too_large += result.too_large
+        joined.equal += result.equal
     joined.plans.sort(key=lambda plan: objective_of(plan, objective))
-    unused = _unused_devices(recommended(joined.plans), config, machines, fixed)
-    remarks = {"steps": steps_text(joined.plans), "budget": budget, "unused": unused}
+    best = recommended(joined.plans)
+    unused = _unused_devices(best, config, machines, fixed)
+    remarks = {"rates": rates_text(best), "steps": steps_text(joined.plans), "budget": budget, "unused": unused}
     return Answer(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
 
 
@@ -162,6 +166,15 @@ def _require_end(result: Search) -> None:
     )
 
 
+def rates_text(plan: Plan) -> str:
+    """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
+    optimizer, steps = plan.config.optimizer, plan.config.train.steps
+    lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
+    usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]
+    ((_, warmup),) = optimizer.long_warmup(steps) or usual
+    return f"Learning rate: {optimizer.schedule}, {optimizer.lr:g}{lowest}; {warmup}"
+
+
 def steps_text(plans: Sequence[Plan]) -> str | None:
     """Return the steps on each number of devices where they follow a batch that grows; None where they do not."""
     config = plans[0].config
@@ -179,13 +192,8 @@ def steps_text(plans: Sequence[Plan]) -> str | None:
 def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Collection[str]) -> str | None:
     """Return that fewer devices of each node need fewer device-hours; None where they do not.
 
-    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have.
-
-    Args:
-        best: fastest plan on the whole nodes.
-        config: the recipe's configuration.
-        machines: the devices.
-        fixed: keys that keep the recipe's values.
+    Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have. `best`
+    is the fastest plan on whole nodes.
     """
     on = best.cluster
     power = 1 << (on.per_node.bit_length() - 1)
@@ -321,10 +329,7 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     _, most = ratios(plan)
     late = f"if steps take {most - 1:.0%} longer than predicted"
     safe = nodes_of.fewest(limit / most) if has_range(plan) else None
-    if safe is not None and safe.cluster == enough:
-        sentence += f", even {late}"
-    else:
-        sentence += ", as predicted"
+    sentence += f", even {late}" if safe is not None and safe.cluster == enough else ", as predicted"
     if safe is None and has_range(plan):
         sentence += f"; {late}, no number of nodes that was tried does"
     elif safe is not None and safe.cluster != enough:

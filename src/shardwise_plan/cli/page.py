@@ -133,7 +133,7 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
             plan.memory.total / _GIB,
             str(number),
             f"Layout {number}: " if number else "Not listed: ",
-            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))),
+            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))) if number else 3.0,
         )
         for plan in sorted(found, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
         for number in [numbers.get(id(plan), "")]
@@ -164,6 +164,14 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
 def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
     """Return a chart of dots, of which those between the two values of `band` are doubtful."""
     area, axes = chart.axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
+    placed: list[tuple[float, float, float]] = []
+    # Those in front first: one that would cover a number moves to the right.
+    for dot in reversed(dots):
+        x, y, radius = area.x(dot["x"]), area.y(dot["y"]), dot["radius"]
+        while dot["label"] and any(math.hypot(x - u, y - v) < radius + other for u, v, other in placed):
+            x += 1
+        dot["left"] = x
+        placed += [(x, y, radius)] if dot["label"] else []
     return {"title": title, "dots": dots, "band": band, "area": area, "axes": Markup(axes)}
 
 
@@ -228,7 +236,7 @@ def _drawing(steps: Timeline, shown: int) -> str:
             )
     height = len(ranks) * _ROW
     labels = "".join(
-        f'<text x="{_LEFT - 6}" y="{rank * _ROW + 12}" text-anchor="end">rank {rank}</text>'
+        f'<text class="rank" x="{_LEFT - 6}" y="{rank * _ROW + 12}" text-anchor="end">rank {rank}</text>'
         for rank in range(len(ranks))
     )
     drawn = "".join(f'<path class="f{_COLOURS[kind]}" d="{"".join(parts)}"/>' for kind, parts in paths.items())

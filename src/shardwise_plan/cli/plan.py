@@ -270,9 +270,7 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
 def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
     """Write the recipe with a layout of the list, and print how to train it.
 
-    Args:
-        device: value of `--device`.
-        number: number of the layout; None: the first that leaves a tenth of the memory free, or else 1.
+    Without a number the layout is the first that leaves a tenth of the memory free, or else 1.
     """
     choice = ""
     if number is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardwise.base.errors import ConfigError, listing
+from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
 from shardwise.config import Config, apply_overrides, config_from
@@ -21,7 +21,9 @@ from shardwise.config.translation import Row, counts, translate
 from shardwise_use.porting.python_configs import UnknownValue, python_settings
 from shardwise_use.porting.shell_scripts import commands
 
-_EMPTY: tuple[Any, ...] = (None, False, "", [], {}, -1)
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_FILE = "job.config_file"
+"""The option of torchtitan before 0.3 that names the TOML with the settings."""
 
 
 class Translation(NamedTuple):
@@ -66,10 +68,12 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
     readable = {name: value for name, value in asked.items() if not _is_unknown(value)}
     # A config of torchtitan's package has values that the defaults of its classes are not.
-    is_whole = "config" not in settings
+    is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
     given = {**dict.fromkeys(asked), **readable}
     rows = list(translate(given, program if is_whole else None, known, has, find))
+    left_out = [name for name, value in readable.items() if value == -1]
+    rows += [Row(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
     for name, value in asked.items():
         if name not in readable:
             rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
@@ -81,6 +85,9 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     keys = {**{key: mapped for key, mapped in PROGRAMS[program].keys.items() if has(key)}, **known}
     for row in rows:
         keys |= row.keys
+    if (size := _tokens_of(keys)) is not None:
+        keys["model.vocab_size"] = size
+        rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
     rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
@@ -94,6 +101,19 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
+def _tokens_of(keys: Mapping[str, Any]) -> int | None:
+    """The tokens of the tokenizer that is named, where nothing says the vocabulary and it can be read here."""
+    name = keys.get("data.tokenizer")
+    if {"model.vocab_size", "model.config"} & keys.keys() or not isinstance(name, str) or not user_path(name).exists():
+        return None
+    from shardwise.data.tokens.tokenizer import Tokenizer  # costly to import, for this alone
+
+    try:
+        return Tokenizer.load(user_path(name)).vocab_size
+    except DataError:
+        return None
+
+
 def _is_unknown(value: Any) -> bool:
     """True if a value is code, or a variable that the file does not set."""
     return isinstance(value, UnknownValue) or "$" in str(value)
@@ -102,7 +122,9 @@ def _is_unknown(value: Any) -> bool:
 def _is_told(row: Row, program: str) -> bool:
     """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
     says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
-    is_idle = row.reason in ("", "nothing to set") if row.is_default else row.value in _EMPTY or says_nothing
+    is_idle = row.reason in ("", "nothing to set")
+    if not row.is_default:
+        is_idle = row.value is False or row.value in _EMPTY or bool(says_nothing) or (row.value == 0 and not row.reason)
     return bool(row.keys) or not is_idle
 
 
@@ -148,14 +170,7 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     """The program and the settings of a file."""
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
-    try:
-        with place.open("rb") as opened:
-            text = read_small(opened, place).decode()
-    except OSError as error:
-        raise ConfigError(f"--from ({file}) cannot be read: {reason_of(error)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"--from ({file}) must be a text in UTF-8: it holds other bytes") from None
-    candidates = list(_candidates(text, place, wanted))
+    candidates = list(_candidates(_text(place), place, wanted))
     scores = [(max(_scores(settings).values()), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     if best == 0:
@@ -172,6 +187,16 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
         titles = listing(sorted(PROGRAMS[name].title for name in found))
         raise ConfigError(f"--from ({file}) must be of one program, and it has settings of {titles}: keep those of one")
     return program, settings
+
+
+def _text(place: Path) -> str:
+    try:
+        with place.open("rb") as opened:
+            return read_small(opened, place).decode()
+    except OSError as error:
+        raise ConfigError(f"--from ({place}) cannot be read: {reason_of(error)}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--from ({place}) must be a text in UTF-8: it holds other bytes") from None
 
 
 def _marks(settings: Mapping[str, Any], program: str) -> set[str]:
@@ -201,6 +226,11 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
             yield _completed(python_settings(text, str(place), wanted), place)
         else:
             for settings in commands(text, place.parent):
+                named = str(settings.get(_FILE))
+                for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
+                    # What the command line has counts instead of the file's.
+                    settings = next(_candidates(_text(file), file, "")) | settings
+                    del settings[_FILE]
                 yield _completed(settings, place)
     except ConfigError:
         raise
@@ -232,6 +262,7 @@ def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:
     flavor = settings.get("model_spec.model_registry") or settings.get("model.flavor") or settings.get("config")
     if f"model_spec.{module}" in WORDS and flavor:
         settings[f"model_spec.{module}"] = str(flavor).lower().removeprefix(f"{module}_")
+        settings.pop("model.flavor", None)
     policy = {name.rpartition(".")[2] for name in settings if name.startswith("activation_checkpoint.")}
     if "preserve_rng_state" in policy and "force_recompute_mm_shapes_by_fqns" not in policy:
         # torchtitan saves the fields of a policy without its name.

@@ -43,12 +43,7 @@ _OF_BASH = frozenset(
 )
 """Names that a shell sets itself."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "-eq": operator.eq,
-    "-ne": operator.ne,
-    "-gt": operator.gt,
-    "-ge": operator.ge,
-    "-lt": operator.lt,
-    "-le": operator.le,
+    f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
 }
 _PASSES = 8
 """The number of passes that fill in variables inside of the values of variables."""

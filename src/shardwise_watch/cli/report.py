@@ -9,6 +9,7 @@ the page; of several runs also the difference of each from the first. `--json` p
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="where to write it (default: report.html in RUN; of several, report-with-B.html in A)",
     )
     parser.add_argument("--png", metavar="DIR", type=Path, help="draw each curve into this folder too")
-    price_help = "price of a device for an hour, a node or a chip, as `plan` takes it (default: log.price of the run)"
+    price_help = "price of a device, node or chip for an hour (default: log.price, else that of the replaced report)"
     parser.add_argument("--price", metavar="PRICE", help=price_help)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON, and write no page")
 
@@ -55,15 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
     branches = [] if arguments.others else branches_of(watched[0])
     compared = comparison(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
-    reports = [report_of(run, price) for run in [*watched, *shown]]
-    if len(shown) < len(branches) and not arguments.json:
-        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     others = [run.name for run in watched[1:]]
     joined = "-".join(others)
     if len(joined) > _LONGEST_NAME:
         joined = f"{others[0]}-and-{len(others) - 1}-more"
     name = "report.html" if compared is None else f"report-with-{joined}.html"
     file: Path = arguments.output or watched[0].path / name
+    if price is None and watched[0].section("log").get("price") is None:
+        price = _price_before(file)
+    reports = [report_of(run, price) for run in [*watched, *shown]]
+    if len(shown) < len(branches) and not arguments.json:
+        output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     require_replaceable(file, "--output")
     if arguments.png is not None:
         # Costly to import, for pictures alone.
@@ -87,6 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{file} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
     return 0
+
+
+def _price_before(file: Path) -> Price | None:
+    """The price in a report that is there."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r'<meta name="price" content="([^"]+)">', text)
+    return None if found is None else Price.of(found[1], f"the price in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:

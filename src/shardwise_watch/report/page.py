@@ -69,6 +69,7 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     pair = compared if len(reports) == 2 else None
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
+        price=(reports[0]["cost"] or {}).get("price"),
         runs=[
             {**_run(report, name), "letter": _letter(name), "look": chart.look_of(number)}
             for number, (report, name) in enumerate(zip(reports, names, strict=True))

@@ -108,6 +108,7 @@ def test_what_was_written_is_told_as_json(at: Path, capsys: pytest.CaptureFixtur
     assert again == prepared | {"was_there": True}
     assert [Path(file).is_file() for file in prepared["files"]] == [True, True]
     assert (prepared["documents"], prepared["source_bytes"]) == (1, len(TEXT))
+    assert prepared["token_dtype"] == "uint16"
 
 
 def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:

@@ -137,6 +137,9 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
     assert first == "job 2, which waited in SLURM's queue, is cancelled"
     assert second == "job 1, which compiled for the run, is cancelled"
     assert [(ending.job, ending.how) for ending in history(run)] == [(job, "cancelled") for job in ("2", "1", "3")]
+    assert main(["stop", "run", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["cancelled"], facts["asked"]) == (["2", "1", "3"], False)
 
 
 def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(

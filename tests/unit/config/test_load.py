@@ -90,6 +90,11 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("data.split=0,5", "data.split ('0,5') must be two weights, training (above 0) and evaluation, such as 95,5"),
         ("data.split=a,b", "data.split ('a,b') must be weights such as 95,5 with data.dataset (tiny): only a data"),
         ("data.shuffle_buffer=5", "data.shuffle_buffer (5) must be left out without data.streaming=true"),
+        (
+            "data.config=en",
+            "data.config (en) must be left out with data.dataset (tiny): only a data set of the hub has "
+            "configurations; set data.config=null",
+        ),
         ("data.format=datasets", "data.format (datasets) needs data.path, a folder that save_to_disk wrote"),
         (
             "data.format=csv",

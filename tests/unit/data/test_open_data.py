@@ -94,8 +94,10 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
     before = sorted(at.rglob("*"))
     found = look(**data)
     assert found.problems == []
-    (name, shown), tokenizer, _ = found.rows
-    assert (name, tokenizer[0]) == ("data", "tokenizer")
+    (name, shown), *others = found.rows
+    # Its tokenizer has 257 tokens for 300 rows.
+    warned = ["warning"] if kind == "a stream" else []
+    assert [name, *(other for other, _ in others)] == ["data", "tokenizer", *warned, "held out"]
     assert text in shown
     assert sorted(at.rglob("*")) == before, "a dry run prepares nothing"
 
@@ -246,6 +248,16 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
         "tokenizer",
         "tokenizer: 257 tokens, of model.vocab_size (300)",
     )
+
+
+@pytest.mark.parametrize(("rows", "share"), [(285, None), (300, "14%"), (600, "57%")])
+def test_rows_that_no_token_uses_are_told(rows: int, share: str | None, at: Path) -> None:
+    told = [text for name, text in look(vocab_size=rows, path="texts", tokenizer="tokenizer").rows if name == "warning"]
+    unused = [text for text in told if "model.vocab_size" in text]
+    assert [text.startswith(f"the tokenizer has 257 tokens, so that {share} of the rows of") for text in unused] == (
+        [] if share is None else [True]
+    )
+    assert all("set model.vocab_size=257, whose" in text for text in unused)
 
 
 def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:

@@ -151,6 +151,45 @@ def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.
         assert (bool(re.search(too_large, out, re.M)), bool(re.search(fewer, out, re.M))) == (is_large, are_fewer)
 
 
+def test_without_sinfo_a_job_asks_for_the_devices_that_the_user_names(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, gres in (
+        (["--device", "h100:8"], "gpu:8"),
+        (["--device", "h100:8", "launch.ranks_per_node=4"], "gpu:8"),
+        (["--device", "h100", "launch.ranks_per_node=4"], "gpu:4"),
+        (["--device", "trn2:64", "launch.ranks_per_node=64"], "neuron:16"),
+        (["--device", "h100:8", "--gres", "gpu:h100:4"], "gpu:h100:4"),
+        (["--device", "cpu:4"], None),
+        (["launch.ranks_per_node=8"], None),
+    ):
+        few = ["submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "train.global_batch=128"]
+        few.append("train.micro_batch=1")
+        assert main([*few, *options, "--dry-run"]) == 0
+        out = capsys.readouterr().out
+        assert re.findall(r"^#SBATCH --gres=(\S+)$", out, re.M) == ([gres] if gres else [])
+        note = re.search(r"^note +there is no sinfo here.*: the job asks for (.*)$", out, re.M)
+        if "--gres" in options:
+            assert note is None
+        else:
+            assert note is not None
+            shown = f"{gres} on each node, by --device; --gres names other ones"
+            assert note[1] == (
+                shown if gres else "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
+            )
+
+
+def test_a_warmup_of_much_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """The warmup of a recipe is that of its own steps."""
+    long = ["llama3.1-8b", "train.steps=300B"]
+    told = "optimizer.warmup_steps (8,000) is 45% of train.steps (17,881): optimizer.warmup_steps=357 is 2%"
+    assert main(["submit", *long, "--nodes", "4", "--device", "h100:8", "--dry-run"]) == 0
+    assert re.search(rf"^warning +{re.escape(told)}$", capsys.readouterr().out, re.M)
+    assert main(["train", *long, "--nproc", "8", "--dry-run"]) == 0
+    assert re.search(rf"^# warning +{re.escape(told)}$", capsys.readouterr().out, re.M)
+    for keys in (["optimizer.warmup_steps=1788"], ["train.steps=894070"]):
+        assert main(["train", *long, *keys, "--nproc", "8", "--dry-run"]) == 0
+        assert "warmup" not in re.sub(r"(?m)^ *warmup_steps: .*", "", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     ("where", "folder"), [("login", None), ("login:~/my project", "my project"), ("login:/data", "/data")]
 )

@@ -12,6 +12,7 @@ import pytest
 from shardwise.base import units
 from shardwise.cli.entry import main
 from shardwise.config import check_layout, load_config, stages_of
+from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
 from shardwise_plan.cli.rows import _PUBLISHED_ERROR
@@ -90,6 +91,10 @@ def test_a_written_recipe_has_the_comments_that_its_training_needs(
     assert comments[1].startswith("# Learning rate:  ")
     assert comments[3].endswith(" optimizer.lr=3e-4 optimizer.warmup_steps=100")
     assert re.match(r"# Your own data:  .*YOUR_TOKENIZER_FOLDER$", comments[4]), "without the recipe's vocabulary"
+    longer = "# Before longer texts: "
+    assert longer in carried_comments("llama3.1-8b", load_config("llama3.1-8b"))
+    shorter = ["model.max_position_embeddings=8192", "model.rope_scaling=null"]
+    assert longer not in carried_comments("llama3.1-8b", load_config("llama3.1-8b", shorter))
     second = tmp_path / "second.yaml"
     others = ["data.dataset=tiny", "optimizer.lr=3e-4"]
     assert main(["plan", str(first), *fixed, *others, "--write", str(second)]) == 0
@@ -139,6 +144,9 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(
     left_out = all_layouts.index(layouts[-1]) + 1 - len(layouts)
     assert f"Left out: {units.counted(left_out, 'layout')} at most 4% slower than " in " ".join(out.split())
     assert "Left out" not in every
+    assert len({re.sub("recompute (none|selective)", "", layout) for layout in all_layouts}) == len(all_layouts)
+    assert " equal a listed layout: their recompute changes neither time nor memory" in " ".join(every.split())
+    assert "optimizer.warmup_steps (2,000) is 20% of train.steps (10,000): " in " ".join(out.split())
     assert main([*small, "--why", "1", "2"]) == 0
     assert f"2: {layouts[1]}\n" in capsys.readouterr().out, "--why takes the numbers of the rows"
     assert '"!": less than 10% of the device\'s memory is free.' in out
@@ -370,10 +378,15 @@ def test_a_dry_run_for_a_cluster_tells_whether_it_fits_and_how_long_checkpoints_
     assert seconds is not None
     assert every is not None
     assert 60 * int(every[1]) + int(every[2]) == pytest.approx(1000 / 60 * float(seconds[1]), rel=0.02)
-    assert main([*command, "parallel.tensor=1", "train.micro_batch=8"]) == 0
+    assert main([*command, "parallel.tensor=1", "train.micro_batch=8", "launch.nodes=2"]) == 2
+    shown = capsys.readouterr()
+    assert "16 × NVIDIA H100 SXM (2 nodes × 8)" in shown.out
+    assert re.search(r"^#   memory +does not fit: \d+ GiB are needed beside a reserve of 6% ", shown.out, re.M)
     assert re.search(
-        r"^#   memory +does not fit: \d+ GiB are needed beside a reserve of 6% ", capsys.readouterr().out, re.M
+        r"on each rank \(\d+ GiB\) must be at most that of NVIDIA H100 SXM \(74\.5 GiB\): raise", shown.err
     )
+    assert main([*command, "launch.nodes=2", "--nodes", "1", "--nproc", "8"]) == 2
+    assert "without --nproc, --nodes gives the machines" in capsys.readouterr().err
 
 
 def test_several_numbers_of_nodes_are_compared_by_the_objective(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
 """The page of `shardwise plan --html`: what it tells first, its charts, and how a browser shows it."""
 
 import json
+import math
 import re
 import shlex
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,10 @@ def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, capsys: pytest.Ca
         assert re.search(rf'class="key c\d">[^<]*{each}[^<]*: layout {number}<', layouts, re.IGNORECASE)
         assert f'aria-label="Layout {number}: TP ' in layouts
     assert "may not fit: less than a tenth of the memory is free" in layouts
+    circle = r'tabindex="0".*?<circle [^>]*cx="([\d.]+)" cy="([\d.]+)" r="([\d.]+)"'
+    numbered = [tuple(map(float, found)) for found in re.findall(circle, layouts)]
+    assert len(numbered) == len(facts["plans"])
+    assert all(math.hypot(x - u, y - v) > r + s - 0.2 for (x, y, r), (u, v, s) in combinations(numbered, 2))
     assert re.findall(r'aria-label="(\d nodes?): TP .*?<text [^>]*>(\d)</text>', sizes) == [
         ("1 node", "1"),
         ("2 nodes", "2"),

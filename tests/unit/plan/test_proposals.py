@@ -63,6 +63,9 @@ def test_steps_with_zero_2_may_take_longer_as_published_ones_did(plans: list[Pla
     assert everything.seconds == pytest.approx(1.1 * sensitivities(plans[0])[-1].seconds, rel=0.02)
     (robust,) = (proposal for proposal in proposals([plan, plans[0]]) if "most robust" in proposal.names)
     assert robust.plan is plans[0], "of two equal steps the one without freed parts"
+    named = {name: proposal for proposal in proposals([plan, plans[0]]) for name in proposal.names}
+    assert named["fastest"].plan is plan
+    assert "take 10% longer, as published runs did, layout 2 is faster" in named["fastest"].reason
 
 
 def test_objectives_are_time_price_and_energy(plans: list[Plan]) -> None:

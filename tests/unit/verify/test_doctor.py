@@ -14,6 +14,7 @@ from shardwise.verify import machine_checks
 from shardwise.verify.machine_checks import Check, ok, software
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
+REQUIRES += ['protobuf>=4.25; extra == "pieces"', 'sentencepiece>=0.2; extra == "pieces"']
 VERSIONS = {"torch": "2.13.0+cpu", "numpy": "2.4.6", "h5py": "3.16.0"}
 
 
@@ -46,6 +47,15 @@ def test_software_that_is_not() -> None:
     assert found["packages", "wrong"] == "numpy (not installed) must be >=1.26 pip install 'numpy>=1.26'"
     assert found["[hdf5]", "warning"] == "h5py (3.1.0) must be >=3.11 pip install 'h5py>=3.11'"
     assert "pip install 'shardwise[hdf5]'" in versions(h5py=None)["[hdf5]", "ok"]
+
+
+def test_an_extra_of_which_a_part_is_there_lacks_the_rest() -> None:
+    for there, shown in (
+        ({}, "not installed, which is optional: pip install 'shardwise[pieces]' "),
+        ({"protobuf": "7.36.2"}, "sentencepiece not installed, which is optional: pip install 'shardwise[pieces]' "),
+        ({"protobuf": "7.36.2", "sentencepiece": "0.2.3"}, "protobuf 7.36.2, sentencepiece 0.2.3 "),
+    ):
+        assert versions(**there)["[pieces]", "ok"] == shown
 
 
 @pytest.mark.parametrize(

@@ -147,12 +147,12 @@ def _show(target: Path, outcome: PreparationOutcome, *, as_json: bool) -> None:
         "was_there": outcome.was_there,
         "documents": manifest["documents"],
         "tokens": manifest["tokens"],
-        "token_dtype": manifest["options"].get("token_dtype"),
+        "token_dtype": manifest["dtype"],
         "source_bytes": manifest["source"].get("bytes"),
     }
     state = " (there already)" if outcome.was_there else ""
-    if facts["token_dtype"] is not None:
-        origin = f"of ids in {facts['token_dtype']}"
+    if (read := manifest["options"].get("token_dtype")) is not None:
+        origin = f"of ids in {read}"
     else:
         origin = f"{facts['source_bytes'] / max(facts['tokens'], 1):.2f} bytes of text a token"
     contents = f"{counted(facts['documents'], 'document')}, {count(facts['tokens'])} tokens"
