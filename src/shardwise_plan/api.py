@@ -10,6 +10,7 @@ from shardwise.api.arguments import config_problems
 from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing
 from shardwise.base.registered import provided
 from shardwise.config import Config
+from shardwise.config.stand_in import asked_of
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import FIXABLE
 from shardwise_plan.search import Search, search
@@ -58,11 +59,7 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     if not config.model.is_own:
         return search(config, devices, best=best, fixed=fixed)
     fixed = set(fixed)
-    sized, held, _ = provided("sized_own")(config, fixed)
-    device_left = replace(devices.device, memory=devices.device.memory - held)
-    found = search(sized, replace(devices, device=device_left), best=best, fixed=fixed)
-    found.plans = [
-        replace(plan, config=plan.config.model_copy(update={"model": config.model}), like=sized.model)
-        for plan in found.plans
-    ]
+    sized, _ = provided("sized_own")(config, fixed)
+    found = search(sized, devices, best=best, fixed=fixed)
+    found.plans = [replace(plan, config=asked_of(plan.config), like=plan.config.known_shapes) for plan in found.plans]
     return found

@@ -15,6 +15,7 @@ from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.config.stand_in import StandIn, asked_of
 from shardwise_plan.device_specs import Device
 from shardwise_plan.run_stages import check_other_stages
 
@@ -94,6 +95,8 @@ class Choice:
         if len(config.parallel.stages or ()) != self.pipeline * (self.virtual or 1):
             parallel["stages"] = None
         train = {"micro_batch": self.micro_batch, "recompute": self.recompute}
+        if isinstance(config.model, StandIn):
+            config = config.model_copy(update={"model": config.model.cut_over(self.tensor)})
         return self.sharded(config.with_keys(parallel=parallel, train=train))
 
     def sharded(self, config: Config) -> Config:
@@ -155,9 +158,9 @@ def choices(
         looked: is told 1 for each of `number_of_choices`.
     """
     refused = Counter() if refused is None else refused
-    base = config
+    base = asked_of(config)
     if "parallel.stages" not in fixed:
-        base = config.with_keys(parallel={"stages": None})
+        base = base.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
     for degrees, expert in _degrees(config, world, per_node, fixed):
@@ -257,7 +260,8 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
     """Yield the degrees that divide the world and the model, experts' last; `check_layout` has further rules."""
     parallel = config.parallel
     model = config.known_shapes
-    heads = [n for n in range(1, per_node + 1) if world % n == 0 and model.num_attention_heads % n == 0]
+    named_heads = asked_of(config).model.num_attention_heads or 0
+    heads = [n for n in range(1, per_node + 1) if world % n == 0 and named_heads % n == 0]
     for tensor in _values(fixed, "parallel.tensor", parallel.tensor, heads):
         sequences = _values(
             fixed, "parallel.sequence", parallel.sequence and tensor > 1, [True, False] if tensor > 1 else [False]

@@ -49,6 +49,13 @@ class Mean(Dropping):
         return super().forward(ids_SB, targets_SB) / targets_SB.numel()
 
 
+class MeanOfTargets(Dropping):
+    """Returns the mean over the targets that count, the default of torch's cross-entropy."""
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        return super().forward(ids_SB, targets_SB) / (targets_SB != -100).sum()
+
+
 class Summing(Dropping):
     """Each token sees the sum of itself and those before it along `axis`, which is right for axis 0."""
 

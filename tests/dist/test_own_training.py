@@ -56,6 +56,11 @@ def test_a_mean_is_not_taken_for_a_sum(name: str, warned: bool) -> None:
     assert "ids and targets [sequence, batch], must return the sum of its targets' losses, not their mean" in text
 
 
+def test_a_mean_over_targets_is_refused_before_a_step() -> None:
+    with pytest.raises(ConfigError, match="forward must return the sum of its targets' losses, not their mean"):
+        trainer("MeanOfTargets")
+
+
 def test_a_model_that_swaps_sequence_and_batch_is_refused() -> None:
     assert all(module.training for module in trainer("Summing").model.modules())
     with pytest.raises(ConfigError, match=r"ids and targets must be read as \[sequence, batch\]"):

@@ -58,6 +58,7 @@ RECIPES = {
         "log.tensorboard=true",
     ],
     "gpt3-tiny": ["log.sample_tokens=4"],
+    "my-model": ["train.stop_after=2", "log.sample_tokens=4"],
     "olmoe-tiny": ["train.steps=4", "log.sample_tokens=4"],
     # an odd number of heads, as GPT-2 XL's
     "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],

@@ -30,7 +30,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
     *trainings, comparison = (shlex.split(line)[1:] for line in commands.splitlines())
     printed = [shardwise(*training, at=tmp_path).succeeded().out for training in trainings]
     printed.append(within(*comparison, at=tmp_path).succeeded().out)
-    assert [event["step"] for event in metrics(tmp_path / "runs/one", "step")] == [5, 10, 15, 20]
+    assert [event["step"] for event in metrics(tmp_path / "runs/tiny", "step")] == [5, 10, 15, 20]
     assert (tmp_path / "loss.svg").exists()
     shapes = {shape(line) for text in printed for line in text.splitlines()}
     assert block.shown is not None

@@ -139,6 +139,8 @@ def equip(reader: Reader) -> None:
     at = reader.at
     corpus = (ROOT / "src/shardwise/data/corpus/tiny.jsonl").read_text(encoding="utf-8")
     (at / "corpus.jsonl").write_text(corpus, encoding="utf-8")
+    texts = [json.loads(line)["text"] for line in corpus.splitlines()]
+    (at / "story.txt").write_text("\n".join(texts), encoding="utf-8")
     (at / "own.txt").write_text("The ring of keys was lost in spring, and a song went with it.\n")
     for name in ("meta-llama/Llama-2-7b-hf", "gpt2", "gpt2-wiki"):
         small_tokenizer().save(at / name)
@@ -168,7 +170,8 @@ def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, st
     """Run the blocks of a page in their order; of each its exit code, standard output and standard error."""
     reader = Reader(at, quick)
     equip(reader)
-    for recipe, name in (("gpt-neox-20b", "EleutherAI/gpt-neox-20b"), ("gpt2", "openai-community/gpt2")):
+    published = {"EleutherAI/gpt-neox-20b": "gpt-neox-20b", "openai-community/gpt2": "gpt2", "my-model": "gpt2"}
+    for name, recipe in published.items():
         if f"checkpoint.load={name}" in PAGES[page]:
             publish(reader, recipe, name)
     with serve(reader) as commands:

@@ -69,7 +69,7 @@ def _print(checks: Sequence[machine_checks.Check], counts: dict[str, int], versi
     for line in _lines(checks):
         output.line(line)
     for name, value in _variables().items():
-        output.line(f"{name}={value}")
+        output.line(f"environment variable  {name}={value}")
     output.line()
     output.line(", ".join(f"{number} {status}" for status, number in counts.items()))
     output.line("For a bug report, paste all of this: it holds no secrets.")

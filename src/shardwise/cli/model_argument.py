@@ -25,7 +25,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat, values_of_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
-from shardwise.config.model import UserModelConfig
+from shardwise.config.model import ModelConfig, UserModelConfig
 from shardwise.config.suggestions import suggestions
 from shardwise.data.open_data import format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -80,6 +80,11 @@ class ModelFolder:
     def tokenizer(self) -> str | None:
         """The folder's tokenizer as `data.tokenizer` names it; None where it has none."""
         return str(self.path) if holds_tokenizer(self.files) else None
+
+    def longest(self, model: ModelConfig) -> int | None:
+        """Tokens of the longest text that the model reads: of a class that does not say, those of its training."""
+        trained = (self.run.get("train") or {}).get("sequence_length") if model.is_own else None
+        return model.max_position_embeddings or trained
 
     def stops(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: as transformers reads them, else the tokenizer's end of a document, if any."""

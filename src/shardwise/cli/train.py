@@ -259,8 +259,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
-    own, rows = _counted(chosen, cluster, [*rows, *input_rows])
-    predicted = provided("predicted_step")(own.sized(chosen) if own else chosen, layout, cluster) if cluster else None
+    own, sized, rows = _counted(chosen, cluster, [*rows, *input_rows])
+    predicted = provided("predicted_step")(sized, layout, cluster) if cluster else None
     input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
     text = dry_run(
@@ -283,16 +283,19 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     return 0
 
 
-def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, _Rows]:
-    """The counts of a user's own model, built without data, and the rows, with one if it tells nothing."""
+def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnShapes | None, Config, _Rows]:
+    """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
-        return None, rows
+        return None, config, rows
+    from shardwise.estimates.memory import sized_own
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
+    accelerator = _has_accelerator(cluster)
     try:
-        return own_shapes(config, _has_accelerator(cluster)), rows
+        own = own_shapes(config, accelerator)
     except ConfigError as error:
-        return None, [("not counted", str(error)), *rows]
+        return None, config, [("not counted", str(error)), *rows]
+    return own, sized_own(config, own, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:

@@ -58,7 +58,7 @@ class Section(BaseModel):
 
         A section that reads the result has the same values: a default that depends on other keys is derived again.
         """
-        kept = {name: value for name, value in recorded.items() if name not in type(self).model_fields}
+        kept: dict[str, Any] = {}
         for name, key in type(self).model_fields.items():
             value = getattr(self, name)
             if isinstance(value, Section):
@@ -67,7 +67,7 @@ class Section(BaseModel):
                     kept[name] = inner
             elif key.is_required() or value != key.get_default(call_default_factory=True, validated_data=self.__dict__):
                 kept[name] = recorded[name]
-        return kept
+        return kept | {name: value for name, value in recorded.items() if name not in type(self).model_fields}
 
     @model_validator(mode="before")
     @classmethod

@@ -39,7 +39,7 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = Fa
     if _MODEL_FILE in typed:
         values["model"] = {}
     problems = apply_overrides(values, overrides)
-    _fit_warmup(recipe, values, typed)
+    _fit_training(recipe, values, typed)
     return config_from(values, problems, typed=typed)
 
 
@@ -70,7 +70,7 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         except ConfigError as error:
             problems += error.problems
     if isinstance(recipe, str):
-        _fit_warmup(recipe, values, changed)
+        _fit_training(recipe, values, changed)
     return config_from(values, problems, typed=[*changed])
 
 
@@ -84,13 +84,16 @@ def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
     return values
 
 
-def _fit_warmup(recipe: str, values: dict[str, Any], typed: Collection[str]) -> None:
-    """Let the warmup of a model in place of a recipe follow the steps, which nobody but the user can know."""
-    train = values.get("train")
-    if recipe_files.is_model(recipe) and "optimizer.warmup_steps" not in typed and isinstance(train, dict):
+def _fit_training(recipe: str, values: dict[str, Any], typed: Collection[str]) -> None:
+    """Let the warmup of a model in place of a recipe follow the steps, and its last rate the peak."""
+    train, optimizer = values.get("train"), values.get("optimizer")
+    if recipe_files.is_model(recipe) and isinstance(train, dict) and isinstance(optimizer, dict):
         from shardwise.config.model_recipes import warmup  # costly to import, for a model alone
 
-        values["optimizer"]["warmup_steps"] = warmup(train.get("steps"))
+        if "optimizer.warmup_steps" not in typed:
+            optimizer["warmup_steps"] = warmup(train.get("steps"))
+        if "optimizer.min_lr" not in typed and isinstance(optimizer.get("lr"), float):
+            optimizer["min_lr"] = float(f"{optimizer['lr'] / 10:.1e}")
 
 
 def _plain(value: Any) -> Any:

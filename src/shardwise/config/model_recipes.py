@@ -163,7 +163,7 @@ def _values(file: Path, section: Mapping[str, Any], tokenizer: str | None) -> di
         "train": {"steps": _STEPS, "global_batch": batch, "sequence_length": length, "recompute": "auto"},
         "optimizer": optimizer,
         "precision": {"mode": "mixed"},
-        "data": {"split": "1,0", **({} if tokenizer is None else {"tokenizer": tokenizer})},
+        "data": {} if tokenizer is None else {"tokenizer": tokenizer},
     }
 
 

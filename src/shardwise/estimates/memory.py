@@ -29,6 +29,7 @@ from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
     OUTSIDE,
+    OwnShapes,
     block_matrix_shapes,
     local_parameter_count,
     local_parameters,
@@ -107,6 +108,16 @@ def expected_memory(
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
+def sized_own(config: Config, own: OwnShapes, accelerator: bool) -> Config:
+    """Return `config` with the Llama in the place of the user's model, which keeps as many bytes as that one does."""
+    alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
+    memory = expected_memory(alone.model_copy(update={"model": own.like}), Layout(1), accelerator)
+    assert memory is not None, "the shapes of a family are known"
+    held = max(0, own.saved_bytes - memory.activations) // config.train.micro_batch
+    like = own.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held})
+    return config.model_copy(update={"model": like})
+
+
 def neediest_stage(stages: Sequence[Config], layout: Layout, accelerator: bool = False) -> Config:
     """Return the stage of a run that needs most memory; of a model of your own that with the largest micro-batches."""
     if len(stages) == 1:
@@ -151,11 +162,14 @@ def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstim
     numbers, rounding = _rounding(workload)
     update = max(rounding, _matrices(workload), _travelling(workload))
     peak = max(step.whole, update)
+    # A `StandIn` knows the parameters of the user's class, and what that keeps beyond a Llama's activations.
+    held, own = getattr(workload.model, "held_bytes", 0), getattr(workload.model, "parameters", 0)
+    share = own / (local_parameter_count(workload.model, 1) or 1) if own else 1
     memory = MemoryEstimate(
-        parameters=_parameter_bytes(workload),
-        gradients=_gradient_bytes(workload),
-        optimizer=_optimizer_bytes(workload),
-        activations=step.activations,
+        parameters=round(share * _parameter_bytes(workload)),
+        gradients=round(share * _gradient_bytes(workload)),
+        optimizer=round(share * _optimizer_bytes(workload)),
+        activations=step.activations + held * workload.config.train.micro_batch // workload.layout.tensor,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(workload) + numbers + peak - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),

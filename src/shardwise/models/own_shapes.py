@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils import flop_counter
 
 from shardwise.base.errors import RAISED, ConfigError, error_text
-from shardwise.config import Config, FamilyConfig, UserModelConfig, model_from
+from shardwise.config import Config, UserModelConfig
+from shardwise.config.stand_in import StandIn
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.torch_private import fake_tensors
 from shardwise.models.parameter_counts import OwnShapes
@@ -100,7 +101,7 @@ def _uncounted() -> dict[Any, Any]:
     return {getattr(ops, name): flops for (ops, name), flops in counted.items() if hasattr(ops, name)}
 
 
-def _like(model: nn.Module, section: UserModelConfig, length: int) -> FamilyConfig:
+def _like(model: nn.Module, section: UserModelConfig, length: int) -> StandIn:
     """The Llama of the width of the widest table of the vocabulary, and of the longest list of blocks."""
     vocabulary = section.vocab_size
     tables = [p for p in model.parameters() if p.dim() == 2 and vocabulary in p.shape]
@@ -118,8 +119,10 @@ def _like(model: nn.Module, section: UserModelConfig, length: int) -> FamilyConf
     kv_heads = section.num_key_value_heads or heads
     head_dim = max(2, width // heads // 2 * 2)
     attention = 2 * width * head_dim * (heads + kv_heads)
-    return model_from(
+    return StandIn.model_validate(
         {
+            "own": section,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "family": "llama",
             "vocab_size": vocabulary,
             "hidden_size": width,

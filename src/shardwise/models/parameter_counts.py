@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from shardwise.config import Config, FamilyConfig, ModelConfig, Recompute
+from shardwise.config import FamilyConfig, ModelConfig, Recompute
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.config.layout import Layout, Stage
 from shardwise.config.routing import Routing
 from shardwise.layers.chunks import vocabulary_rows
 from shardwise.optim.bucket_layout import UnitPlace
+
+if TYPE_CHECKING:  # costly to import, for a class of the user's alone
+    from shardwise.config.stand_in import StandIn
 
 Per = Literal["token", "prediction", "sequence"]
 """Vectors that a matrix is multiplied with: every token (blocks), every predicted token (head), one of a sequence."""
@@ -110,7 +113,8 @@ class LocalParameter(NamedTuple):  # which is made in a fraction of the time of 
 
 def parameter_count(model: ModelConfig) -> int | None:
     """Return the model's parameters; a tied embedding counts once, padding never. None for a class of the user's."""
-    return local_parameter_count(model, 1)
+    count = local_parameter_count(model, 1)
+    return count and int(getattr(model, "parameters", count))  # a `StandIn` knows those of the user's class
 
 
 def local_parameter_count(
@@ -212,8 +216,8 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
     An embedding counts whole, as in the names of published models.
     """
-    if model.is_own:
-        return None
+    if model.is_own or model.any_routing is None:
+        return parameter_count(model)
     return round(sum(parameter.elements * (parameter.used_share or 1.0) for parameter in local_parameters(model, 1)))
 
 
@@ -544,10 +548,6 @@ class OwnShapes:
     parameters: int
     token_flops: float
     saved_bytes: int
-    like: FamilyConfig
+    like: StandIn
     is_cut: bool
     recomputes: bool
-
-    def sized(self, config: Config) -> Config:
-        """`config` with the Llama in the place of the user's model, for formulas."""
-        return config.model_copy(update={"model": self.like})

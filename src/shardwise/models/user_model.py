@@ -349,7 +349,7 @@ class _OwnClass:
         )
         for name, is_needed, rule in needed:
             if is_needed and name not in self.names:
-                problems.append(f"{rule}: {family} takes no argument {name}")
+                problems.append(f"{rule}: {family} takes no argument {name} (docs/own-model.md)")
         return problems
 
     def _unknown_keys(self, keys: Mapping[str, Any]) -> list[str]:

@@ -30,29 +30,33 @@ _CHUNK = 1 << 22
 
 @torch.no_grad()
 def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -> None:
-    """Refuse a model of the user's own that takes the first axis of its ids, the sequence, for the batch. Collective.
+    """Refuse a model of the user's own that takes the sequence for the batch, or whose loss is a mean. Collective.
 
     Only the last target of the last sample counts. If its loss depends on the other samples, and not on the tokens
-    before it in its own sample, the axes are swapped.
+    before it in its own sample, the axes are swapped. If the loss of it and of the first sample's last target is half
+    of what both have alone, it is a mean.
 
     Raises:
-        ConfigError: the axes are swapped.
+        ConfigError: the axes are swapped, or the loss is a mean.
     """
     batch, vocab_size = MicroBatch.on(mesh.device, batches.blank(2)), config.model.vocab_size
     ids_SB = batch.inputs["ids_SB"]
-    targets_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
-    targets_SB[-1, -1] = 0
+    ignored_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
+    last_SB, first_SB, both_SB = (ignored_SB.clone() for _ in range(3))
+    last_SB[-1, -1] = first_SB[-1, 0] = both_SB[-1, -1] = both_SB[-1, 0] = 0
     drawn = torch.randint(vocab_size, ids_SB.shape, generator=torch.Generator().manual_seed(0), device="cpu")
     ids_SB = drawn.to(ids_SB)
     other_samples_SB = ids_SB.clone()
     other_samples_SB[:, :-1] = (ids_SB[:, :-1] + 1) % vocab_size
     earlier_tokens_SB = ids_SB.clone()
     earlier_tokens_SB[:-1, -1] = (ids_SB[:-1, -1] + 1) % vocab_size
-    variants = (ids_SB, other_samples_SB, earlier_tokens_SB)
+    variants = [(ids, last_SB) for ids in (ids_SB, other_samples_SB, earlier_tokens_SB)]
+    variants += [(ids_SB, first_SB), (ids_SB, both_SB)]
     losses: list[Tensor] = []
 
     def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
-        inputs = {**batch.inputs, "ids_SB": variants[number], "targets_SB": targets_SB}
+        ids, targets = variants[number]
+        inputs = {**batch.inputs, "ids_SB": ids, "targets_SB": targets}
         changed = replace(batch, inputs=inputs, lengths_B=None)
         out = changed.result(part, changed.call_of(part, x)())
         losses.extend([out] if gives_losses(part) else [])
@@ -65,11 +69,18 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -
     for module in in_training:
         module.training = True
     is_swapped = bool(losses) and not losses[0].equal(losses[1]) and losses[0].equal(losses[2])
+    last, _, _, first, both = map(float, map(torch.sum, losses)) if losses else (0.0,) * 5
+    is_mean = last + first > 0 and math.isclose(2 * both, last + first, rel_tol=0.01)
     if any(collectives.all_gather_objects(is_swapped, mesh.pp)):
         raise ConfigError(
             f"model.family ({config.model.family}): ids and targets must be read as [sequence, batch], but a loss "
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
             f"forward, and return the sum of the losses; {PLAIN_MODULE}{see('training#swapped-axes')}"
+        )
+    if any(collectives.all_gather_objects(is_mean, mesh.pp)):
+        raise ConfigError(
+            f"model.family ({config.model.family}): forward must return the sum of its targets' losses, not their "
+            f"mean, and two targets give half of what both give alone{see('training#first-loss-too-low')}"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from shardwise.estimates.memory import (
     memory_of_machine,
     neediest_rank,
     offloaded_bytes,
+    sized_own,
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
@@ -95,7 +96,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if own is not None:
-        sized = _Summary(own.sized(config), layout, accelerator, own)
+        sized = _Summary(sized_own(config, own, accelerator), layout, accelerator, own)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
@@ -167,7 +168,7 @@ def start_rows(
     parts = ", ".join(f"{name} {units.size(size)}" for name, size in memory.items() if size)
     known = f"{summary.memory_text(sum(memory.values()))}: {parts}"
     if config.model.is_own:
-        known = f"{parts} on each rank; activations are not known for a model of your own"
+        known = f"{parts} on each rank; a dry run tells activations"
     return [
         ("model", f"{config.model.family}, {units.count(parameters)} parameters ({parameters:,})"),
         ("steps", f"{train.steps:,}{begin}{stage}{stop}"),
@@ -199,10 +200,7 @@ class _Summary:
     @cached_property
     def memory(self) -> MemoryEstimate | None:
         """The memory of the rank that needs most; None for a model of the user's own that was not counted."""
-        memory = expected_memory(self.config, self.layout, self.accelerator)
-        if memory is None or self.own is None or self.config.recompute != "none":
-            return memory
-        return replace(memory, activations=max(memory.activations, self.own.saved_bytes // self.layout.tensor))
+        return expected_memory(self.config, self.layout, self.accelerator)
 
     @cached_property
     def rank(self) -> int:

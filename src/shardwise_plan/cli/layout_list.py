@@ -48,9 +48,10 @@ def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
             f"{f'; and {slower:,} slower than the last one' if slower else ''}. --all lists the "
             f"{len(result.plans)} fastest with them."
         )
-    output.line(f"Of {result.valid + sum(result.refused.values()):,} layouts, these were dropped:")
-    for count, reason in drop_reasons(result):
-        rows.prose(f"  {count:>9,}  {reason}", " " * 13)
+    if reasons := drop_reasons(result):
+        output.line(f"Of {result.valid + sum(result.refused.values()):,} layouts, these were dropped:")
+        for count, reason in reasons:
+            rows.prose(f"  {count:>9,}  {reason}", " " * 13)
     output.line()
     ranges = rows.range_text(best)
     place = listed.index(best) + 1

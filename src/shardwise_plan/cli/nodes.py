@@ -16,6 +16,7 @@ from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.config.optimizers import LEARNING_RATES
+from shardwise.config.stand_in import asked_of
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
 from shardwise_plan.device_specs import Cluster, cluster
@@ -48,7 +49,6 @@ class Machines:
         price: price for an hour; None: that of the device's file.
         failures_per_year: failures of one device; None: those of its file.
         restart: seconds of a restart; None: those of its file.
-        held_bytes: memory of each device that no layout may use.
         work: shows how far the searches are.
     """
 
@@ -56,7 +56,6 @@ class Machines:
     price: Price | None = None
     failures_per_year: float | None = None
     restart: float | None = None
-    held_bytes: int = 0
     work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
@@ -66,8 +65,7 @@ class Machines:
         changed = {name: value for name, value in given.items() if value is not None}
         reliability = replace(machines.device.reliability, **changed)
         price = self.price or machines.device.price
-        memory = machines.device.memory - self.held_bytes
-        device = replace(machines.device, price=price, reliability=reliability, memory=memory)
+        device = replace(machines.device, price=price, reliability=reliability)
         return replace(machines, device=device)
 
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
@@ -285,7 +283,7 @@ class _Nodes:
             config = self._config.with_batch_for(on.world)
             needs = f"`shardwise train RECIPE --dry-run --nproc {on.world}` says what one needs"
             try:
-                check_layout(config, on.world)
+                check_layout(asked_of(config), on.world)
             except ConfigError as error:
                 needs = f"in its own layout, {'; '.join(error.problems)}"
             return (

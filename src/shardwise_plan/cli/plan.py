@@ -15,7 +15,6 @@ import argparse
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from shardwise.base import files, units
@@ -24,8 +23,9 @@ from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
-from shardwise.config import ModelConfig, dump_yaml, largest_stage, recipe_name
+from shardwise.config import dump_yaml, largest_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model, own_data
+from shardwise.config.stand_in import asked_of
 from shardwise.config.token_counts import parse_tokens
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, named_devices, prices
@@ -154,19 +154,17 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}":
         # A rule of the batch would otherwise let each of the compared clusters train other tokens.
         config = config.with_tokens_for_any_batch()
-    trained = config.model
-    held = 0
     if config.model.is_own:
         from shardwise_plan.own_model import sized_own  # costly to import, as torch is
 
-        config, held, counts = sized_own(config, fixed)
+        config, counts = sized_own(config, fixed)
         output.progress(counts)
     devices = named_devices(arguments.device)
     # That of the recipe is of the user's own devices, and no price of others that they are compared with.
     price_of = prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
 
     def answered(device: str) -> Answer:
-        machines = replace(_machines(arguments, device, price_of[device]), held_bytes=held)
+        machines = _machines(arguments, device, price_of[device])
         with machines.work:
             return answer(arguments, machines, config, fixed)
 
@@ -184,7 +182,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     listed = chosen.result.plans if arguments.all else _without_details(chosen.result.plans)
     if arguments.write is not None:
         # Before the list, whose reader may close the output, as `head` does.
-        _write(arguments.write, recipe, devices[0], listed, arguments.layout, trained)
+        _write(arguments.write, recipe, devices[0], listed, arguments.layout)
     if arguments.html is not None:
         from shardwise_plan.cli.page import page  # costly to import, for a page alone
 
@@ -269,10 +267,10 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(kinds, ("memory", str(first), str(second)), right=(1, 2))
 
 
-def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None, model: ModelConfig) -> None:
+def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: int | None) -> None:
     """Write the recipe with a layout of the list, and print how to train it.
 
-    Without a number the layout is the first that leaves a tenth of the memory free, or else 1; `model` is the recipe's.
+    Without a number the layout is the first that leaves a tenth of the memory free, or else 1.
     """
     choice = ""
     if number is None:
@@ -281,12 +279,12 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
-    config = run_with_layout(plan.config, plan.layout).model_copy(update={"model": model})
+    config = asked_of(run_with_layout(plan.config, plan.layout))
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
     text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.
     values = config.with_tokens(config.model_dump(mode="json", exclude_unset=True))
-    if model.is_own:
+    if config.model.is_own:
         # Optional keys that are null would be arguments of the class.
         values["model"] = {key: value for key, value in values["model"].items() if value is not None}
     if not plan.calendar.is_given:

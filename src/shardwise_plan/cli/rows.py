@@ -137,6 +137,8 @@ def calendar_text(plan: Plan) -> str:
         least = best_interval(calendar.stall, calendar.write, calendar.between_failures)
         source += f"; every {units.duration(least)} costs least"
     text = f"checkpoints every {units.duration(calendar.interval)} ({source})"
+    if calendar.interval >= calendar.steps + calendar.evaluations:
+        text = "one checkpoint after the last step"
     if not has_failures:
         return f"{text}, no failures: goodput {calendar.goodput:.1%}"
     return (

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
                 template = ChatTemplate.of(hub.resolve_tokenizer(config.data.tokenizer, cached=True))
             if arguments.system is not None and template is None:
                 raise ConfigError(f"--system must be left out: the tokenizer of {folder.name} has no chat template")
-            limit = config.model.max_position_embeddings
+            limit = folder.longest(config.model)
             window = _LONGEST_WINDOW if limit is None else min(limit, _LONGEST_WINDOW)
             # An answer leaves half of the window to the question.
             max_tokens = min(arguments.max_tokens, window // 2)

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config, tokenizer = prepare(arguments, place, folder, values, announce)
-        ids, room = _fit(config.model, tokenizer, text)
+        ids, room = _fit(config.model, folder.longest(config.model), tokenizer, text)
         if place is None and config.parallel.model_ranks > 1:
             return launch_command("generate", arguments, folder, config.parallel.model_ranks)
         leads = place is None or place.rank == 0
@@ -141,18 +141,17 @@ def _prompt_text(arguments: argparse.Namespace) -> str:
     return text
 
 
-def _fit(model: ModelConfig, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
+def _fit(model: ModelConfig, limit: int | None, tokenizer: Tokenizer, text: str) -> tuple[list[int], int]:
     """The prompt's ids, and how many tokens may follow. The last one needs no position: the model does not read it."""
     ids = tokenizer.encode_prompt(text)
     if not ids:
         raise ConfigError(f"the prompt ({text!r}) must have at least 1 token, and the tokenizer makes none of it")
-    limit = model.max_position_embeddings
     if limit is None or model.extends_positions:
         return ids, sys.maxsize
     if len(ids) > limit:
         raise ConfigError(
             f"the prompt ({len(ids):,} tokens) must be at most model.max_position_embeddings ({limit:,}), the longest "
-            "sequence that the model reads: shorten it"
+            f"sequence that the model reads{'' if model.max_position_embeddings else ', by its training'}: shorten it"
         )
     return ids, limit - len(ids) + 1
 

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
 from shardwise.cli.help import module_of
+from shardwise.cli.model_argument import ModelFolder
+from shardwise.config import UserModelConfig, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from tests.hugging_face import save
 
@@ -149,3 +151,15 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
     assert "data.tokenizer" not in said
     assert main([command, "steps/step-00000000", *more]) == 2
     assert "there is no checkpoint steps/step-00000000: it was not saved, or was removed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("keys", "longest"), [({}, 64), ({"max_position_embeddings": 128}, 128)])
+def test_a_class_that_names_no_longest_text_stops_where_its_training_did(
+    keys: dict[str, int], longest: int, tmp_path: Path
+) -> None:
+    """A table of positions ends there; a family knows its own end."""
+    run = {"train": {"sequence_length": 64}}
+    folder = ModelFolder("runs/own", "runs/own", Root.of(tmp_path), tmp_path, frozenset(), {}, run)
+    assert folder.longest(UserModelConfig.model_validate({"family": "mine:Model", "vocab_size": 8, **keys})) == longest
+    family = load_config("llama2-tiny").model
+    assert folder.longest(family) == family.max_position_embeddings

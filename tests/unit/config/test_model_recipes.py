@@ -57,6 +57,13 @@ def test_the_warmup_follows_the_steps(folder: Path, steps: int | str, warmup: in
     assert load_config(str(folder), [f"train.steps={steps}", "optimizer.warmup_steps=1"]).optimizer.warmup_steps == 1
 
 
+def test_the_last_rate_follows_the_first_and_text_is_held_out(folder: Path) -> None:
+    config = load_config(str(folder), ["optimizer.lr=1e-5"])
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (1e-5, 1e-6)
+    assert load_config(str(folder), ["optimizer.lr=1e-5", "optimizer.min_lr=0"]).optimizer.min_lr == 0
+    assert config.data.split_weights[:2] == (95, 5)
+
+
 def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
     (folder / "odd.json").write_text((folder / "config.json").read_text())

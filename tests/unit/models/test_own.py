@@ -248,9 +248,9 @@ def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:
 def test_what_a_layout_asks_for_must_be_an_argument(write: Write) -> None:
     sections = {"parallel": {"tensor": 2, "sequence": True}, "train": {"recompute": "selective"}}
     assert problems(config(write(), sections)) == [
-        "parallel.tensor (2) must be 1: mine:Model takes no argument group",
-        "parallel.sequence (true) must be false: mine:Model takes no argument sequence_parallel",
-        "train.recompute (selective) must be none: mine:Model takes no argument recompute",
+        "parallel.tensor (2) must be 1: mine:Model takes no argument group (docs/own-model.md)",
+        "parallel.sequence (true) must be false: mine:Model takes no argument sequence_parallel (docs/own-model.md)",
+        "train.recompute (selective) must be none: mine:Model takes no argument recompute (docs/own-model.md)",
     ]
     alone = {"parallel": {"tensor": 1, "sequence": True}}
     assert check_user_model(config("mine:Model", alone)), "sequence parallelism has no effect at TP 1"
