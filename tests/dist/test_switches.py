@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, RunError
 from shardwise.distributed import devices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from tests.dist import dense, switches
+from tests.dist.checkpoints import make_trainer
 from tests.dist.test_zero import make_model
+from tests.dist.training import make_config
 
 CELLS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
@@ -38,6 +40,15 @@ def test_switches_for_cuda_do_nothing_elsewhere() -> None:
 def test_a_gpu_without_flash_attention_3_refuses_it() -> None:
     with pytest.raises(ConfigError, match=r"needs torch 2\.11 and the module flash_attn_interface: No module named"):
         devices.use_flash_attention_3(torch.device("cuda"))
+
+
+def test_a_loss_that_is_not_finite_is_told_with_the_weights_that_it_changed() -> None:
+    config = make_config(optimizer={"max_norm": None}, train={"switches": ("update_in_backward",)})
+    trainer = make_trainer(config)
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("nan"))
+    with pytest.raises(RunError, match="weights are updated: go on from a checkpoint, without update_in_backward"):
+        trainer.step()
 
 
 def test_an_optimizer_that_clips_refuses() -> None:
