@@ -177,8 +177,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + workload.mask_elements
         + _head_norms(workload)
     )
-    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it. Heads that lie side
-    # by side are rotated in place.
+    # Copies take the place of what rotation made, and of QKV's output unless a norm keeps it. Else it works in place.
     apart = (model.query_key_norm, model.interleaved_heads, workload.has_parts, workload.gathers_keys)
     is_rotated = model.rotates(layer) and any(apart) and not workload.copies_heads
     core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
@@ -189,7 +188,6 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = 2 if model.norm_place == "both" else 1
     drops_rotated = is_rotated and model.query_key_norm is None
-    mlp = _mlp(workload, layer, feed)
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
@@ -197,7 +195,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=mlp + norms * norm_bytes(workload) - (workload.x_bytes if model.parallel_residual else 0),
+        mlp=_mlp(workload, layer, feed) + norms * norm_bytes(workload) - model.parallel_residual * workload.x_bytes,
         normed=_normed(workload),
         rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
         activated=_activated(workload, layer, feed),
