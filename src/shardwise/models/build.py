@@ -99,7 +99,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     """Return the objectives of routers of a training; None if there are none."""
-    coefficients = config.optimizer.router_losses
+    coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
     from shardwise.layers.balance import Balance
