@@ -269,10 +269,10 @@ class Saver:
         }
 
     def _state_numbers(self) -> _StateNumbers:
-        """The numbers of the state, from one rank for each stage and run of experts: others have the same."""
+        """The numbers of the state, from one rank of those that have the same tensors."""
         numbers: _StateNumbers = {}
         mesh = self._mesh
-        if mesh.tp.rank == 0 and mesh.replicas.rank < mesh.experts.group.size:
+        if mesh.tp.rank == 0 and mesh.replicas.rank < mesh.dividing_tensors[0].size:
             names = names_by_bucket(self._model, self._optimizer)
             for bucket, values in zip(self._optimizer.buckets, state_numbers(self._optimizer), strict=True):
                 for state, value in values.items():

@@ -44,8 +44,7 @@ class Routing:
 
         It is exact if ranks have whole groups, or groups the experts of whole ranks.
         """
-        # Which groups are open is drawn first, and then experts of theirs. `missed` is the share of tokens that a rank
-        # does not get; it has experts of `groups` groups, `each` of one.
+        # Open groups are drawn first, then experts of theirs. A rank has `each` experts of `groups` groups.
         group, held = self.experts // self.groups, self.experts // ranks
         groups, each = max(held // group, 1), min(held, group)
         chosen, missed = self.chosen_groups, 0.0

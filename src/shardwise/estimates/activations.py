@@ -228,9 +228,6 @@ def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
     return workload.product_input_bytes + inner + last_input + masks
 
 
-_INT64 = 8
-
-
 def _experts(workload: RankWorkload, routing: Routing) -> int:
     """Return the bytes that a router and the experts of a block save, with balanced loads; R rows are T·k.
 

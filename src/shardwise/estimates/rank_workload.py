@@ -195,9 +195,8 @@ class RankWorkload:
 
     def arriving(self, routing: Routing) -> int:
         """U, the tokens that arrive at a rank's experts, of which it gets at most all of each rank."""
-        if self.is_bit_equal:
-            return self.rows(routing)
-        return round(self.tokens * min(self.imbalance * self.visits(routing), self.layout.expert))
+        most = self.rows(routing) if self.is_bit_equal else self.tokens * self.layout.expert
+        return min(round(self.imbalance * self.tokens * self.visits(routing)), most)
 
     @property
     def groups_products(self) -> bool:

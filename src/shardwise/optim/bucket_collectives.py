@@ -124,7 +124,7 @@ class Reductions:
     def _round_of(self, stage: int) -> Sequence[Bucket]:
         if not self.each_pass:
             return self._buckets
-        # Experts may be cut over fewer ranks than other parameters, down to one: such gradients are summed once a step.
+        # Some parameters are cut over fewer ranks than others, down to one: such gradients are summed once a step.
         return [bucket for bucket in self._buckets if bucket.stage == stage and bucket.group.size > 1]
 
     @torch.no_grad()
