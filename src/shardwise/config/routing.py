@@ -40,10 +40,8 @@ class Routing:
     has_bias: bool = False
 
     def visits(self, ranks: int) -> float:
-        """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices.
-
-        It is exact if ranks have whole groups, or groups the experts of whole ranks.
-        """
+        """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices."""
+        # Exact if ranks have whole groups, or groups the experts of whole ranks.
         # Open groups are drawn first, then experts of theirs. A rank has `each` experts of `groups` groups.
         group, held = self.experts // self.groups, self.experts // ranks
         groups, each = max(held // group, 1), min(held, group)
