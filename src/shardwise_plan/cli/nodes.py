@@ -15,7 +15,7 @@ from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
-from shardwise.config.optimizers import LEARNING_RATES
+from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.config.stand_in import asked_of
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
