@@ -166,8 +166,6 @@ def refuse_unknown_arguments(
     """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
 
     Args:
-        owner: the function's or class's name.
-        given: names of the arguments of the call.
         replaced: what to do instead of arguments that another library's function or class of this name takes.
 
     Raises:

@@ -246,7 +246,6 @@ def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
     """Take the lock on an open file, until it is closed or the process ends; False where another process has it.
 
     Args:
-        file: the file, or its descriptor.
         wait: True waits until the other process gives it back.
         shared: True takes a lock that any number of processes may have at once, while none has an exclusive one.
 

@@ -81,10 +81,7 @@ class HubFiles:
     """A repository on the hub, and the files that are needed of it.
 
     Attributes:
-        key: configuration key that names the repository.
-        repository: hub id.
         revision: branch, tag or commit; None: the main branch.
-        patterns: patterns of the files to fetch.
         lacking: function that returns the message if files with these names are not enough, else None.
         verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
         check: function that raises ConfigError for a folder with enough names that lacks something else.

@@ -18,7 +18,6 @@ class Axis:
     Attributes:
         name: short name, which groups, reports and the files of a run use; capital letters in texts.
         degree: name of the number of ranks along the axis, which is an attribute of `Layout` and a key of `parallel`.
-        title: words for the degree in messages.
         fills_world: True if no key gives the degree: the axis has the ranks that the degrees of the others leave.
         is_optional: True if texts and files name the axis only where its degree is above 1.
     """

@@ -59,7 +59,6 @@ class ModelFolder:
     Attributes:
         name: text for the user.
         location: path or URL by which a rank opens it again.
-        weights: the folder itself.
         path: folder on this machine that holds its `files`; those of a checkpoint are verified.
         files: names of the files that describe the model and the tokenizer.
         model: the `model` section of the folder.
@@ -112,7 +111,6 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
 
     Args:
         allowed: the keys that the command reads; one that ends in a dot stands for a section.
-        command: name of the command, for messages.
 
     Raises:
         ConfigError: another key, or no `key=value`.
@@ -142,9 +140,7 @@ def open_folder(
     A folder's own class is code that runs: the user must have named it as `model.family`.
 
     Args:
-        target: a path, a URL or a hub id.
         values: the user's, of which `checkpoint.revision`, `model.family` and `model.ignore` count.
-        cached: open a hub id from the cache, without any request.
         announce: called with one line on what takes a moment.
 
     Raises:

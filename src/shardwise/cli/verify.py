@@ -181,9 +181,7 @@ class Verified:
     """A verification with the recipe that it verified.
 
     Attributes:
-        name: the recipe's name.
         config: the configuration of the miniature.
-        result: the outcomes.
         refused: the reasons for which layouts were left out.
     """
 

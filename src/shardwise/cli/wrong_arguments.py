@@ -47,7 +47,6 @@ def problems_of_arguments(
 
     Args:
         message: what argparse says; an unknown option is the likelier cause, whatever argparse met first.
-        arguments: the arguments of the command.
         keys: the keys that the command reads, a section by its name and a dot; None for all.
     """
     family = _known_values(arguments).get("model.family", "")

@@ -97,7 +97,6 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     `rope_scaling` or the `rope_parameters` of transformers 5. Pydantic checks the section's own values later.
 
     Args:
-        values: the fields.
         origin: names the fields in errors.
         ignore: names of fields that change nothing, as the user says (`model.ignore`).
 

@@ -31,7 +31,6 @@ class ConfigFile:
 
     Attributes:
         model_type: value of the field `model_type`, which names the family in a file.
-        architecture: value of the field `architectures`.
         defaults: key → Hugging Face's default, where the family's class has none or another one.
         names: key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.

@@ -27,7 +27,6 @@ class Layout:
     """Degrees of parallelism of a world of ranks, whose order is that of `mesh_axes.AXES`.
 
     Attributes:
-        world: ranks of the job.
         tensor, pipeline, context: degrees.
         sequence_parallel: true if activations are cut along the sequence between tensor-parallel layers.
         virtual: pipeline stages on each rank.
@@ -179,8 +178,6 @@ class Stage:
     Attributes:
         index: number of the stage from 0, in the order of the model.
         rank: the pipeline rank that holds it.
-        layers: numbers of the blocks that it holds.
-        stages: number of stages of the model.
     """
 
     index: int

@@ -28,7 +28,6 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = Fa
 
     Args:
         recipe: as in `recipe_text`.
-        overrides: the `a.b=value`.
         cached: open a model of the hub from the cache, without a request.
 
     Raises:
@@ -125,7 +124,6 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
     `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
 
     Args:
-        values: the sections.
         problems: problems that are known already.
         typed: the paths, such as `model.rope_theta`, that stand on the command line and not in a recipe.
 

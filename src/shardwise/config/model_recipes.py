@@ -66,12 +66,6 @@ def comment_and_sections(
 ) -> tuple[str, dict[str, Any]]:
     """The comment and the sections of the recipe that a model stands for; of a hub id `config.json` alone is fetched.
 
-    Args:
-        named: the path or hub id.
-        name: the recipe's name.
-        recipes: as in `place_of_model`.
-        cached: open a hub id from the cache, without a request.
-
     Raises:
         ConfigError: it cannot be fetched, or is of a class of the user's own.
     """

@@ -18,7 +18,6 @@ class OptimizerSpec:
     """An optimizer, as the configuration, the planner, the dry run, the trainer and `verify` know it.
 
     Attributes:
-        name: value of `optimizer.name`.
         path: the class, as package.module:Name. It is imported only where a training is built, as torch starts slowly.
         keys: keys of the section `optimizer` that are arguments of the class by the same name; of a section inside it
             with the section's name, as `muon.momentum`. `weight_decay` is an option of each parameter group and not
@@ -28,7 +27,6 @@ class OptimizerSpec:
         update_values: values of an element that a step of the class reads and writes: of master, states and scaled
             gradient, and of tensors between (`tests/unit/optim/test_bytes.py`).
         matrix_update_values: the same of an element of a matrix of a block; None: as many.
-        eps: default of `optimizer.eps`.
         has_fused_kernel: True if the class takes `fused`, which updates all tensors by one kernel.
         has_trust_ratios: True if the step of each canonical tensor is scaled by the norm of the tensor over that of its
             direction. The ranks sum both norms of each tensor once a step; a tensor without decay has no ratio.
@@ -67,7 +65,6 @@ class OptimizerSpec:
         """Return the bytes of masters and states.
 
         Args:
-            elements: number of elements of the parameters.
             matrices: number of them in matrices of blocks.
             master: bytes of a master; 0 if the parameters serve.
             state: bytes of a value of a state.

@@ -56,7 +56,6 @@ class Program:
     """A program whose files are read.
 
     Attributes:
-        title: its name for users.
         marks: names of settings by which a file is known to be its own.
         defaults: what it does where a setting is left out.
         ignored: pattern of settings, as `name=value`, that say nothing on a training here.

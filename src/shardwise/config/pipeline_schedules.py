@@ -70,7 +70,6 @@ class ScheduleSpec:
     """The facts of a schedule that do not depend on a run.
 
     Attributes:
-        name: value of `parallel.schedule`.
         stages_per_rank: number of stages on each rank where `parallel.virtual_stages` gives none, and the smallest one.
         unmet_requirement: function of (p, m) that returns what m must be in words, or None if m suits the schedule.
         bubble: function of (p, v, m) that returns the part of a step in which a rank waits, where stages are equal and

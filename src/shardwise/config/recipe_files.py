@@ -53,9 +53,6 @@ def is_model(recipe: str) -> bool:
 def recipe_text(recipe: str, *, cached: bool = False) -> str:
     """The YAML of a shipped recipe's name, of a file, or of what a model stands for (`config/model_recipes.py`).
 
-    Args:
-        cached: open a model of the hub from the cache, without a request.
-
     Raises:
         ConfigError: the recipe is unknown, or its file cannot be read.
     """

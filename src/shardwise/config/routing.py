@@ -58,8 +58,6 @@ class ExpertNames:
     """Canonical names in a block with experts.
 
     Attributes:
-        layer: name of the layer in the block.
-        router: name of the router in the layer.
         leaves: names of an expert's gate, up and down projections.
     """
 

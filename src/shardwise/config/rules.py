@@ -44,8 +44,6 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     """The layout of `config` on `world` ranks.
 
     Args:
-        config: the whole configuration.
-        world: ranks of the job.
         is_new: True if the run's folder is new, so that it starts at its first step.
 
     Raises:

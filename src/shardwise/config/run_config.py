@@ -39,9 +39,7 @@ class SizeStage:
     """A stretch of steps with equal sizes, of a run whose `data.stages` change them.
 
     Attributes:
-        run: configuration of the whole run.
         begin: steps before the stage.
-        end: last step of the stage.
         unit: greatest common divisor of the sequence lengths of all stages.
         block: their least common multiple.
     """

@@ -36,8 +36,6 @@ class Row:
     """A setting of another program, and what became of it.
 
     Attributes:
-        name: its name there.
-        value: its value there.
         keys: our keys and options with their values.
         reason: why there is none, or none with this value; empty if the name is not known.
         is_default: True if the program does so where the setting is left out.
@@ -230,7 +228,6 @@ def translate(
 
     Args:
         settings: values by names of the program, in lower case with underscores.
-        program: the program's name in the record; None if it is not known.
         known: values of keys of ours that count where no setting says otherwise.
         has: returns whether one of our targets is valid, as keys of a model depend on its family.
         find: returns the name in the record that a setting's name stands for; None if there is none.

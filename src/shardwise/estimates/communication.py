@@ -54,8 +54,6 @@ def step_transfers(
     comparison of replicas (`log.drift_every`) is not counted.
 
     Args:
-        config: the run's configuration.
-        layout: the run's layout.
         accelerator: True if the run is on one; it decides the dtypes where `precision.mode` is null.
         pipeline_rank: place of the rank in its pipeline.
         data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.

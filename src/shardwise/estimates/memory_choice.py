@@ -44,7 +44,6 @@ def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator:
 
     Args:
         memory: bytes that a rank has; None where nobody knows.
-        device: name of the device, for the message.
 
     Raises:
         ConfigError: `train.recompute=auto` for memory or a model that is not known.

@@ -32,13 +32,8 @@ class RankWorkload:
     """The inputs of the formulas, for one pipeline rank. It is equal to itself alone, as a key of caches.
 
     Attributes:
-        config: the whole configuration.
-        layout: degrees of parallelism.
         model: configuration of a family whose shapes are known.
         precision: dtypes, resolved.
-        local: widths of one rank's part.
-        accelerator: True if the run is on an accelerator.
-        pipeline_rank: the rank.
         stages: stages of that rank; without a pipeline a single one, which is the model.
         imbalance: rows of experts on this rank over those of balanced loads.
     """

@@ -205,12 +205,10 @@ class _Reductions:
     """The buckets of one stage, in the order in which their reductions begin.
 
     Attributes:
-        shapes: the buckets.
         gradient: bytes of an element of gradients that have memory only until they are reduced; 0: all have memory.
         copies: bytes of copies of an element under reduction, of each bucket.
         filling: numbers of buckets that have some of their gradients.
         under_way: numbers of buckets that are being reduced.
-        size: bytes of gradients and copies now.
         started: number of reductions that have begun in this round.
         missing: parameters without a gradient, by the number of the bucket.
     """

@@ -15,12 +15,8 @@ class Transfer:
     """A collective, or a message to another rank.
 
     Attributes:
-        axis: the group it runs over.
-        kind: name of the collective, or `send`.
-        ranks: size of the group.
         bytes: size of the whole tensor.
         count: number of times per step; a tensor that is sent in chunks counts once.
-        tensor: the tensor, in words.
     """
 
     axis: str

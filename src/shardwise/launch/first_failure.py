@@ -42,9 +42,6 @@ class Failure:
     """The cause of a failed job.
 
     Attributes:
-        rank: rank at fault.
-        text: text for the user.
-        exit_code: exit code of the command.
         waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
         log: path of the log in which the user reads more; None without one.
     """
@@ -197,9 +194,7 @@ def root_cause(
     was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.
 
     Args:
-        reported: first failure that a rank reported.
         exit_codes: ends of the failed ranks (exit code, or minus the signal).
-        logs: folder of the ranks' logs.
         awaited: function that names the ranks for which the others waited. It is asked if no rank has died, and none
             says why it failed.
     """

@@ -36,11 +36,7 @@ class Beat:
     """The doings of one rank when its heartbeat was read.
 
     Attributes:
-        host: name of the rank's node.
-        device: name of its device.
-        stage: index of its pipeline stage.
         age: seconds since the heartbeat.
-        step: steps done.
         doing: step and phase, as the user reads them.
         since: seconds for which the rank has done this.
         called: number of collectives that the rank has called in each group, and the kind of the last one.

@@ -131,9 +131,7 @@ class LocalRanksEnd:
     Attributes:
         code: the agent's exit code, or minus the signal that killed it.
         stopped: text of ranks that stopped as they were asked to; None if they did not.
-        reported: first failure that a rank reported.
         exit_codes: ends of the failed ranks (exit code, or minus the signal).
-        beats: last heartbeats of the ranks.
         took_steps: True if the ranks had begun to take steps.
     """
 
@@ -157,7 +155,6 @@ def run_ranks(
 
     Args:
         logs: folder for the files between ranks, agent and this process; former files of that kind are removed.
-        watch: function that gets the agent's process.
         beats: empty folder for the heartbeats of the ranks; None for a temporary one.
     """
     error_file = (logs / "error.json").resolve()

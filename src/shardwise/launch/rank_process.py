@@ -42,9 +42,6 @@ class RankExit:
 def enter_job(nproc: int | None) -> Rank | None:
     """Find the place of this process in a launched job, and have it end with its parent; None if it is alone.
 
-    Args:
-        nproc: number of ranks that the user gave by `--nproc`, if any.
-
     Raises:
         ConfigError: a launcher started several processes that cannot join, or `nproc` is not their number.
     """
@@ -107,7 +104,6 @@ def as_rank(
     the work failed or not: its peers may never answer again, and connections to them need not be closed.
 
     Args:
-        place: place of this process in a launched job; None if it is the only rank.
         run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
         on_refusal: called before this process ends because the start was refused.
     """

@@ -62,9 +62,6 @@ def refuse_unknown(
     """Refuse keyword arguments that a class or function does not take.
 
     Args:
-        owner: the class or function.
-        given: keyword arguments of the call beside its named arguments.
-        known: names of those that it takes.
         kind: arguments of other libraries for which the message says what replaces them (`config/other_names.yaml`).
 
     Raises:

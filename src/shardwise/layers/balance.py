@@ -85,10 +85,6 @@ class RouterLosses(nn.Module):
         rows: rows of each expert, `[N]`: within a pass that only counts those so far, afterwards those of the batch.
         rows_of_layers: likewise of all layers together.
         is_counting: true within that pass.
-
-    Args:
-        routing: rule of the choice.
-        context_group: the ranks that share each sample.
     """
 
     def __init__(self, balance: Balance, routing: Routing, context_group: Group) -> None:
@@ -179,9 +175,6 @@ def counted(model: nn.Module, balance: Balance) -> Iterator[None]:
 
     They compute nothing for a backward pass. Collective at the end, over `balance.replicas` and `balance.stages`, on
     ranks of the pipeline without a layer too.
-
-    Args:
-        model: this rank's part of the model, in training mode.
     """
     layers = [module for module in model.modules() if isinstance(module, RouterLosses)]
     for layer in layers:

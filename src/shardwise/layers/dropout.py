@@ -33,8 +33,6 @@ class Place:
     """The place in the model at which a mask is drawn.
 
     Attributes:
-        layer: number of the block.
-        site: number of the place in the block.
         shard: number of the part of the activation that this rank has; 0 if it has all of it.
     """
 
@@ -92,8 +90,6 @@ class DropoutKey(_Masks):
     It travels with the activations, so that recompute draws the same masks, whatever ran in between.
 
     Attributes:
-        seed: the run's seed.
-        step: the optimizer step.
         samples_B: `[B]`, number of each sample in the run, on the model's device.
         first_sample: first of these numbers, on the host.
         mode: `fast` or `invariant`, see docs/dropout-and-recompute.md.
@@ -164,7 +160,6 @@ class BlockKey(_Masks):
 
     Attributes:
         samples_B: `[B]`, number of each sample in the run.
-        mode: `fast` or `invariant`.
         numbers: `[SITES]`, seeds of generators, on the host (`fast` mode), or numbers of streams.
         shards: `[SITES]`, number of the part of the activation that this rank has.
         places_S: as in the other keys.

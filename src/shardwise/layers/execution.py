@@ -58,7 +58,6 @@ class Execution:
             pass, and do not keep them.
         fp8: true if column- and row-parallel layers multiply in fp8 in training (`layers/fp8.py`).
         passes_keys: true if ranks that share samples pass their keys and values round, false if they gather them.
-        context_group: the ranks that share each sample.
         experts: the ranks over which the experts of a block are divided.
         balance: objectives of routers (`layers/balance.py`); None: they have none.
         loss: function of the user's in the place of an output head's cross-entropy: whole logits `[S, B, V]` and

@@ -33,7 +33,6 @@ class Journey:
     """The way of tokens to the ranks that have their experts, and of results back.
 
     Attributes:
-        group: the ranks that divide the experts.
         count: N.
         experts: numbers of experts, `[T, k]`, ascending.
         once: true if a token travels once to a rank, with all its choices; false if it does with each by itself.
@@ -219,9 +218,7 @@ def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidd
     """Return `down(weight · silu(gate) · up)` of rows, `[n, H]`, and write gate and up to `joined`.
 
     Args:
-        x: `[n, H]`.
         weight: of each row, `[n, 1]`.
-        joined: `[n, 2w]`.
         to_width: gate and up projection, `[2w, H]`.
         to_hidden: down projection, `[H, w]`.
     """

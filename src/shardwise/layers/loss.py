@@ -38,11 +38,9 @@ class VocabularyShard:
     """This rank's columns of the vocabulary, the way in which targets are counted, and the products and sums of a loss.
 
     Attributes:
-        group: the ranks that share the vocabulary.
         vocabulary: V.
         first: id of the first column; a tensor in a compiled graph, which serves all ranks.
         columns: number of columns that are no padding; a tensor in a compiled graph.
-        ignore_index: value of targets that have loss 0 and gradient 0.
         smoothing: ε.
     """
 

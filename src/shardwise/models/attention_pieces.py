@@ -145,7 +145,6 @@ class _Piece:
     """Queries that follow one another, and keys.
 
     Attributes:
-        rows: rows of the queries.
         keys: places of the keys, which are their rows in tensors of all keys.
         is_causal: true if the keys are the queries' own: each query sees those up to it.
         mask: the mask of the queries and these keys; None: each query sees all keys, or those up to it.

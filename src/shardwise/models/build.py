@@ -46,7 +46,6 @@ def build_model(
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
     Args:
-        config: the whole configuration.
         group, sequence_parallel, context_group, device, dtype, part, deferred: as in `Family`.
         experts: the ranks over which the experts of a block are divided; None: each rank has all of them.
         balance: objectives of routers in training.

@@ -27,9 +27,6 @@ class CausalLM(Family[_Config]):
     """A decoder, whose layers a family makes in `build`.
 
     Attributes:
-        layers: the blocks.
-        norm: the last norm.
-        lm_head: the output head.
         rotary: the rotary tables; None with learned positions.
         window_rotary: those of blocks with a window; None: the same.
         shares_samples: true if `context_group` shares samples, as in training; false if each rank has whole ones.

@@ -243,7 +243,6 @@ class DocumentsMask(KernelMask):
         bounds: first token of each document, and T, `[N + 1]` in int32; the last documents may be empty.
         rows: as many elements as the longest document has tokens, or some more. A graph takes a number that changes
             from call to call as a size alone.
-        window: as in `PiecesMask`.
     """
 
     bounds: Tensor
@@ -271,9 +270,6 @@ class PiecesMask(KernelMask):
 
     Attributes:
         ends: first place, and end, of each run of queries; on the host.
-        starts_SB: as in `AttentionMask`.
-        window: the window, if it hides any key.
-        key_places: as in `AttentionMask`.
     """
 
     ends: Tensor

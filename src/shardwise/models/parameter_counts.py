@@ -35,9 +35,7 @@ class LocalWidths:
 
     Attributes:
         vocabulary: rows of embedding and head: V / t rounded up to a multiple; the last ranks' are padded.
-        query: width of the queries, q / t.
         key_value: width of the keys, kv / t, but at least one head: with t > kv heads neighbouring ranks hold the same.
-        intermediate: width of the MLP, F / t.
         key_value_copies: number of ranks that hold the same key/value head.
         expert_ranks: ranks that divide the experts of a block among them, E.
     """
@@ -76,7 +74,6 @@ class LocalParameter(NamedTuple):  # which is made in a fraction of the time of 
     Attributes:
         elements: number of elements on this rank, padding included.
         matrix: true if its canonical tensors are matrices, so that weight decay applies.
-        in_block: true if a block has it.
         place: pipeline stage and unit (`layers/units.py`): the number of its block, or a negative one.
         tensors: number of canonical tensors that it holds a part of.
         per: vectors that it is multiplied with; None for a vector, and for a table that is only looked up.
@@ -131,7 +128,6 @@ def local_parameter_count(
     Args:
         tensor: the tensor-parallel degree t.
         vocab_multiple: number that divides each rank's rows of embedding and head.
-        stages: pipeline stages of the rank; None: the whole model.
         block_matrices: true to count only the elements of matrices of blocks.
         expert_ranks: ranks that divide the experts of a block among them.
 
@@ -535,12 +531,10 @@ class OwnShapes:
     """The counts of a model of the user's own.
 
     Attributes:
-        parameters: elements of its parameters.
         token_flops: FLOPs of a training token, forward and backward, as the operators compute them: keys that a mask
             hides count.
         saved_bytes: bytes that the forward pass of a micro-batch keeps for the backward pass without recompute, in the
             dtype in which the class is made.
-        like: the Llama of the same width, depth and matrices.
         is_cut: its class takes the tensor-parallel ranks.
         recomputes: its class takes `recompute`.
     """

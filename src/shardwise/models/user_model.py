@@ -100,7 +100,6 @@ def build_user_model(
 
     Args:
         seeds: false for tensors without data, to leave torch's generators as they are.
-        part: the stage; None: the whole model.
 
     Raises:
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at
@@ -282,7 +281,6 @@ class _OwnClass:
     """A class of the user's own, and the arguments of its constructor.
 
     Attributes:
-        family: name of the class, as the recipe has it.
         names: keyword arguments of the class and, as far as constructors pass on `**kwargs`, of its base classes.
         required: arguments of the class without a default. Those of a base are not required: the class may give them.
         takes_any: true if the class has `**kwargs`, and so may take other names too.

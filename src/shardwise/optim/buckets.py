@@ -40,7 +40,6 @@ class Bucket:
         gradients: flat buffer of the same length for the gradients.
         numel: N, padding included.
         orders: dimensions of each parameter from the slowest to the fastest in memory.
-        owned: elements that this rank updates.
         shard: owned part of `values`, which has memory at all times.
         gradient: owned part of the reduced gradients.
         master: owned part in the optimizer's dtype, such as float32 master weights of bfloat16 parameters.
@@ -51,7 +50,6 @@ class Bucket:
         head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
             None if the bucket has no such weight.
         reduced: True once this step's reduction has begun.
-        ready: indices of the parameters whose gradients are complete in this step.
     """
 
     frees_values: ClassVar[bool] = False
@@ -425,9 +423,6 @@ class GroupSums:
     The micro-batches of a step are D groups of neighbours (`train.data_grain`), of which each data-parallel rank has a
     run. The gradients of a group are added one after the other, those of two neighbouring groups then, and so on: the
     sum over a rank's groups is a node of the binary tree whose upper levels the ranks add (`collectives.tree_sum`).
-
-    Args:
-        gradient: tensor in which the gradients of the present group add up.
     """
 
     def __init__(self, gradient: Tensor) -> None:

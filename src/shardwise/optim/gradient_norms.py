@@ -130,7 +130,6 @@ class _Share:
     """This rank's parts of the tensors of one parameter group that the same number of ranks own.
 
     Attributes:
-        group: index of the parameter group.
         copies: number of ranks that own the same elements.
         tensors: owned runs of each tensor, by the tensor's number.
         atoms: elements of an atom of each tensor (`exact_sums`).

@@ -32,7 +32,6 @@ class Matrix:
     Attributes:
         name: canonical tensor that holds it.
         first: its first output in that tensor.
-        group: number of its parameter group.
     """
 
     name: str
@@ -51,7 +50,6 @@ class MatrixPart:
     """A rectangle of a matrix that this rank owns.
 
     Attributes:
-        bucket: bucket that holds it.
         start: start in the bucket's owned part of the run that holds it.
         size: shape of that run.
         order: dimensions of the run from the slowest to the fastest in memory.
@@ -80,7 +78,6 @@ class MatrixExchange:
 
     Args:
         model: slices of the model that this rank owns.
-        by_head: True to take each attention head of Q, K and V as a matrix.
 
     Attributes:
         owners: rank, in the stage, that computes each matrix's update.

@@ -36,7 +36,6 @@ class StateSlice:
     """A box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
-        piece: piece of the canonical tensor that has the elements.
         box: elements as a box of the canonical tensor.
         order: dimensions of the box from the slowest to the fastest in the run.
         start: offset of the run in the bucket's owned part.
@@ -194,7 +193,6 @@ def begin_restoring(
     A bucket gets the entries that the class keeps with the options of the bucket's parameter group.
 
     Args:
-        names: names of the saved tensors.
         steps: number of steps of the whole optimizer.
         numbers: numbers of each bucket; None: the count of steps alone, as checkpoints of earlier versions have it.
     """

@@ -41,7 +41,6 @@ class _Unit:
     """A module whose passes need some buckets.
 
     Attributes:
-        buckets: buckets whose values are freed.
         neighbors: the units inside the pipeline stage, in the order of the forward pass; a stage itself is not in it.
         trained: parameters of the unit whose gradients its backward pass completes.
         has_backward: True if the unit's backward pass needs its weights. An embedding's does not, and a head computes

@@ -215,8 +215,6 @@ class ModelSlices:
     """The slices of the model that this rank owns, and the ranks that own the others.
 
     Attributes:
-        groups: buckets of each parameter group.
-        pieces: pieces of canonical tensors that each parameter holds.
         sum_dtype: argument of `CanonicalNorms`.
     """
 

@@ -62,10 +62,8 @@ def build_trainer(
     """The trainer of this rank: feed, model shard, optimizer. Collective over the mesh.
 
     Args:
-        data: prepared data.
         weights: a checkpoint, whose masters are read if it has them, or a Hugging Face folder; None draws the weights.
         layout: the result of `check_layout` if the caller has it; None checks here.
-        sets: further texts of evaluations.
 
     Raises:
         ConfigError: the weights are of another model, or damaged; a model of the user's own swaps axes.

@@ -26,7 +26,6 @@ class FoundCheckpoints:
     """The checkpoints at the place where a run saves.
 
     Attributes:
-        root: the place.
         saved: all checkpoints, newest first.
         candidates: checkpoints to try, in this order, until one is intact.
     """
@@ -40,9 +39,6 @@ def look_for_checkpoints(
     config: Config, root: Root, directory: RunDirectory, stored: Mapping[str, Any] | None
 ) -> FoundCheckpoints:
     """The checkpoints at a place, of which nothing is changed.
-
-    Args:
-        stored: configuration of the earlier run in this folder; None where there is none.
 
     Raises:
         ConfigError: the checkpoints there are not this run's, it has saved its own elsewhere, or `data.stages` changes

@@ -36,7 +36,6 @@ class Evaluation:
         counted: number of each objective's targets.
         accuracies: share of the targets that the model finds likeliest, for each objective of BERT; else empty.
         tokens: targets of the next token, or for BERT tokens read, without padding; 0 where they were not counted.
-        seconds: time of the evaluation, without the start.
         sequences: samples read; 0 where they were not counted.
         bytes: UTF-8 bytes of the text of the targets; None where they are not known.
     """
@@ -170,13 +169,7 @@ def evaluate(
     parallel: ParallelConfig | None = None,
     bytes_V: npt.NDArray[np.int64] | None = None,
 ) -> Evaluation:
-    """Mean losses over every sample of `batches`, each once; collective, equal on every rank.
-
-    Args:
-        shown: this rank shows the progress.
-        parallel: how a model in pipeline stages is cut.
-        bytes_V: UTF-8 bytes of each id's text; None counts no bytes.
-    """
+    """Mean losses over every sample of `batches`, each once; collective, equal on every rank."""
     with progress("evaluating", batches.num_samples, "sequence", shown=shown) as advance:
         rounds = _rounds(batches, mesh, micro_batch, advance)
         found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)

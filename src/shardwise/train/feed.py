@@ -43,9 +43,7 @@ class Feed:
     depend on the position alone, neither on the number of threads nor on earlier reads.
 
     Attributes:
-        batches: samples of the training part.
         evaluation_batches: samples of the evaluation part; None where the data hold too few.
-        sets: further texts of evaluations.
         seconds: time spent in waiting for the reading threads since this was last set to 0.
     """
 

@@ -37,7 +37,6 @@ class MicroBatch:
         inputs: tensors by the names of the arguments of a family's forward.
         counts_K: counted targets of each objective.
         samples: each sample's number in the run, [B], on the host.
-        samples_B: the same numbers on the device.
         lengths_B: tokens of each sequence before its padding; None where no sequence is padded.
         documents: sizes of the documents in whole samples; None where documents do not attend by themselves.
     """
@@ -99,7 +98,6 @@ class MicroBatch:
 
         Args:
             x: output of the part before; None for the first part.
-            dropout: key of the step; None in an evaluation.
         """
         parameters = _signature(type(part).forward).parameters
         arguments: dict[str, Any] = dict(self.inputs)

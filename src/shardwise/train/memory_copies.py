@@ -56,8 +56,6 @@ class MemoryCopies:
     """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
 
     Attributes:
-        problem: reason why no copies are kept, or None.
-        count: number of copies that were made.
         seconds: time for which training waited for them.
     """
 
@@ -349,7 +347,6 @@ def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> boo
     """Return whether a run has done the step of a copy, and no later start has undone it.
 
     Args:
-        step: step of a copy.
         copied: value of `began` when the copy was made.
         began: steps that were done when each start of the run began to train.
     """

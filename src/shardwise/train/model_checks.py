@@ -105,9 +105,6 @@ def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedun
 
     Of parameters that ZeRO-3 frees, copies of their parts are compared.
 
-    Args:
-        step: steps that are done.
-
     Raises:
         RunError: names the first tensor that differs and the ranks whose value is not that of most of their group.
     """

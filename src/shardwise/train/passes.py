@@ -69,9 +69,6 @@ class Passes:
 
         A stage without a loss has the terms 0. With `last` the gradients are complete afterwards, and each bucket's
         reduction starts during the backward pass. Collective.
-
-        Args:
-            step: number of the step, of which random numbers are a function.
         """
         # New weights may still be on their way on the same communicator: the forward pass waits for each as it needs
         # it, and only the loss waits for these numbers, which come behind all weights.

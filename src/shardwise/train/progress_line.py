@@ -39,9 +39,6 @@ class ProgressLine:
 
     Args:
         every_update: print a line at each `update` where there is no terminal, not only about twenty in a run.
-        totals: totals of the run at the start of its stage.
-        done: steps done up to then.
-        end: the run's last step.
 
     Attributes:
         before_steps: what the run does while it has done no step, for the user.

@@ -93,9 +93,6 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
 def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
     """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none. Collective.
 
-    Args:
-        timeout: seconds, as in `join`.
-
     Raises:
         ConfigError: folders differ; raised on every rank, with the folders and the ranks.
     """
@@ -108,8 +105,6 @@ def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str]
     """Raise ConfigError on every rank, with what differs, where any rank's values are not the first rank's. Collective.
 
     Args:
-        values: values of this rank, by name.
-        world: the ranks.
         places: names of absolute paths, which are compared without symbolic links.
     """
     first = collectives.broadcast_object(values, world)

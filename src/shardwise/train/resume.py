@@ -52,9 +52,6 @@ _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
     """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
-    Args:
-        stored: configuration of the earlier run in this folder; None where there is none.
-
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or the checkpoints there are not this run's.
     """
@@ -89,10 +86,8 @@ class Resumed:
 
     Attributes:
         manifest: manifest without its files and tensors, which take much memory.
-        folder: folder of the checkpoint.
         damage: damage in files that the training does not need, one line each.
         received: number of ranks whose part came from the memory of another node; None if it was read from the disk.
-        seconds: time that the reading took.
     """
 
     manifest: Manifest

@@ -113,12 +113,10 @@ class _Turn:
     """A stage of a run that begins, or the end of the run.
 
     Attributes:
-        config: configuration of the stage.
         path: folder of the run; None before rank 0 has named it.
         step: steps that are done; None before anybody has looked.
         began: time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
         totals: totals of the stages before in this process; None in the first one.
-        is_last: True if the run has ended.
     """
 
     config: Config
@@ -295,11 +293,7 @@ def _begin(
     resumed: Resumed | None,
     turn: _Turn,
 ) -> None:
-    """Report the start, and bring the data to the place from which the run continues.
-
-    Args:
-        resumed: the state that was restored, if any.
-    """
+    """Report the start, and bring the data to the place from which the run continues."""
     config = opened.config
     end = opened.progress.end_position(config.last_step, config.train.global_batch)
     if resumed is not None:

@@ -37,7 +37,6 @@ class SaveFlags(NamedTuple):
     They are floats, as they travel with the norms and losses of a step (`Trainer.step`).
 
     Attributes:
-        stop: this rank is asked to stop.
         save: a checkpoint is due by the time since the last one; on rank 0 alone, as clocks of machines differ.
     """
 

@@ -39,9 +39,6 @@ class SourceLosses:
     """Sums of losses and targets by source since the last step that was logged.
 
     Only the first objective counts, which predicts tokens.
-
-    Args:
-        batches: samples of the training part, which know their sources.
     """
 
     def __init__(self, batches: BlendedBatches, mesh: Mesh) -> None:

@@ -38,10 +38,7 @@ class RunFolder:
     """A run's folder.
 
     Attributes:
-        directory: the folder itself.
-        id: id of the run.
         key: text that tells this folder from copies of it, which may have the same id.
-        checkpoints: checkpoints that the run can continue from.
         changes: keys whose values differ from those of the earlier run of this folder, one line each.
         notes: remarks for the user on trackers.
         batch_note: remark on a global batch that is kept from the earlier run; None where the configured one is used.
@@ -70,8 +67,6 @@ class OpenedRun:
     """One rank's part of a run that was opened: all that its phases share.
 
     Attributes:
-        data: prepared data; `Feed.open` makes batches of them.
-        sets: further texts of evaluations.
         weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
         followed: folder of the run, on rank 0; None on all other ranks.
         companions: files that each checkpoint has next to the weights; on rank 0 alone.

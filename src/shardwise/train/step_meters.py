@@ -233,13 +233,7 @@ class StepNumbers(NamedTuple):
 
 
 class StepMeters:
-    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use.
-
-    Attributes:
-        clock: times by part of the step.
-        sources: losses by source; None without a mixture.
-        experts: loads of experts; None in a dense model.
-    """
+    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use."""
 
     def __init__(self, training: Training) -> None:
         self._training = training

@@ -31,10 +31,7 @@ class Progress:
     """The progress of a training, over all its runs, and its present phase, which errors name.
 
     Attributes:
-        step: optimizer steps done.
         before: steps among them that earlier runs did.
-        samples: samples trained on.
-        tokens: tokens trained on.
         position: place in the order of the data; greater than `samples` where batches were left out.
         losses: losses of the last steps, at most `SMOOTHED_STEPS`, since a stage of the data began.
         phase: present work of the run, as a noun phrase.
@@ -101,15 +98,12 @@ class StepRecord:
     """One finished optimizer step.
 
     Attributes:
-        step: number of the step, from 1, over the whole training.
         loss: mean loss of the global batch, before the update.
         mean_loss: mean of `loss` over this step and the ones before.
         mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.
-        lr: learning rate of the update.
         grad_norm: norm of the whole model's gradients, before clipping.
         param_norm: norm of the whole model's parameters, before the update, in steps that are logged.
         tokens: tokens read by all ranks over the whole training, this step included.
-        samples: samples read by all ranks, counted likewise.
         seconds: wall time of this step on this rank, without evaluation. On an accelerator the step ends when its
             update is queued, so the update itself counts to the next step.
         input_seconds: part of `seconds` in which this rank waited for data.
@@ -123,10 +117,7 @@ class StepRecord:
             stages.
         memory: bytes in use on this rank, by kind, in steps that are logged.
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
-        straggler: slowest rank.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
-        sources: numbers of each source of a mixture, in steps that are logged.
-        experts: numbers of the experts of a sparse model, in steps that are logged.
         is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
@@ -220,7 +211,6 @@ class StartTotals:
         steps_before: steps done by earlier starts.
         seconds_before: time to train of earlier starts; None where they recorded none.
         began: time at which the first stage began to train, by `time.perf_counter`.
-        throughput: throughput up to now.
     """
 
     steps_before: int

@@ -51,9 +51,7 @@ class PredictedStep:
     """The prediction for machines that need not be here.
 
     Attributes:
-        cluster: the machines in words.
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
-        seconds: time of a step; None if it is not known.
         facts: figures as `shardwise plan --json` has them; None if they are not known.
         problems: the reason why no rank can hold its part, if so.
     """
@@ -83,15 +81,10 @@ def dry_run(
     """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
 
     Args:
-        device: kind of this machine's devices.
-        accelerator: the ranks of the run have accelerators.
-        inputs: rows about data and tokenizer.
         predicted: prediction for other machines; None for this machine.
-        continued: rows about the run that the folder holds.
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
         own: what was counted of a model of the user's own; None: nothing, or a model of a family.
-        as_json: return the facts as JSON instead.
     """
     summary = _Summary(config, layout, accelerator)
     sized = summary
@@ -147,7 +140,6 @@ def start_rows(
     """The rows that a run prints at its start.
 
     Args:
-        parameters: number of the whole model's parameters.
         memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
         token_flops: FLOPs of a token, forward and backward; None where they are not known.
         steps: steps done by earlier runs, and the last step of this run.

@@ -34,7 +34,6 @@ class Trainer(Training):
     Attributes:
         reporter: records the steps and evaluations; None for a caller who reads each record.
         tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
-        compilation: the compiled units of the model, if it is compiled.
         log_every: steps between those that files and progress show; None without a reporter.
     """
 
@@ -67,7 +66,6 @@ class Trainer(Training):
         Args:
             observe: lets the observers work after a step: gets its record, and whether it is the last one.
             checkpoints: one of the observers, which knows who asks the run to stop.
-            traced: a context around each step.
 
         Returns:
             who asked the run to stop before its last step; None if nobody did.

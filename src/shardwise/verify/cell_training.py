@@ -44,7 +44,6 @@ class Reference:
     """The training in one process.
 
     Attributes:
-        losses: losses of all steps.
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
         states: texts of the training's state after its middle and after its end (`state_texts`).

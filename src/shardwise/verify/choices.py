@@ -37,8 +37,6 @@ def compared(
     Collective.
 
     Args:
-        train: a training, whose routers follow the given choices.
-        reference: choices of one process.
         tolerance: rounding error of a score, relative to the largest score of its token.
     """
     own = Choices(reference, tolerance)
@@ -70,7 +68,6 @@ class Choices:
 
     Attributes:
         reference: choices of one process; empty: there are none to compare with.
-        tolerance: see `compared`.
         replays: true if routers take the experts of the reference.
         recorded: choices of this training, if there is no reference: one process has all tokens.
         differing: number of experts of a token that the reference has not, by recorded sequence and place in it.

@@ -45,9 +45,7 @@ class Check:
     """The finding of a check.
 
     Attributes:
-        name: subject of the check.
         status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
-        found: present state, or the problem.
         mend: advice; empty if all is well.
     """
 

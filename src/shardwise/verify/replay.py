@@ -156,8 +156,6 @@ class Comparison:
     """A comparison of a replay with the record of its run.
 
     Attributes:
-        steps: steps whose losses were compared.
-        hashes: steps whose state hashes were compared.
         step: first step at which the two differ; None where they are equal to the bit.
         differences: the numbers or tensors that differ at this step, one text each.
     """

@@ -40,11 +40,8 @@ class CellOutcome:
     """A cell's result and its judgement.
 
     Attributes:
-        cell: layout that was trained.
         differences: largest differences from the reference; None if the cell failed.
-        problems: breaches of the contract, or the reason why the cell failed.
         source: name of the layout whose checkpoint was read.
-        seconds: duration of both trainings of the cell.
     """
 
     cell: layouts.Cell
@@ -74,7 +71,6 @@ class Verification:
     """The outcome of a whole verification.
 
     Attributes:
-        losses: losses of the reference.
         outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
         choices: tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model.
     """

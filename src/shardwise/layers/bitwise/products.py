@@ -40,7 +40,6 @@ class Section:
     """Rows of a column-parallel weight that are one linear map, cut into parts along its outputs.
 
     Attributes:
-        rows: rows on this rank.
         repeats: parts of this rank that use the same rows, such as those of one key head.
         copies: ranks that hold the same rows.
     """

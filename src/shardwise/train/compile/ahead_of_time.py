@@ -34,7 +34,6 @@ class CompilationPlan:
     """The graphs of a training, and the settings of their compilation.
 
     Attributes:
-        device: kind of the device.
         threads: threads that each rank of the training computes with; the code of a graph depends on them.
         facts: facts of each graph, as the training's ranks will find it.
         only_capture: trace the graphs and compile none.
@@ -67,9 +66,7 @@ class GraphOutcome:
     """The result for one graph.
 
     Attributes:
-        seconds: time of the compilation.
         entry: graph in the cache; None where it was only captured, or failed.
-        problem: reason of the failure; None without one.
     """
 
     facts: Facts

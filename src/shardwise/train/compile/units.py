@@ -55,8 +55,6 @@ class CapturedGraph:
     Attributes:
         unit: name of the unit that it computes.
         training: the graph has a backward pass.
-        is_hit: the code was in the cache.
-        seconds: time of the call that captured it.
     """
 
     unit: str
@@ -77,8 +75,6 @@ class Compilation:
         only: unit that is compiled; None compiles all.
 
     Attributes:
-        graphs: graphs that were captured so far, in order.
-        compiles_blocks: true if any block is compiled.
         folder: the compiler's folder, of the graphs of this run alone; None: functions are not kept.
 
     Raises:
