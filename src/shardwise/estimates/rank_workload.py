@@ -34,6 +34,7 @@ class RankWorkload:
     Attributes:
         model: configuration of a family whose shapes are known.
         precision: dtypes, resolved.
+        accelerator: True if the run is on an accelerator.
         stages: stages of that rank; without a pipeline a single one, which is the model.
         imbalance: rows of experts on this rank over those of balanced loads.
     """

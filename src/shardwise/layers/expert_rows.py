@@ -218,7 +218,9 @@ def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidd
     """Return `down(weight · silu(gate) · up)` of rows, `[n, H]`, and write gate and up to `joined`.
 
     Args:
+        x: `[n, H]`.
         weight: of each row, `[n, 1]`.
+        joined: `[n, 2w]`.
         to_width: gate and up projection, `[2w, H]`.
         to_hidden: down projection, `[H, w]`.
     """

@@ -352,6 +352,7 @@ class _Gathering:
     Attributes:
         pieces: rows of each rank that travel together.
         pending: the gather of each piece.
+        result: X, complete after `wait()`.
     """
 
     def __init__(self, x: Tensor, group: Group, how: Overlap | None) -> None:

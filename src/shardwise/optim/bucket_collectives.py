@@ -38,6 +38,7 @@ class Reductions:
         update_reduced: called with each bucket that is reduced while others still wait for gradients; None: nothing.
 
     Args:
+        buckets: buckets of this rank; more may be added to this list.
         places: bucket of each trained parameter, and its number there.
     """
 

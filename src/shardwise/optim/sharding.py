@@ -95,6 +95,7 @@ class Dtypes:
     Attributes:
         gradient: dtype of accumulated gradients; None: the parameter's.
         reduce: dtype of gradients while they are summed over the ranks; None: as accumulated.
+        optimizer: dtype of masters and state.
         state: dtype of the state; None: that of masters.
         rounding: `stochastic` rounds masters and state to bfloat16 so that their mean is kept.
 

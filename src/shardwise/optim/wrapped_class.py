@@ -215,6 +215,7 @@ class ModelSlices:
     """The slices of the model that this rank owns, and the ranks that own the others.
 
     Attributes:
+        pieces: pieces of canonical tensors that each parameter holds.
         sum_dtype: argument of `CanonicalNorms`.
     """
 

@@ -56,6 +56,7 @@ class MemoryCopies:
     """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
 
     Attributes:
+        problem: reason why no copies are kept, or None.
         seconds: time for which training waited for them.
     """
 

@@ -67,6 +67,7 @@ class GraphOutcome:
 
     Attributes:
         entry: graph in the cache; None where it was only captured, or failed.
+        problem: reason of the failure; None without one.
     """
 
     facts: Facts

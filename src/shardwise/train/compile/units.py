@@ -55,6 +55,7 @@ class CapturedGraph:
     Attributes:
         unit: name of the unit that it computes.
         training: the graph has a backward pass.
+        is_hit: the code was in the cache.
     """
 
     unit: str
