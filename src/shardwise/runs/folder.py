@@ -337,13 +337,13 @@ class RunDirectory:
         link = root / "latest"
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
-        inside = self.path.resolve().parent == root.resolve()
+        path = self.path.resolve()  # of `latest` itself, where a run goes on by that name
         temporary = root / f".latest.{os.getpid()}.tmp"
         # A link cannot be replaced in place: it is made under another name, and renamed over the former one.
         with _making(link):
             root.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
+            temporary.symlink_to(path.name if path.parent == root.resolve() else path, target_is_directory=True)
             temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
