@@ -171,6 +171,11 @@ def binds_nothing() -> bool:
     return re.search(r"(?m)^TaskPlugin\s*=\s*(task/none|\(null\))\s*$", configuration()) is not None
 
 
+def answers() -> bool:
+    """Return True if this machine has SLURM's commands, and its controller answers them."""
+    return shutil.which("sinfo") is not None and _run(["sinfo", "--noheader", "--format=%P"]).returncode == 0
+
+
 def accelerators_per_node(partition: str | None) -> str | None:
     """Return the accelerators of the machine with fewest in the partition (None: the default one), such as `gpu:8`."""
     said = _run(["sinfo", "--noheader", "--format=%P|%G", *([f"--partition={partition}"] if partition else [])]).stdout

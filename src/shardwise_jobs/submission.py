@@ -67,7 +67,7 @@ def reserved(launch: LaunchConfig) -> str | None:
 
     A job that asks for no GPU sees none, though it has the node for itself.
     """
-    if launch.gres is not None or shutil.which("sinfo") is None:
+    if launch.gres is not None or not commands.answers():
         return launch.gres
     return commands.accelerators_per_node(launch.partition)
 

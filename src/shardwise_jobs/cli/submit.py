@@ -226,11 +226,11 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     else:
         ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
     unasked: list[str] = []
-    if gres is None and shutil.which("sinfo") is None:
+    if gres is None and not commands.answers():
         gres = _accelerators(arguments.device, machines, ranks)
         asked = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
         asked = f"{gres} on each node, by --device; --gres names other ones" if gres else asked
-        unasked = [f"there is no sinfo here, which lists the accelerators of the partition: the job asks for {asked}"]
+        unasked = [f"no sinfo answers here, which lists the accelerators of the partition: the job asks for {asked}"]
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
