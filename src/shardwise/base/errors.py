@@ -144,11 +144,7 @@ class ArgumentError(ConfigError, TypeError):
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a ConfigError names what the user gave instead of keys of a recipe.
-
-    Args:
-        names: the user's name for each key.
-    """
+    """Inside, a ConfigError names what the user gave instead of keys of a recipe."""
     try:
         yield
     except ConfigError as error:

@@ -387,7 +387,6 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
     """The reason why `name` must not be joined to a folder; None where the result is sure to lie in that folder.
 
     Args:
-        name: name that comes from outside.
         nested: True also allows a result in a folder of that folder, as `a/b` has.
     """
     if not isinstance(name, str):

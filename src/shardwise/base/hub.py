@@ -476,9 +476,9 @@ def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
     """
     totals = {match[1] or "": int(match[2]) for name in names if (match := _PART.fullmatch(name))}
     last = max((max(ranks, int(writer[6:11])) for writer in totals if writer), default=0)
-    wanted = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
-    wanted += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
-    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in wanted]
+    numbered = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
+    numbered += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
+    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in numbered]
     return sorted({*files} - {*names})
 
 

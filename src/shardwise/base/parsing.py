@@ -92,11 +92,7 @@ _STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
 
 
 class NotReadError(ValueError):
-    """A text is no YAML of plain values.
-
-    Attributes:
-        problems: each in a sentence.
-    """
+    """A text is no YAML of plain values."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
@@ -164,16 +160,8 @@ def _too_deep(origin: str) -> str:
     return f"{origin} must have at most {MOST_LEVELS} levels of lists and mappings inside each other, and it has more"
 
 
-def _too_many(origin: str) -> str:
-    return f"{origin} must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
-
-
 class _Conversion:
-    """The conversion of a tree to values. An alias is a node that is met again.
-
-    Attributes:
-        problems: what is wrong with the tree so far, each in a sentence.
-    """
+    """The conversion of a tree to values. An alias is a node that is met again."""
 
     def __init__(self, origin: str) -> None:
         self.problems: list[str] = []
@@ -186,7 +174,8 @@ class _Conversion:
         if len(path) > MOST_LEVELS:
             raise NotReadError([_too_deep(self._origin)])
         if self._values > MOST_VALUES:
-            raise NotReadError([_too_many(self._origin)])
+            too_many = f"must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
+            raise NotReadError([f"{self._origin} {too_many}"])
         if node.tag not in _STANDARD_TAGS:
             self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
             return None

@@ -251,7 +251,6 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
 
     Args:
-        replicas: the data-parallel degree.
         part: `all` puts every document into one part, the training one.
     """
     sections = _sections_of_batches(folder, values, replicas)
@@ -295,20 +294,15 @@ def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, np
     _, accelerated = accelerators()
     # The degree follows from the configuration, which is therefore made twice.
     parallel = config_for(1).parallel
-    whole = parallel.model_ranks
-    world = place.world if place is not None else nproc or accelerated // whole * whole or whole
+    copy_ranks = parallel.model_ranks
+    world = place.world if place is not None else nproc or accelerated // copy_ranks * copy_ranks or copy_ranks
     if world < 1:
         raise ConfigError(f"--nproc ({world}) must be at least 1")
     return world, config_for(max(1, world // parallel.ranks))
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
-    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer.
-
-    Args:
-        replicas: the data-parallel degree.
-        settings: the section `evaluation`.
-    """
+    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer."""
     sections = _sections_of_batches(folder, values, replicas)
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
     sections["evaluation"] = dict(settings)

@@ -65,12 +65,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Node:
-    """The node of this launcher.
-
-    Attributes:
-        number: index among the nodes of the attempt, in the order of SLURM's list.
-        name: SLURM's name of the node; without one the host's.
-    """
+    """The node of this launcher."""
 
     attempt: Attempt
     number: int

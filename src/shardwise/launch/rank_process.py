@@ -30,11 +30,7 @@ _PARENT_POLL_SECONDS = 0.5
 
 @dataclass
 class RankExit:
-    """The end of a rank's work, filled in when the `with` statement of `as_rank` is left.
-
-    Attributes:
-        code: exit code for the process.
-    """
+    """The end of a rank's work, filled in when the `with` statement of `as_rank` is left."""
 
     code: int = 0
 

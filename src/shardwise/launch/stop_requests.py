@@ -41,11 +41,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Requests:
-    """The signals that one process has got.
-
-    Attributes:
-        by: first signal, as a user reads it; None before it.
-    """
+    """The signals that one process has got."""
 
     def __init__(self) -> None:
         self.by: str | None = None

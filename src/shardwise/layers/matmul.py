@@ -347,12 +347,7 @@ def _gather_and_multiply(
 
 
 class _Gathering:
-    """X `[S, B, I]` on its way from the `[S/g, B, I]` of each rank, in the order that `_as_gathered` gives.
-
-    Attributes:
-        pieces: rows of each rank that travel together.
-        pending: the gather of each piece.
-    """
+    """X `[S, B, I]` on its way from the `[S/g, B, I]` of each rank, in the order that `_as_gathered` gives."""
 
     def __init__(self, x: Tensor, group: Group, how: Overlap | None) -> None:
         rows, *row_shape = x.shape
@@ -515,11 +510,7 @@ def graph_gradient_of(weight: Tensor) -> Tensor | None:
 
 @contextmanager
 def graph_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, a graph of linear layers takes the gradients to which their products add in place as inputs.
-
-    Args:
-        gradients: pairs of a parameter and its gradient in float32.
-    """
+    """Inside, a graph of linear layers takes the gradients to which their products add in place as inputs."""
     weights = []
     for weight, gradient in gradients:
         if getattr(weight, "products_add", None) == "in place":

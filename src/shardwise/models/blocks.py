@@ -415,12 +415,7 @@ def gives_losses(model: nn.Module) -> bool:
 
 
 class Stages(nn.ModuleList):
-    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`.
-
-    Attributes:
-        hidden_size: width of x between stages.
-        plan: place of each stage in the model.
-    """
+    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

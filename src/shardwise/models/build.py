@@ -114,6 +114,7 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         replicas=mesh.replicas,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
+        scaler=None,
     )
 
 

@@ -218,11 +218,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
-    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers.
-
-    Args:
-        split_heads: true if each head of Q, K and V is a matrix.
-    """
+    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     shapes = Counter([(hidden, query)])
@@ -276,11 +272,7 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class _StageParameters:
-    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`.
-
-    Attributes:
-        at_both_ends: true if the embedding is tied, and its other end is on another pipeline rank.
-    """
+    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`."""
 
     model: FamilyConfig
     local: LocalWidths

@@ -189,11 +189,7 @@ class Bucket:
         self.attach_gradients()
 
     def adopt(self, index: int) -> None:
-        """Copy a gradient into the bucket that lies elsewhere: the bucket had no memory, or the caller replaced it.
-
-        Args:
-            index: number of the parameter; those of the heads' leaves follow.
-        """
+        """Copy a gradient into the bucket that lies elsewhere: the bucket had no memory, or the caller replaced it."""
         leaf, view = self._leaves[index]
         if leaf.grad is view:
             return

@@ -70,7 +70,6 @@ class UnitWeights:
     """Gathers and releases the freed buckets of a model, as the passes of its units need them.
 
     Args:
-        prefetch: number of units whose gather is started ahead.
         once_a_step: True to release nothing until the update, so that each bucket is gathered once a step.
     """
 

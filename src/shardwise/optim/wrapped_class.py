@@ -212,11 +212,7 @@ def _require_kept(
 
 @dataclass(frozen=True)
 class ModelSlices:
-    """The slices of the model that this rank owns, and the ranks that own the others.
-
-    Attributes:
-        sum_dtype: argument of `CanonicalNorms`.
-    """
+    """The slices of the model that this rank owns, and the ranks that own the others."""
 
     groups: list[list[Bucket]]
     pieces: Pieces

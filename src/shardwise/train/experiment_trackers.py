@@ -114,7 +114,6 @@ class EventFile:
     """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
 
     Args:
-        folder: folder of the run's event files.
         first_step: first step of this file; later steps of earlier files are no longer shown.
     """
 

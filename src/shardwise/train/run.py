@@ -295,7 +295,7 @@ def _begin(
 ) -> None:
     """Report the start, and bring the data to the place from which the run continues."""
     config = opened.config
-    end = opened.progress.end_position(config.last_step, config.train.global_batch)
+    end = opened.progress.position + (config.last_step - opened.progress.step) * config.train.global_batch
     if resumed is not None:
         continue_data(resumed.manifest, opened.data, trainer)
     reporter.start(
@@ -371,11 +371,7 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption.
-
-    Args:
-        is_border: this process did the steps before, in another stage.
-    """
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume

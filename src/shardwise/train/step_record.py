@@ -45,10 +45,6 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
-    def end_position(self, last_step: int, global_batch: int) -> int:
-        """The place in the order of the data after `last_step`, where all steps until then have this batch."""
-        return self.position + (last_step - self.step) * global_batch
-
     def advance(self, loss: float, samples: int, length: int) -> float | None:
         """Count a step that was done, on `samples` samples of `length` tokens.
 

@@ -143,12 +143,7 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
 
 
 def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
-    """Check the threads of a rank.
-
-    Args:
-        cpus: number of CPUs that the process may run on.
-        limit: CPUs that its container may use at once; None without a limit.
-    """
+    """Check the threads of a rank."""
     value = variables.get("OMP_NUM_THREADS")
     usable = cpus if limit is None else min(cpus, max(1, int(limit)))
     cpus_text = counted(cpus, "CPU")
@@ -258,12 +253,7 @@ _TORCH = "install a torch for this machine's devices: https://pytorch.org/get-st
 def software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Check Python and packages.
-
-    Args:
-        requires: returns the requirements of a distribution, as `importlib.metadata.requires` does.
-        version: returns its version, as `importlib.metadata.version` does.
-    """
+    """Check Python and packages."""
     try:
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:

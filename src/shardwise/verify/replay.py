@@ -157,7 +157,6 @@ class Comparison:
 
     Attributes:
         step: first step at which the two differ; None where they are equal to the bit.
-        differences: the numbers or tensors that differ at this step, one text each.
     """
 
     steps: tuple[int, ...]

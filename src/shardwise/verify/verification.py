@@ -24,12 +24,7 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class MiddleCheckpoint:
-    """A checkpoint of the middle of a training.
-
-    Attributes:
-        folder: folder of the checkpoint.
-        layout: name of the layout that saved it.
-    """
+    """A checkpoint of the middle of a training."""
 
     folder: Path
     layout: str
@@ -41,7 +36,6 @@ class CellOutcome:
 
     Attributes:
         differences: largest differences from the reference; None if the cell failed.
-        source: name of the layout whose checkpoint was read.
     """
 
     cell: layouts.Cell
@@ -49,11 +43,6 @@ class CellOutcome:
     problems: Sequence[str]
     source: str | None = None
     seconds: float = 0.0
-
-    @property
-    def has_other_choices(self) -> bool:
-        """True if routers chose other experts than in one process, so that its choices were replayed."""
-        return self.differences is not None and self.differences.choices.differing > 0
 
     def facts(self) -> dict[str, Any]:
         """Return all fields, for JSON."""

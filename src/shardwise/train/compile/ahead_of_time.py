@@ -63,11 +63,7 @@ class CompilationPlan:
 
 @dataclass(frozen=True)
 class GraphOutcome:
-    """The result for one graph.
-
-    Attributes:
-        entry: graph in the cache; None where it was only captured, or failed.
-    """
+    """The result for one graph."""
 
     facts: Facts
     seconds: float

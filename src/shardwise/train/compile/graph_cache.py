@@ -52,7 +52,6 @@ class CachedGraph:
     """A graph in the folder.
 
     Attributes:
-        bytes: size of the file.
         used: time at which it was written or last read whole, in seconds since 1970.
     """
 
@@ -134,11 +133,7 @@ class GraphCache:
         return CachedGraph(path, facts, len(content), time.time())
 
     def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
-        """Remove the graphs that were used longest ago until at most so many bytes are left; returns the removed.
-
-        Args:
-            kept: facts of graphs that stay, whatever their size.
-        """
+        """Remove and return the graphs that were used longest ago until so many bytes are left; `kept` stay anyway."""
         kept_keys = {key_of(facts) for facts in kept}
         size = 0
         removed = []

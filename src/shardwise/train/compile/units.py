@@ -50,12 +50,7 @@ def unit_of_layer(model: FamilyConfig, layer: int) -> str:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph that this process has captured.
-
-    Attributes:
-        unit: name of the unit that it computes.
-        training: the graph has a backward pass.
-    """
+    """One graph that this process has captured."""
 
     unit: str
     training: bool
