@@ -243,11 +243,7 @@ def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[
 
 
 def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """The place of the files, in the words of `FOUND`; nothing is fetched.
-
-    Raises:
-        ConfigError: the hub does not have them, or does not give them to this user.
-    """
+    """The place of the files, in the words of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -495,11 +491,7 @@ def has_weights(names: Collection[str]) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Checks that a folder has safetensors weights.
-
-    Raises:
-        ConfigError: there are none (for pickled weights, how to convert them), or the index is broken.
-    """
+    """Checks that a folder has safetensors weights; ConfigError if there are none, or the index is broken."""
     try:
         names = [file.name for file in folder.iterdir()]
         index = (folder / INDEX).read_bytes() if INDEX in names and SINGLE not in names else None

@@ -64,11 +64,7 @@ def _is_within(value: Any, levels: int) -> bool:
 
 
 def json_object(text: str | bytes, file: str) -> dict[str, Any]:
-    """The JSON object in the text of a file that a user may have written; `file` names it in errors.
-
-    Raises:
-        ConfigError: it holds none.
-    """
+    """The JSON object in the text of a file of a user's, which is `file` in errors; ConfigError if it holds none."""
     try:
         value = json_value(text)
     except ValueError as error:
@@ -131,11 +127,7 @@ def yaml_value(text: str, origin: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it holds none.
-    """
+    """The mapping that a YAML file holds; OSError if it cannot be read, ValueError if it holds none."""
     value = yaml_value(read_plain(path).decode(), "it")
     if not isinstance(value, dict):
         raise ValueError("it is no mapping")
@@ -213,11 +205,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """The record in a text, which is a file or a line, by a parser such as Python's.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
+    """The record in a text, a file or a line, by a parser such as Python's; ValueError if it is no JSON object."""
     value = json_value(text, loads)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
@@ -225,11 +213,7 @@ def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.load
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that is a file's whole content.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is no JSON object.
-    """
+    """The record that is a file's whole content; OSError if it cannot be read, ValueError if it is none."""
     return record_of(read_plain(path))
 
 
@@ -333,11 +317,7 @@ _KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split(
 
 
 def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
-    """A dataclass whose fields are those of a record.
-
-    Raises:
-        ValueError: a field is missing, or has another type than the class says.
-    """
+    """A dataclass whose fields are those of a record; ValueError if one is missing, or has another type."""
     read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)
     return read
 

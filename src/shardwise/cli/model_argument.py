@@ -201,10 +201,7 @@ def _refuse_if_removed(folder: Root) -> None:
 
 
 def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> ModelFolder:
-    """A checkpoint, whose small files are verified; those of one behind a URL are copied to this machine.
-
-    `user_model`: as in `_model_section`.
-    """
+    """A checkpoint, whose small files are verified; those of one behind a URL are copied to this machine."""
     root = folder.root
     # Small files at the top of a checkpoint describe the model; those in its folders are states.
     patterns = (_CONFIG, *BESIDE_WEIGHTS)
@@ -394,11 +391,7 @@ def _without_tokenizer(folder: ModelFolder) -> ConfigError:
 
 
 def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes.
-
-    Args:
-        user_model: `model` section of the user, of which `family` and `ignore` count.
-    """
+    """The `model` section of the text of a `config.json`; of the user's, `family` and `ignore` count."""
     described = json_object(text, file)
     class_name = described.get("family")
     user_family = user_model.get("family")

@@ -155,11 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complete_recipe(arguments: argparse.Namespace) -> None:
-    """Take the recorded configuration of the run in `--run-dir` if no recipe is named.
-
-    Raises:
-        ConfigError: no recipe is named, and no run.
-    """
+    """Take the recorded configuration of the run in `--run-dir` if no recipe is named; ConfigError without either."""
     recipe: str | None = arguments.recipe
     run_path: Path | None = arguments.run_dir
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():
@@ -181,11 +177,7 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
 
 
 def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) -> Cluster | None:
-    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`.
-
-    Raises:
-        ConfigError: an option of a dry run is given without it, or `--nodes` without `--device`.
-    """
+    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`."""
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.json and not arguments.dry_run:
@@ -206,11 +198,7 @@ def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) 
 
 
 def check_user_code(config: Config) -> None:
-    """Import code of the user's own before any rank starts, so that its errors are told once.
-
-    Raises:
-        ConfigError: it cannot be imported, or not be called as it will be.
-    """
+    """Import code of the user's own, so that its errors are told once, as a ConfigError, before any rank starts."""
     if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
@@ -303,11 +291,7 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
 
 
 def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
-    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says."""
     if matmul is None:
         return
     if cluster is not None:
@@ -333,11 +317,7 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
 
 
 def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
-    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it.
-
-    Raises:
-        ConfigError: `train.recompute=auto` where that memory is not known.
-    """
+    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it."""
     from shardwise.estimates.memory import RESERVED, leaves_open
     from shardwise.estimates.memory_choice import choice_text, fitted
 

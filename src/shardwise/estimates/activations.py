@@ -203,10 +203,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
 
 
 def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
-    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps.
-
-    And a router's own input.
-    """
+    """Return the bytes of results that an activation, and a router, compute again from what they keep."""
     model = workload.model
     if model.routing(layer) is not None:
         shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor

@@ -351,11 +351,7 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
-    """Set the trainer to the newest state: that in the memory of the nodes if it is newer than those on the disk.
-
-    Returns:
-        the state that was restored, None at the beginning of a training.
-    """
+    """Restore the newest state, of the memory of the nodes or of the disk; None at the beginning of a training."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)

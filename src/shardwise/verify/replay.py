@@ -80,11 +80,7 @@ def _saved_steps(root: Root) -> list[int]:
 
 
 def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """The configuration of a run, and that of its replay with `overrides`.
-
-    Raises:
-        ConfigError: it cannot be read, or an override is wrong, or would replay another training.
-    """
+    """The configuration of a run, and that of its replay with `overrides`; ConfigError for a wrong one of both."""
     config = config_from(read_stored_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)

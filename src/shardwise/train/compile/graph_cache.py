@@ -173,11 +173,7 @@ class GraphCache:
         return len(paths), size
 
     def export(self, target: Path) -> list[CachedGraph]:
-        """Write all graphs into one file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write all graphs into one file; OSError if it cannot be written."""
         entries = self.entries()
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
@@ -187,11 +183,7 @@ class GraphCache:
         return entries
 
     def take_in(self, source: Path) -> list[CachedGraph]:
-        """Add the graphs of an exported file.
-
-        Raises:
-            ConfigError: the file is no export, or is damaged; nothing is added then.
-        """
+        """Add the graphs of an exported file; ConfigError, and nothing is added, if it is no export, or damaged."""
         wrong = f"{source} must be a file that `shardwise compile --export` wrote"
         try:
             with zipfile.ZipFile(source) as archive:
