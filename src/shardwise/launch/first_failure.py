@@ -105,11 +105,7 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
 
 
 def report_failure(failure: Failure) -> bool:
-    """Record the failure of a rank, unless another rank was first.
-
-    Returns:
-        True if a launcher reads the record and shows it; False without one, so that the caller must show it itself.
-    """
+    """Record the failure of a rank, unless another was first; True if a launcher reads and shows the record."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False

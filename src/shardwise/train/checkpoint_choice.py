@@ -23,11 +23,7 @@ _WENT_BACK = "went_back"
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """The checkpoints at the place where a run saves.
-
-    Attributes:
-        candidates: checkpoints to try, in this order, until one is intact.
-    """
+    """The checkpoints at the place where a run saves; `candidates` are tried in this order until one is intact."""
 
     root: Root
     saved: tuple[StepFolder, ...]

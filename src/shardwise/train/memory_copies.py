@@ -440,11 +440,7 @@ class CopyFiles:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def read(self, part: CopyPart, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
-        """The header of a part and the bytes of its tensors; None where the file is no complete part of this name.
-
-        Args:
-            checked: compare the digest, for which all bytes are read.
-        """
+        """Header and bytes of a part; None if it is no complete one. `checked`: compare the digest, which reads all."""
         try:
             content = self.content(part)
             data = raw(content)

@@ -46,11 +46,7 @@ class Progress:
     phase: str = "start"
 
     def advance(self, loss: float, samples: int, length: int) -> float | None:
-        """Count a step that was done, on `samples` samples of `length` tokens.
-
-        Returns:
-            standard deviations by which the loss is above the mean of the steps before it; None after too few steps.
-        """
+        """Count a step; return the standard deviations by which its loss is above the mean before, None at first."""
         self.step += 1
         self.position += samples
         self.samples += samples

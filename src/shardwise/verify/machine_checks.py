@@ -42,12 +42,7 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of a check.
-
-    Attributes:
-        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
-        mend: advice; empty if all is well.
-    """
+    """The finding of a check; `status`: `wrong` if trainings fail here, `warning` if some do, or are slow."""
 
     name: str
     status: Status

@@ -149,11 +149,7 @@ def _link(source: Root, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a replay with the record of its run.
-
-    Attributes:
-        step: first step at which the two differ; None where they are equal to the bit.
-    """
+    """A comparison of a replay with its run; `step`: first one at which they differ, None where they are equal."""
 
     steps: tuple[int, ...]
     hashes: tuple[int, ...]

@@ -32,11 +32,7 @@ class MiddleCheckpoint:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """A cell's result and its judgement.
-
-    Attributes:
-        differences: largest differences from the reference; None if the cell failed.
-    """
+    """A cell's result and its judgement; `differences`: None if the cell failed."""
 
     cell: layouts.Cell
     differences: Differences | None

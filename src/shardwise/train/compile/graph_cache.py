@@ -49,11 +49,7 @@ def key_of(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """A graph in the folder.
-
-    Attributes:
-        used: time at which it was written or last read whole, in seconds since 1970.
-    """
+    """A graph in the folder; `used`: its last time of use, in seconds since 1970."""
 
     path: Path
     facts: Facts
