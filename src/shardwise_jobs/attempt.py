@@ -127,7 +127,6 @@ class AttemptWatch:
         return any(launcher.is_training for launcher in self._launchers.values())
 
     def end(self, why: str) -> None:
-        """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
     async def run(self, program: Callable[[Attempt], Sequence[str]]) -> AttemptOutcome:
@@ -213,7 +212,6 @@ class AttemptWatch:
         return names if absent and len(absent) < self._nodes else ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Read the messages of one launcher."""
         launcher: _NodeLauncher | None = None
         beat: asyncio.Task[None] | None = None
         task = asyncio.current_task()
@@ -246,7 +244,6 @@ class AttemptWatch:
             writer.close()
 
     async def _beat(self, launcher: _NodeLauncher) -> None:
-        """Show a launcher every second that this process lives."""
         with contextlib.suppress(OSError):
             while launcher.is_connected:
                 launcher.writer.write(b'{"kind": "beat"}\n')

@@ -67,7 +67,7 @@ def record() -> dict[str, Any]:
 
 
 def is_right(result: Mapping[str, Any] | None) -> bool:
-    """True if a program computes what the model computes, up to its rounding."""
+    """True if a reader computes what the model computes, up to its rounding."""
     return result is not None and result.get("by", math.inf) <= TOLERANCE
 
 

@@ -213,7 +213,6 @@ class TaskModel:
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(requests))]
 
     def _continue(self, request: TextRequest, number: int) -> str:
-        """The continuation of the request of this number, on all ranks of a replica."""
         assert isinstance(self._model, Generator | Stages), "the caller has refused other models"
         sampler = Sampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
         tokens: list[int] = []

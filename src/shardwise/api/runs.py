@@ -196,6 +196,7 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
+    from shardwise.cli.recipe_argument import run_folder
     from shardwise.cli.run_preparation import is_finished, prepare_run
     from shardwise.cli.train import check_user_code, with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
@@ -204,7 +205,7 @@ def train(
     _require_train_arguments(config, run_dir, name)
     rank = _join()
     world = 1 if rank is None else rank.world
-    path = None if run_dir is None else Path(run_dir)
+    path = None if run_dir is None else run_folder(os.fspath(run_dir))
     config, objects = _with_hooks(config, data, loss, optimizer, callbacks)
     config = with_batch(config, world, path)
     _require_layout(config, world, is_new=path is None)
@@ -307,5 +308,4 @@ def _numbers(value: Any) -> Any:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file."""
     return json_object(read_plain(path), str(path)) if path.exists() else None

@@ -26,6 +26,7 @@ class progress:
     """The progress of a `with` statement's body, which is given a function to call with each amount that it has done.
 
     Attributes:
+        total: amount of all the work; None if it is unknown.
         noun: what is counted, in the singular; empty: bytes.
         shown: False shows nothing, as on all ranks but the first.
         done: returns the amount so far, of a body that tells none; called from another thread.

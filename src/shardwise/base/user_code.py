@@ -44,6 +44,7 @@ def load(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -
     """The object that `package.module:Name` names, from the current directory or an installed package.
 
     Args:
+        is_of_kind: predicate of objects that the key may name.
         kind: words for that kind, which follow "must be".
 
     Raises:

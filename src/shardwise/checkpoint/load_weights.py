@@ -152,6 +152,6 @@ def require_finite(
 
 
 def tensor_shapes(model: nn.Module, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """Canonical name → shape of the tensors of all stages and experts; collective over the ranks that have others."""
+    """Canonical name → shape of all tensors of the model; collective over the ranks that have others."""
     shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
     return of_all_tensors(shapes, mesh)

@@ -288,9 +288,9 @@ def _numbers_by_bucket(
 
 
 def of_all_tensors(local: Mapping[str, _Result], mesh: Mesh) -> dict[str, _Result]:
-    """Facts by canonical name with those of other stages and experts; collective over the ranks that have them."""
+    """Facts by canonical name with those of other tensors; collective over the ranks that have them."""
     facts = dict(local)
-    for group in (mesh.experts.group, mesh.pp):
+    for group in mesh.dividing_tensors:
         facts = {name: fact for part in collectives.all_gather_objects(facts, group) for name, fact in part.items()}
     return facts
 

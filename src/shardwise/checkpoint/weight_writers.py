@@ -67,8 +67,8 @@ class WeightPlan:
         self._mesh = mesh
         is_freed = optimizer is not None and any(bucket.frees_values for bucket in optimizer.buckets)
         # All ranks of a stage together have each weight once, or all tensor-parallel ranks of a replica have.
-        has_experts = any(piece.replicas for _, _, record in placements(model) for piece in record.pieces)
-        self._ranks = mesh.stage if collectives.any_rank(is_freed or has_experts, mesh.world) else mesh.tp
+        divides = any(piece.replicas for _, _, record in placements(model) for piece in record.pieces)
+        self._ranks = mesh.stage if collectives.any_rank(is_freed or divides, mesh.world) else mesh.tp
         self._local: dict[tuple[str, Box], Tensor] = {}
         """Canonical name and box of each part on this rank → its values."""
         local_boxes: list[tuple[PlannedPiece, Box, bool]] = []
@@ -127,7 +127,6 @@ class WeightPlan:
             yield WeightFile(name, owner, tuple(owned))
 
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
-        """The segments of an owner's files, in their order."""
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:

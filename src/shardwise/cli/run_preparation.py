@@ -29,6 +29,7 @@ class PreparedFolder:
 
     Attributes:
         path: the folder; None where a rank other than 0 does not know it yet.
+        is_new: True if this start has made it.
         latest: folder to which `runs/latest` led before; None if there was none.
     """
 

@@ -25,7 +25,7 @@ from shardwise.base.registered import imported, provided
 from shardwise.base.units import counted
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP, add_overrides
-from shardwise.cli.recipe_argument import load_recipe
+from shardwise.cli.recipe_argument import load_recipe, run_folder
 from shardwise.config import (
     Config,
     Layout,
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir",
         metavar="DIR",
-        type=Path,
+        type=run_folder,
         help="the run's folder: a new one, or that of a run to resume (default: runs/RECIPE-YYYYMMDD-HHMMSS)",
     )
     parser.add_argument(

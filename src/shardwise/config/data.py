@@ -56,6 +56,7 @@ class BuiltInText:
     Attributes:
         description: what it holds, in the words of the key `data.dataset`.
         file: its JSON lines, in the folder `data/corpus`; None: code makes the text.
+        holds_chat: True if it holds conversations.
     """
 
     description: str

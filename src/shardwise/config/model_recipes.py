@@ -66,6 +66,9 @@ def comment_and_sections(
 ) -> tuple[str, dict[str, Any]]:
     """The comment and the sections of the recipe that a model stands for; of a hub id `config.json` alone is fetched.
 
+    Args:
+        recipes: as in `place_of_model`.
+
     Raises:
         ConfigError: it cannot be fetched, or is of a class of the user's own.
     """

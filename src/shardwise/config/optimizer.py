@@ -9,7 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
 from shardwise.config.base_section import RuleTable, Section, broken, reject
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER, LEARNING_RATES, OPTIMIZERS, OptimizerSpec
+from shardwise.config.learning_rates import LEARNING_RATES
+from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
 _LONG_WARMUP, _USUAL_WARMUP = 10, 50

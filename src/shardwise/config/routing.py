@@ -40,12 +40,9 @@ class Routing:
     has_bias: bool = False
 
     def visits(self, ranks: int) -> float:
-        """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices.
-
-        It is exact if ranks have whole groups, or groups the experts of whole ranks.
-        """
-        # Which groups are open is drawn first, and then experts of theirs. `missed` is the share of tokens that a rank
-        # does not get; it has experts of `groups` groups, `each` of one.
+        """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices."""
+        # Exact if ranks have whole groups, or groups the experts of whole ranks.
+        # Open groups are drawn first, then experts of theirs. A rank has `each` experts of `groups` groups.
         group, held = self.experts // self.groups, self.experts // ranks
         groups, each = max(held // group, 1), min(held, group)
         chosen, missed = self.chosen_groups, 0.0

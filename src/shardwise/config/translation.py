@@ -224,6 +224,7 @@ def translate(
 
     Args:
         settings: values by names of the program, in lower case with underscores.
+        program: the program's name in the record; None if it is not known.
         known: values of keys of ours that count where no setting says otherwise.
         has: returns whether one of our targets is valid, as keys of a model depend on its family.
         find: returns the name in the record that a setting's name stands for; None if there is none.

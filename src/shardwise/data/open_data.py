@@ -130,8 +130,6 @@ def _prepare_sources(
 
 @dataclass(frozen=True)
 class PreparedMixture(common.PreparedData):
-    """The data of all sources, by name."""
-
     sources: Mapping[str, common.PreparedData]
 
     @property

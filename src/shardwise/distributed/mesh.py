@@ -438,6 +438,11 @@ class Mesh:
         return Group(_new_group(ranks), name=name, grain=grain)
 
     @property
+    def dividing_tensors(self) -> tuple[Group, Group]:
+        """The ranks that divide the experts, and those of the pipeline: in each, ranks have other tensors."""
+        return self.experts.group, self.pp
+
+    @property
     def stage(self) -> Group:
         """The ranks that hold the same pipeline stages as this one: all of data, context and tensor parallelism."""
         inner = [self._along(axis) for axis in AXES if axis is not PIPELINE]

@@ -284,6 +284,14 @@ def call_forward_hooks(module: nn.Module) -> None:
         hook(module, (), None)
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """True if calls of the module, or of all modules, have hooks before or after their forward."""
+    every = torch.nn.modules.module
+    return any(
+        (module._forward_pre_hooks, module._forward_hooks, every._global_forward_pre_hooks, every._global_forward_hooks)
+    )
+
+
 def call_without_overrides(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function of torch as if no argument's class replaced functions of torch."""
     with torch._C.DisableTorchFunctionSubclass():

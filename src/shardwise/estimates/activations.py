@@ -177,10 +177,9 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + workload.mask_elements
         + _head_norms(workload)
     )
-    # Copies take the place of what rotation made, and of the output of QKV unless a norm keeps it. Heads that lie side
-    # by side are rotated in place.
+    # Copies take the place of what rotation made, and of QKV's output unless a norm keeps it. Else it works in place.
     apart = (model.query_key_norm, model.interleaved_heads, workload.has_parts, workload.gathers_keys)
-    is_rotated = model.rotates(layer) and any(apart) and not workload.copies_heads
+    is_rotated = model.rotates(layer) and (workload.config.compile.enabled or any(apart)) and not workload.copies_heads
     core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32
@@ -223,9 +222,6 @@ def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
     last_input = workload.input_width * workload.tokens * workload.local.intermediate
     masks = workload.inner_mask_elements + workload.mask_elements
     return workload.product_input_bytes + inner + last_input + masks
-
-
-_INT64 = 8
 
 
 def _experts(workload: RankWorkload, routing: Routing) -> int:
@@ -472,7 +468,7 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
-    At silu(gate)·up by parts or of fp8 products, and at ReLU that no dropout follows: two gradients, [2·T·F/t].
+    At silu(gate)·up by parts, of fp8 products or compiled, and at ReLU without dropout behind it: two, [2·T·F/t].
 
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
@@ -500,7 +496,8 @@ def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
     if model.norms_output:
         last += 0 if layout.sequence_parallel else x
-    needs_two = routing is None and model.gated and (workload.has_parts or workload.rounds_inputs)
+    single = workload.config.compile.enabled or workload.has_parts or workload.rounds_inputs
+    needs_two = routing is None and model.gated and single
     needs_two = needs_two or (model.activation == "relu" and not workload.inner_mask_elements)
     most = max(last, 2 * feed) if needs_two else last
     if model.norm_place == "input":

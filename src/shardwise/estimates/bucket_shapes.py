@@ -39,7 +39,7 @@ class BucketShape:
 
     @property
     def divided_over(self) -> int:
-        """The data-parallel ranks that divide the tensors of its kind among them: E of experts."""
+        """The data-parallel ranks that divide the tensors of its kind among them."""
         return self.parameters[0][1].divided_over
 
     @property

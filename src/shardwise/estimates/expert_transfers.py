@@ -1,7 +1,6 @@
 """Collectives of blocks with experts, and those of their loads.
 
-Legend: see `estimates/rank_workload.py`; E ranks that divide the experts, D of them to which a token travels, U tokens
-that arrive, k experts a token.
+Legend: see `estimates/rank_workload.py`; of E ranks a token travels to D; U tokens arrive; k experts a token.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ def experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
     experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
     expert, with two numbers, and results by parts. Under sequence parallelism, the weights and the numbers of the
-    chosen experts are gathered, [T·k] in float32 and in int64. Results are not recomputed where nothing that is saved
-    comes after them.
+    chosen experts are gathered, [T·k] in float32 and in int64. Results are recomputed before a shared expert only.
     """
     transfers = []
     row = workload.a * workload.model.hidden_size
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
         there = round(workload.tokens * workload.visits(routing))
+        choices = 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
         is_last = bool(suffix) and not workload.model.shared_expert_width
         results = 0 if is_last else workload.parts_of_sums * row * workload.arriving(routing)
         transfers += [
             _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
-            _over_experts(workload, (row + _choices(workload, routing)) * there, f"tokens and choices{suffix}", count),
+            _over_experts(workload, (row + choices) * there, f"tokens and choices{suffix}", count),
             _over_experts(workload, results, f"results of tokens{suffix}", count),
         ]
         if workload.layout.sequence_parallel:
@@ -56,11 +55,6 @@ def experts(workload: RankWorkload, suffix: str) -> list[Transfer]:
             transfers.append(over_tensor(workload, "all_gather", (_FLOAT32 + _INT64) * rows, chosen, count))
         transfers += _shared_expert(workload, count, suffix)
     return transfers
-
-
-def _choices(workload: RankWorkload, routing: Routing) -> int:
-    """The bytes of the weights and numbers of experts that travel with a token."""
-    return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
 
 
 def _shared_expert(workload: RankWorkload, count: int, suffix: str) -> list[Transfer]:
@@ -84,7 +78,8 @@ def gradients_of_experts(workload: RankWorkload) -> list[Transfer]:
     for routing, count in routings(workload).items():
         rows = workload.tokens * routing.per_token
         there = round(workload.tokens * workload.visits(routing))
-        arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * workload.arriving(routing)
+        choices = 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
+        arrived = (workload.parts_of_sums * row + choices) * workload.arriving(routing)
         transfers += [
             _over_experts(workload, row * there, "gradients of results of tokens", count),
             _over_experts(workload, arrived, "gradients of tokens and choices", count),

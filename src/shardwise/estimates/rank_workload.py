@@ -34,6 +34,7 @@ class RankWorkload:
     Attributes:
         model: configuration of a family whose shapes are known.
         precision: dtypes, resolved.
+        accelerator: True if the run is on an accelerator.
         stages: stages of that rank; without a pipeline a single one, which is the model.
         imbalance: rows of experts on this rank over those of balanced loads.
     """
@@ -190,9 +191,8 @@ class RankWorkload:
 
     def arriving(self, routing: Routing) -> int:
         """U, the tokens that arrive at a rank's experts, of which it gets at most all of each rank."""
-        if self.is_bit_equal:
-            return self.rows(routing)
-        return round(self.tokens * min(self.imbalance * self.visits(routing), self.layout.expert))
+        most = self.rows(routing) if self.is_bit_equal else self.tokens * self.layout.expert
+        return min(round(self.imbalance * self.tokens * self.visits(routing)), most)
 
     @property
     def groups_products(self) -> bool:

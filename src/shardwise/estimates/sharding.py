@@ -205,6 +205,7 @@ class _Reductions:
         copies: bytes of copies of an element under reduction, of each bucket.
         filling: numbers of buckets that have some of their gradients.
         under_way: numbers of buckets that are being reduced.
+        size: bytes of gradients and copies now.
         started: number of reductions that have begun in this round.
         missing: parameters without a gradient, by the number of the bucket.
     """

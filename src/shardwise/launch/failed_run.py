@@ -98,7 +98,9 @@ def failure_text(
     """Return the text of a failure for the user. That of a run which has begun is a block, and is recorded.
 
     Args:
+        run: the run's folder; None if it is unknown.
         began: beginning of this start of the run, in seconds since the epoch.
+        resume: command that continues the run; None if it is unknown.
         steps: steps that were done, as the ranks' heartbeats show them.
         tells: whether the targets of `log.notify` are told, once for all ranks.
     """

@@ -42,6 +42,7 @@ class Attempt:
     """The facts that the launchers of one attempt at a job share.
 
     Attributes:
+        address: address of the first node, where rank 0 and the supervisor are.
         port: free port of the first node, at which the ranks meet.
         control: the supervisor's port on the first node.
         id: id of this attempt: no process of an earlier one can meet its ranks.

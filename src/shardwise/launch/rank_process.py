@@ -100,6 +100,7 @@ def as_rank(
     the work failed or not: its peers may never answer again, and connections to them need not be closed.
 
     Args:
+        place: place of this process in a launched job; None if it is the only rank.
         run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
         on_refusal: called before this process ends because the start was refused.
     """

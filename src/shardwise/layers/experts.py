@@ -170,7 +170,8 @@ class Experts(placement.PlacedModule):
         self.losses: RouterLosses | None = None
         if balance is not None and balance.names:
             self.losses = RouterLosses(balance, routing, execution().context_group)
-            cast(Any, self.router.weight).has_unscaled_loss = balance.scaler is None
+            if balance.scaler is None:
+                cast(Any, self.router.weight).has_unscaled_loss = True
         self.ranks = ranks
         self.width = width // group.size
         self.count = routing.experts // ranks.group.size

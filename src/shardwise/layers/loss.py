@@ -41,6 +41,7 @@ class VocabularyShard:
         vocabulary: V.
         first: id of the first column; a tensor in a compiled graph, which serves all ranks.
         columns: number of columns that are no padding; a tensor in a compiled graph.
+        ignore_index: value of targets that have loss 0 and gradient 0.
         smoothing: ε.
     """
 

@@ -347,7 +347,13 @@ def _gather_and_multiply(
 
 
 class _Gathering:
-    """X `[S, B, I]` on its way from the `[S/g, B, I]` of each rank, in the order that `_as_gathered` gives."""
+    """X `[S, B, I]` on its way from the `[S/g, B, I]` of each rank, in the order that `_as_gathered` gives.
+
+    Attributes:
+        pieces: rows of each rank that travel together.
+        pending: the gather of each piece.
+        result: X, complete after `wait()`.
+    """
 
     def __init__(self, x: Tensor, group: Group, how: Overlap | None) -> None:
         rows, *row_shape = x.shape
@@ -477,7 +483,7 @@ class _AddingLinear(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
         # From here on the input's memory is free, where this layer alone has it.
-        is_free = hasattr(ctx.weight, "owns_input") and not torch_private.graph_is_kept()
+        is_free = getattr(ctx.weight, "owns_input", False) and not torch_private.graph_is_kept()
         out = x_TI.detach() if is_free else None
         dx = torch.mm(dy_TO, weight, out=out).view(x.shape) if ctx.needs_input_grad[0] else None
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None

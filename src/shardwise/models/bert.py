@@ -149,6 +149,7 @@ class Bert(Family[BertConfig]):
             ids_SB: token ids.
             token_types_SB: segment of each token, 0 or 1.
             mask_SB: 1 for a token, 0 for padding.
+            dropout: the step's key; None: no dropout.
             x: output of the previous pipeline stage; None: this is the first stage.
         """
         # One mask for all heads and all queries: padding is seen by no token.

@@ -244,6 +244,7 @@ class Context:
     """Inputs that all blocks of one forward pass share.
 
     Attributes:
+        dropout: the step's key; None: no dropout.
         masks: window of a block → keys that its queries see; a tensor `[B, 1, 1, S]` is true for them, and one
             `[B, 1, S, L]` is added to the scores. Without a mask they see all, in a causal model those up to the query.
         rotary_tables: window of a block → cosines and sines of these tokens' positions; empty with learned positions.
@@ -268,6 +269,7 @@ class MLP(nn.Module):
     """`down(dropout(act(up(x))))`.
 
     Args:
+        names: the canonical layers of up and down.
         transposed: true if their canonical weights are `[in, out]`.
         down_init: initial values of down's weight; None: those of all layers.
     """

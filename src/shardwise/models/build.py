@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     """Return the objectives of routers of a training; None if there are none."""
-    coefficients = config.optimizer.router_losses
+    coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
     from shardwise.layers.balance import Balance
@@ -112,6 +112,7 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         layers=len(routings),
         experts=routings[0].experts,
         replicas=mesh.replicas,
+        scaler=None,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
         scaler=None,

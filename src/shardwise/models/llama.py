@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
-from shardwise.distributed.torch_private import graph_is_kept
+from shardwise.distributed.torch_private import graph_is_kept, has_forward_hooks
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
@@ -97,7 +97,6 @@ class GatedMLP(nn.Module):
             name=f"{name}.down_proj",
             **factory.options,
         )
-        cast(Any, self.down_proj.weight).owns_input = True
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(*self.enter(x))
@@ -111,6 +110,8 @@ class GatedMLP(nn.Module):
 
     def leave(self, *sides: Tensor) -> Tensor:
         """Return the output, of what `enter` returned."""
+        # A hook of the user's may keep the input.
+        cast(Any, self.down_proj.weight).owns_input = not has_forward_hooks(self.down_proj)
         activated = self.gated if len(sides) == 1 and self.gated else lambda gate, up: self.act(gate) * up
         return cast(Tensor, compose(self.down_proj, activated, *sides, drops=self.drops_activated))
 

@@ -243,6 +243,7 @@ class DocumentsMask(KernelMask):
         bounds: first token of each document, and T, `[N + 1]` in int32; the last documents may be empty.
         rows: as many elements as the longest document has tokens, or some more. A graph takes a number that changes
             from call to call as a size alone.
+        window: as in `PiecesMask`.
     """
 
     bounds: Tensor
@@ -270,6 +271,8 @@ class PiecesMask(KernelMask):
 
     Attributes:
         ends: first place, and end, of each run of queries; on the host.
+        starts_SB: as in `AttentionMask`.
+        key_places: as in `AttentionMask`.
     """
 
     ends: Tensor

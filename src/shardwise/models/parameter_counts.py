@@ -128,6 +128,7 @@ def local_parameter_count(
     Args:
         tensor: the tensor-parallel degree t.
         vocab_multiple: number that divides each rank's rows of embedding and head.
+        stages: pipeline stages of the rank; None: the whole model.
         block_matrices: true to count only the elements of matrices of blocks.
         expert_ranks: ranks that divide the experts of a block among them.
 

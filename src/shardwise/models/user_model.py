@@ -100,6 +100,7 @@ def build_user_model(
 
     Args:
         seeds: false for tensors without data, to leave torch's generators as they are.
+        part: the stage; None: the whole model.
 
     Raises:
         ConfigError: the class is refused (`check_user_model`) or cannot be made, or its parameters cannot be trained at

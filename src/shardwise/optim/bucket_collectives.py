@@ -38,6 +38,7 @@ class Reductions:
         update_reduced: called with each bucket that is reduced while others still wait for gradients; None: nothing.
 
     Args:
+        buckets: buckets of this rank; more may be added to this list.
         places: bucket of each trained parameter, and its number there.
     """
 
@@ -123,7 +124,7 @@ class Reductions:
     def _round_of(self, stage: int) -> Sequence[Bucket]:
         if not self.each_pass:
             return self._buckets
-        # Experts may be cut over fewer ranks than other parameters, down to one: such gradients are summed once a step.
+        # Some parameters are cut over fewer ranks than others, down to one: such gradients are summed once a step.
         return [bucket for bucket in self._buckets if bucket.stage == stage and bucket.group.size > 1]
 
     @torch.no_grad()

@@ -50,7 +50,9 @@ def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
     same buckets and the same sums.
 
     Args:
+        gradients: bytes of gradients that the buckets hold together.
         ranks: n, the number of ranks that reduce them.
+        accelerator: True if the ranks compute on accelerators.
     """
     at_once = LATENCY_BYTES["accelerator" if accelerator else "cpu"]
     return max(_LEAST_BYTES, math.sqrt(gradients * ranks * at_once))

@@ -50,6 +50,7 @@ class Bucket:
         head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
             None if the bucket has no such weight.
         reduced: True once this step's reduction has begun.
+        ready: indices of the parameters whose gradients are complete in this step.
     """
 
     frees_values: ClassVar[bool] = False

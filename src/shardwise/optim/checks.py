@@ -104,7 +104,7 @@ def _descriptions(number: int, options: dict[str, Any]) -> Iterable[str]:
     """Yield a text for each parameter of a group: the properties, without values, that must be equal on all ranks."""
     parameters: list[nn.Parameter] = options["params"]
     for name, p in zip(options.get("param_names") or [""] * len(parameters), parameters, strict=True):
-        # Ranks have experts of other names.
+        # Ranks may have tensors of other names.
         pieces = [piece.name for piece in placement.of_or_whole(p).pieces if piece.replicas is None]
         name = name or "+".join(pieces)
         strides = "" if p.is_contiguous() else f" with strides {list(p.stride())}"
@@ -332,13 +332,13 @@ def require_known_options(
 # ---- a torch.amp.GradScaler
 
 
-def require_scaled(scale: Tensor | None, parameters: Iterable[Tensor], *, clipped: bool) -> Tensor:
+def require_scaled(scale: Tensor | None, buckets: Iterable[Bucket], *, clipped: bool) -> Tensor:
     """Return the factor that a scaler gives to `step`, by which it has multiplied the loss and so the gradients.
 
     Raises:
         RuntimeError: the gradients were unscaled, or clipped, before; or a part of the loss was not scaled.
     """
-    if any(getattr(parameter, "has_unscaled_loss", False) for parameter in parameters):
+    if any(hasattr(p, "has_unscaled_loss") for bucket in buckets for p in bucket.parameters):
         raise RuntimeError(
             "the scaler scales the loss, but not the objectives of routers: give it to their Balance too, "
             "Balance(..., scaler=scaler)"

@@ -43,6 +43,7 @@ class Update:
         Args:
             groups: parameter groups whose options count now; they get back what the wrapped optimizer changed.
             factor: multiplies the gradients: 1 / ranks for their mean, the clipping factor, or both.
+            number: number of this step, from 1.
         """
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             inner.update(options_of(outer))

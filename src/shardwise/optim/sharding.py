@@ -66,7 +66,7 @@ class Sharding:
 
 
 def by_replicas(parameters: Sequence[nn.Parameter], data: Group) -> dict[Group, list[nn.Parameter]]:
-    """Sort parameters by the ranks that have the same part of them: experts may have fewer than all of `data`."""
+    """Sort parameters by the ranks that have the same part of them: they may be fewer than all of `data`."""
     sorted_: dict[Group, list[nn.Parameter]] = {}
     for p in parameters:
         sorted_.setdefault(of_or_whole(p).pieces[0].replicas or data, []).append(p)
@@ -95,6 +95,7 @@ class Dtypes:
     Attributes:
         gradient: dtype of accumulated gradients; None: the parameter's.
         reduce: dtype of gradients while they are summed over the ranks; None: as accumulated.
+        optimizer: dtype of masters and state.
         state: dtype of the state; None: that of masters.
         rounding: `stochastic` rounds masters and state to bfloat16 so that their mean is kept.
 

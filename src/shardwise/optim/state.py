@@ -36,6 +36,7 @@ class StateSlice:
     """A box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
+        piece: piece of the canonical tensor that has the elements.
         box: elements as a box of the canonical tensor.
         order: dimensions of the box from the slowest to the fastest in the run.
         start: offset of the run in the bucket's owned part.

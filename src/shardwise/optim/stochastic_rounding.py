@@ -97,6 +97,8 @@ class _Block:
     """Elements of a canonical tensor that are consecutive in a run: element i, j, … has the number `first + i·s + …`.
 
     Attributes:
+        name: canonical tensor of the elements.
+        start: offset of the first element in the run.
         first: number of the first element in the canonical tensor.
         sizes: sizes of the dimensions, in the order of memory.
         strides: distances of neighbours along these dimensions, in elements of the canonical tensor.

@@ -212,7 +212,12 @@ def _require_kept(
 
 @dataclass(frozen=True)
 class ModelSlices:
-    """The slices of the model that this rank owns, and the ranks that own the others."""
+    """The slices of the model that this rank owns, and the ranks that own the others.
+
+    Attributes:
+        pieces: pieces of canonical tensors that each parameter holds.
+        sum_dtype: argument of `CanonicalNorms`.
+    """
 
     groups: list[list[Bucket]]
     pieces: Pieces

@@ -472,9 +472,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gradient_norm = self.gradient_norm() if scaled else self._final_norm()
         factor: Tensor | float = self._scale
         if scaled:
-            scale = checks.require_scaled(
-                self.grad_scale, (p for bucket in self.buckets for p in bucket.parameters), clipped=self._clipped
-            )
+            scale = checks.require_scaled(self.grad_scale, self.buckets, clipped=self._clipped)
             if not torch.isfinite(gradient_norm):
                 self.zero_grad()
                 return loss

@@ -337,13 +337,13 @@ class RunDirectory:
         link = root / "latest"
         if link.exists() and not link.is_symlink():
             raise ConfigError(f"{link} must be a symbolic link, which each run replaces: move what is there away")
-        inside = self.path.resolve().parent == root.resolve()
+        path = self.path.resolve()  # of `latest` itself, where a run goes on by that name
         temporary = root / f".latest.{os.getpid()}.tmp"
         # A link cannot be replaced in place: it is made under another name, and renamed over the former one.
         with _making(link):
             root.mkdir(parents=True, exist_ok=True)
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self.path.name if inside else self.path.resolve(), target_is_directory=True)
+            temporary.symlink_to(path.name if path.parent == root.resolve() else path, target_is_directory=True)
             temporary.replace(link)
 
     def write_config(self, yaml_text: str) -> None:
@@ -492,7 +492,6 @@ class RunLock:
 
     @staticmethod
     def is_held(run: Path) -> bool:
-        """Return True if a process runs in this folder, or if the file system cannot tell."""
         try:
             # Without waiting, as a pipe of this name would have the reader wait for a writer.
             descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
@@ -593,7 +592,6 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
-    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

@@ -35,6 +35,9 @@ def look_for_checkpoints(
 ) -> FoundCheckpoints:
     """The checkpoints at a place, of which nothing is changed.
 
+    Args:
+        stored: configuration of the earlier run in this folder; None where there is none.
+
     Raises:
         ConfigError: the checkpoints there are not this run's, it has saved its own elsewhere, or `data.stages` changes
             what the run has read.

@@ -73,6 +73,7 @@ class TrackedRun:
     """The names by which a tracker knows a run.
 
     Attributes:
+        id: id of the run; None where it has none.
         returns: how often the run went back to an earlier step by `checkpoint.resume`. Each time begins a curve of its
             own, as no tracker can take numbers back.
         settings: section → keys of the configuration, without secrets and facts of the machines.
@@ -228,6 +229,7 @@ class ExperimentTrackers:
     A tracker that fails is reported once and left out from then on: it must not end a training.
 
     Args:
+        id_: id of the run, by which a tracker continues the same run after a resume.
         first_step: first step of this run; later ones that were recorded before are replaced in TensorBoard.
     """
 

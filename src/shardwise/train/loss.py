@@ -98,6 +98,7 @@ class MicroBatch:
 
         Args:
             x: output of the part before; None for the first part.
+            dropout: key of the step; None in an evaluation.
         """
         parameters = _signature(type(part).forward).parameters
         arguments: dict[str, Any] = dict(self.inputs)

@@ -55,7 +55,9 @@ _LAYOUT_KEYS = ("name", "zero", "bucket_mib")
 class MemoryCopies:
     """Writes and reads the copies of one run; every rank of the mesh makes the same calls.
 
-    `seconds` is the time for which training has waited for them.
+    Attributes:
+        problem: reason why no copies are kept, or None.
+        seconds: time for which training waited for them.
     """
 
     def __init__(

@@ -93,6 +93,9 @@ def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> No
 def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
     """Join the job, and compare the folder that each rank was given with rank 0's; None: it was given none. Collective.
 
+    Args:
+        timeout: seconds, as in `join`.
+
     Raises:
         ConfigError: folders differ; raised on every rank, with the folders and the ranks.
     """

@@ -61,6 +61,7 @@ class Reporter:
     """Prints and records one run on one rank. A context manager: leaving it closes every file.
 
     Args:
+        rank: number of this process in the world; rank 0 prints and writes the shared files.
         device_name: product name of a rank's device, by which its peak FLOPs are looked up.
         stream: text stream that rank 0 prints to; default: standard output.
 
@@ -68,6 +69,7 @@ class Reporter:
         parameters: number of the whole model's parameters; None for a user's own model, until it is set before
             `start`.
         memory: expected bytes by kind on the rank that needs most; None like `parameters`.
+        totals: totals of this start of the run, with the stages before.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class Reporter:
         Args:
             loaded: folder of the weights; None where they were drawn.
             seconds_before: time of all that came before the training; None: since the process began.
+            totals: totals of the stages before in this process; None in the first one.
             went_back: this start undoes steps, as `checkpoint.resume` asks.
         """
         began = time.perf_counter()

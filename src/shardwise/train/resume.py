@@ -52,6 +52,9 @@ _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
     """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
 
+    Args:
+        stored: configuration of the earlier run in this folder; None where there is none.
+
     Raises:
         ConfigError: `checkpoint.path` cannot be read or written, or the checkpoints there are not this run's.
     """

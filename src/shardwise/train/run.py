@@ -117,6 +117,7 @@ class _Turn:
         step: steps that are done; None before anybody has looked.
         began: time at which the stage before ended, by `time.perf_counter`; None for the first one of a process.
         totals: totals of the stages before in this process; None in the first one.
+        is_last: True if the run has ended.
     """
 
     config: Config

@@ -67,6 +67,7 @@ class OpenedRun:
     """One rank's part of a run that was opened: all that its phases share.
 
     Attributes:
+        data: prepared data; `Feed.open` makes batches of them.
         weights: folder of `checkpoint.load`; None where weights are drawn or a checkpoint of the run has them.
         followed: folder of the run, on rank 0; None on all other ranks.
         companions: files that each checkpoint has next to the weights; on rank 0 alone.

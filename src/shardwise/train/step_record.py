@@ -90,6 +90,7 @@ class StepRecord:
     """One finished optimizer step.
 
     Attributes:
+        step: number of the step, from 1, over the whole training.
         loss: mean loss of the global batch, before the update.
         mean_loss: mean of `loss` over this step and the ones before.
         mean_steps: steps in that mean: `SMOOTHED_STEPS`, or fewer where the training or a stage of its data is younger.

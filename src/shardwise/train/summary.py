@@ -52,6 +52,7 @@ class PredictedStep:
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
+        seconds: time of a step; None if it is not known.
         facts: figures as `shardwise plan --json` has them; None if they are not known.
         problems: the reason why no rank can hold its part, if so.
     """

@@ -38,6 +38,7 @@ class Cell:
     Attributes:
         device: `cpu`, or the kind of accelerator.
         ranks: number of ranks; the data-parallel degree is `ranks` / (`tensor` × `context` × `pipeline`).
+        schedule: schedule of the pipeline; None without one.
     """
 
     device: str = "cpu"

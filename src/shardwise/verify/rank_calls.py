@@ -88,6 +88,7 @@ def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Grou
 
     Args:
         device: device on which this rank computes; it decides the backend.
+        timeout: seconds after which a collective fails whose other ranks never call it.
     """
     import torch
 

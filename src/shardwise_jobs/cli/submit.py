@@ -26,6 +26,7 @@ from shardwise.base.errors import ConfigError, Problems, RunError, listing
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.help import add_json
+from shardwise.cli.recipe_argument import run_folder
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.config.recipe_files import is_model
@@ -56,7 +57,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for key in _KEYS:
         parser.add_argument(f"--{key}", metavar=key.upper(), help=f"launch.{key}")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the run's folder, on a file system of all nodes")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=run_folder, help="the run's folder, on a file system of all nodes"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print all, and submit nothing")
     parser.add_argument(
         "--write-only", action="store_true", help="write the run's folder with recipe and script, and submit nothing"
@@ -290,7 +293,6 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
 
 
 def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
-    """Return what the rows tell, for `--json`."""
     from shardwise_plan.plan_text import plan_facts
 
     limit = job.config.launch.time

@@ -20,7 +20,6 @@ from shardwise_plan.search import Search
 
 
 def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
-    """Print the answer; `name` is that of the recipe."""
     result = answer.result
     best = recommended(listed)
     for sentence in (what_is_trained(name, best), *answer.sentences):
@@ -130,7 +129,6 @@ def notes(listed: Sequence[Plan]) -> list[str]:
 
 
 def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
-    """Return the answer for `--json`."""
     result = answer.result
     proposed = [
         {

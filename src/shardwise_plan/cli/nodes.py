@@ -15,7 +15,7 @@ from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
-from shardwise.config.optimizers import LEARNING_RATES
+from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.config.stand_in import asked_of
 from shardwise.models.parameter_counts import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
@@ -59,7 +59,6 @@ class Machines:
     work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
-        """Return the cluster of so many nodes."""
         machines = cluster(self.device, nodes)
         given = {"failures_per_year": self.failures_per_year, "restart": self.restart}
         changed = {name: value for name, value in given.items() if value is not None}
@@ -69,7 +68,6 @@ class Machines:
         return replace(machines, device=device)
 
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
-        """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
         return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
@@ -102,7 +100,6 @@ def seconds_of(text: str) -> float | None:
 
 
 def node_counts(text: str | None) -> list[int]:
-    """Return the numbers of nodes that `--nodes` names."""
     if text is None:
         return [1]
     counts = [count for part in text.split(",") if (count := whole_number(part.strip())) is not None]

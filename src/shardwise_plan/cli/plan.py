@@ -288,8 +288,8 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
         # Optional keys that are null would be arguments of the class.
         values["model"] = {key: value for key, value in values["model"].items() if value is not None}
     if not plan.calendar.is_given:
-        # The list assumes the interval that costs least; of a training of seconds it would be 0.
-        values.setdefault("checkpoint", {})["every_minutes"] = max(0.1, round(plan.calendar.interval / 60, 1))
+        # The list assumes the interval that costs least; a training that is shorter has no use for one.
+        values.setdefault("checkpoint", {})["every_minutes"] = max(1.0, round(plan.calendar.interval / 60, 1))
     files.write_new(path, text + dump_yaml(values), "--write")
     command, replaced = _training(path, recipe, device, plan)
     ranges = range_text(plan)

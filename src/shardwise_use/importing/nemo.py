@@ -139,14 +139,12 @@ def _as_megatron(where: str, saved: Mapping[str, Any], tensors: Mapping[str, Any
 
 
 def _parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's weights, in its order, without buffers."""
     state = saved["state_dict"]
     buffers = [_BUFFERS, *(state.get(_BUFFERS) or ())]
     return {name: value for name, value in state.items() if name not in buffers and not NO_WEIGHTS.fullmatch(str(name))}
 
 
 def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, Any]]) -> Found:
-    """The states of the optimizer, of which the programs have one."""
     found: Found = {}
     for rank, file in files.items():
         name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
@@ -159,7 +157,6 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
 
 
 def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Megatron-LM's arguments of the model that a configuration describes."""
 
     def value(name: str, default: Any = None) -> Any:
         setting = config.get(name)

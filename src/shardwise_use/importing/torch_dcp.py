@@ -89,8 +89,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file by itself."""
-
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
@@ -151,7 +149,6 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, index: int) -> LazyTensor:
-        """The tensor at an index of the leading axis."""
         inner = self.shape[1:]
         return LazyTensor(
             inner, self.dtype, lambda box: self.load(Box((index, *box.start), (1, *box.size))).reshape(box.size)
@@ -159,11 +156,9 @@ class LazyTensor:
 
     @property
     def t(self) -> LazyTensor:
-        """A matrix, transposed."""
         return LazyTensor(self.shape[::-1], self.dtype, lambda box: self.load(box.permuted((1, 0))).t())
 
     def rows(self, start: int, stop: int) -> LazyTensor:
-        """Rows `start` to `stop`, as many of them as there are."""
         stop = min(stop, len(self))
 
         def load(box: Box) -> Tensor:
@@ -276,7 +271,6 @@ class DcpFolder:
     def _add(
         self, folder: Path, name: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], Record]
     ) -> None:
-        """Add a tensor or an object."""
 
         def chunk(offset: tuple[int, ...] | None, box: Box) -> _Chunk:
             info = stored[name, offset]
@@ -351,12 +345,10 @@ class DcpFolder:
 
 
 def is_dcp(folder: Path) -> bool:
-    """True for a folder of torch.distributed.checkpoint."""
     return (folder / METADATA).is_file()
 
 
 def _read_metadata(path: Path) -> Record:
-    """The record in `.metadata`."""
     if not path.is_file():
         raise ConfigError(
             f"{path.parent} must be a folder of torch.distributed.checkpoint, with {METADATA}: it has none"

@@ -196,7 +196,6 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words of the first command of a line."""
     try:
         # Arithmetic that is not known stays one word.
         line = re.sub(r"\$\(\(.*?\)\)+", lambda found: found[0].replace(" ", ""), line.replace("\n", " "))

@@ -23,7 +23,6 @@ _LOST = "#a9834d"
 
 
 def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
-    """Write the name, the state and the progress of the run."""
     colour = drawing.STATE_COLOURS[frame.state]
     name = Text.assemble((f" {frame.name}", f"bold {TEXT}"))
     state = Text.assemble(("● ", colour), (frame.restart or frame.state, f"bold {colour}"))
@@ -98,7 +97,6 @@ def failure(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def speed(frame: Frame, width: int, height: int) -> list[Text]:
-    """List the numbers of the last step."""
     last = frame.last
     terms = frame.start.get("mfu_terms") or {}
     kind = f" {terms['attention']}" if last.get("mfu") is not None and "attention" in terms else ""
@@ -127,7 +125,6 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def _source_rows(last: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Write the loss of each source of a mixture, and its share of the samples."""
     return [
         (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
         for name, numbers in (last.get("sources") or {}).items()
@@ -232,7 +229,6 @@ def log(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
 
 
 def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
-    """List the runs to choose from, with the one at `cursor` marked."""
     head = drawing.heading(width, "runs", right="↑↓ choose, enter shows it, b puts it behind")
     places = {frame.path.resolve(): ("shown", ACCENT), frame.behind_path: ("behind", BEHIND)}
     rows = [tuple((title, FAINT) for title in ("", *RUN_COLUMNS))]

@@ -229,7 +229,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def keys(width: int, height: int) -> list[Text]:
-    """Explain the keys and the screen."""
     lines = [drawing.heading(width, "keys"), Text()]
     for key, effect in KEYS:
         lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
@@ -292,7 +291,6 @@ class _Heat:
 
     @property
     def ends(self) -> tuple[str, str]:
-        """Least and largest number, as texts."""
         return self.style.shown(min(self.known)), self.style.shown(max(self.known))
 
     def strip(self, ranks: Sequence[int], width: int) -> Text:
@@ -327,7 +325,6 @@ def strips(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def worst(frame: Frame) -> Text:
-    """Name the slowest rank, and the silent ones."""
     summary = Text()
     slowest = frame.slowest
     silent = sorted(frame.silent)

@@ -501,3 +501,11 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
                 accepted[key] = config_from(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
+
+
+def test_a_run_goes_on_by_the_name_latest_in_its_own_folder() -> None:
+    small = ["data.dataset=tiny", "train.global_batch=2", "train.micro_batch=1"]
+    assert main(["train", "llama2-tiny", "--run-dir", "runs/first", *small, "train.stop_after=1"]) == 0
+    assert main(["train", "--run-dir", "runs/latest", "train.stop_after=2"]) == 0
+    assert Path("runs/latest").readlink() == Path("first")
+    assert [path.name for path in sorted(Path("runs").iterdir())] == ["first", "latest"]

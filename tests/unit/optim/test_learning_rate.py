@@ -10,8 +10,8 @@ import transformers
 from shardwise.base.errors import ConfigError
 from shardwise.cli.entry import main
 from shardwise.config import Config, config_from, load_config
+from shardwise.config.learning_rates import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.optimizers import LEARNING_RATES, LearningRateSpec
 from shardwise.config.recipe_files import parse_yaml, recipe_text
 from shardwise.optim.learning_rate import learning_rate, moved_end_text, steps_without_rate
 from tests.arch.source import ROOT

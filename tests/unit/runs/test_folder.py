@@ -141,6 +141,8 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
         RunDirectory(root / name).create().mark_latest(root)
     assert (root / "latest").readlink() == Path("two")
     outside = RunDirectory(tmp_path / "elsewhere").create()
+    RunDirectory(root / "latest").mark_latest(root)
+    assert (root / "latest").readlink() == Path("two")
     outside.mark_latest(root)
     assert (root / "latest").readlink() == outside.path
     assert sorted(path.name for path in root.iterdir()) == ["latest", "one", "two"]

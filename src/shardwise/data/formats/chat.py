@@ -159,7 +159,6 @@ class _ChatDigest(ContentDigest):
     """The digest of conversations, and the size of their texts in bytes."""
 
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
-        """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
             # The digest of messages alone must stay what it was before there was more.
             extras = [dict(chat.variables), sorted(chat.not_learned)] if chat.variables or chat.not_learned else []

@@ -26,7 +26,6 @@ _FIELDS = {
 
 
 def of_prefix(prefix: Path) -> Path:
-    """The manifest of PREFIX.bin and PREFIX.idx."""
     return Path(f"{prefix}.json")
 
 

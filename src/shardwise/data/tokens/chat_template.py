@@ -242,7 +242,6 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """The names that the template has, of fields and of variables."""
         return frozenset(self.code.names())
 
     @cached_property

@@ -63,7 +63,12 @@ class CompilationPlan:
 
 @dataclass(frozen=True)
 class GraphOutcome:
-    """The result for one graph."""
+    """The result for one graph.
+
+    Attributes:
+        entry: graph in the cache; None where it was only captured, or failed.
+        problem: reason of the failure; None without one.
+    """
 
     facts: Facts
     seconds: float

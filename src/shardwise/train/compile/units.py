@@ -50,7 +50,13 @@ def unit_of_layer(model: FamilyConfig, layer: int) -> str:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph that this process has captured."""
+    """One graph that this process has captured.
+
+    Attributes:
+        unit: name of the unit that it computes.
+        training: the graph has a backward pass.
+        is_hit: the code was in the cache.
+    """
 
     unit: str
     training: bool
