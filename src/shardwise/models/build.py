@@ -115,7 +115,6 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         scaler=None,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
-        scaler=None,
     )
 
 
