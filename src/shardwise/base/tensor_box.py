@@ -56,7 +56,11 @@ class Box:
         return Box(tuple(self.start[dim] for dim in order), tuple(self.size[dim] for dim in order))
 
     def runs(self, shape: tuple[int, ...], within: slice | None = None) -> list[tuple[int, int]]:
-        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order, `within` a part of it."""
+        """The box as `(offset, length)` runs of a contiguous tensor of this shape, in order.
+
+        Args:
+            within: elements of the flat tensor; runs outside of them are left out, and cost nothing.
+        """
         if not self.numel:
             return []
         # The last dimensions, which the box covers whole, and the one before them form one run.

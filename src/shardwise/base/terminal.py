@@ -27,7 +27,11 @@ def width_of_prose() -> int:
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words, with hyphens too; each but the first begins with `indent`, which `width` counts."""
+    """Lines of whole words: neither a long word nor one with a hyphen is cut.
+
+    Args:
+        indent: what every line but the first begins with; `width` counts it.
+    """
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

@@ -245,7 +245,12 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
-    """The configuration of an evaluation, of the run's data unless `values` name others; `part`: `all`, or a part."""
+    """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
+
+    Args:
+        replicas: the data-parallel degree.
+        part: `all` puts every document into one part, the training one.
+    """
     sections = _sections_of_batches(folder, values, replicas)
     data = sections["data"]
     # A split without a second part leaves all documents to the training part.

@@ -173,7 +173,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks; the first stage also holds the embedding, and the last one the head."""
+    """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
+
+    Attributes:
+        index: number of the stage from 0, in the order of the model.
+        rank: the pipeline rank that holds it.
+    """
 
     index: int
     rank: int

@@ -172,7 +172,11 @@ def length_problems(model: ModelConfig, train: TrainConfig, optimizer: Optimizer
 def pipeline_problems(
     parallel: ParallelConfig, train: TrainConfig, model: ModelConfig, micro_batches: int | None
 ) -> list[str]:
-    """Reasons why the model cannot be cut into these stages, or run by the schedule; `micro_batches`: of each rank."""
+    """Return every reason why the model cannot be cut into these stages, or the schedule cannot run them.
+
+    Args:
+        micro_batches: number of micro-batches of a step on each rank; None if the batch cannot be divided into them.
+    """
     if parallel.pipeline == 1:
         if parallel.stages is None:
             return []

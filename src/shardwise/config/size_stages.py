@@ -85,7 +85,11 @@ def tokens_of_run(config: Config) -> int:
 
 
 def position_after(config: Config, step: int, position: int) -> int:
-    """The place after `step` steps, given in samples of the stage of that step, in samples of this stage."""
+    """The place of the stage in the order of the data, counted in its samples.
+
+    Args:
+        position: place after `step` steps, in samples of the stage of that step.
+    """
     return position * stage_of_step(config, step).train.sequence_length // config.train.sequence_length
 
 

@@ -381,6 +381,7 @@ class FurtherGradient:
     """A gradient of a parameter that adds up by itself, and that the optimizer adds to the parameter's once a step.
 
     Attributes:
+        grad: the sum until now; None before the first term.
         grad_dtype: dtype of the sum; None: that of the terms.
     """
 

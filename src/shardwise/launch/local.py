@@ -244,7 +244,11 @@ def launch_without_run(arguments: Sequence[str], nproc: int) -> None:
 
 
 def _wait(agent: subprocess.Popen[bytes], has_failed: Callable[[], bool], failed: Callable[[], object]) -> int:
-    """Wait for the agent, and return its exit code. Ranks that outlive a failure by `_GRACE_SECONDS` are killed."""
+    """Wait for the agent, and return its exit code. Ranks that outlive a failure by `_GRACE_SECONDS` are killed.
+
+    Args:
+        failed: function that is called once, when `has_failed` is true or the agent has ended.
+    """
     deadline = math.inf
     while True:
         try:

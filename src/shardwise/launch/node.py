@@ -66,7 +66,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Node:
-    """The node of this launcher."""
+    """The node of this launcher.
+
+    Attributes:
+        number: index among the nodes of the attempt, in the order of SLURM's list.
+        name: SLURM's name of the node; without one the host's.
+    """
 
     attempt: Attempt
     number: int

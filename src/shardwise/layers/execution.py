@@ -32,7 +32,12 @@ class Compiler(Protocol):
     compiles_blocks: bool
 
     def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
-        """Let a new block compute by a compiled function; `path`: its name, `layer`: its number in a family's model."""
+        """Let a block that was just made compute by a compiled function.
+
+        Args:
+            path: name of the block in the model, for messages, if its tensors have none.
+            layer: number of a family's block; None in a model of the user's own.
+        """
 
     def losses(self) -> ChunkLosses:
         """Return the function of an output head in the place of `chunk_losses`."""

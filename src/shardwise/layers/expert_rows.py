@@ -53,7 +53,11 @@ class Journey:
 
     @staticmethod
     def of(experts: Tensor, counts: Tensor, group: Group, *, once: bool) -> Journey:
-        """Plan the way of all tokens. Communicates: an all-to-all of two numbers for each rank."""
+        """Plan the way of all tokens. Communicates: an all-to-all of two numbers for each rank.
+
+        Args:
+            counts: rows of each expert of the model.
+        """
         count = len(counts) // group.size
         ranks = experts // count
         if once:

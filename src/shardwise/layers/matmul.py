@@ -516,7 +516,11 @@ def graph_gradient_of(weight: Tensor) -> Tensor | None:
 
 @contextmanager
 def graph_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Inside, a graph of linear layers takes the gradients to which their products add in place as inputs."""
+    """Inside, a graph of linear layers takes the gradients to which their products add in place as inputs.
+
+    Args:
+        gradients: pairs of a parameter and its gradient in float32.
+    """
     weights = []
     for weight, gradient in gradients:
         if getattr(weight, "products_add", None) == "in place":

@@ -22,7 +22,12 @@ from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
 class _Norm(placement.PlacedModule):
-    """A norm over the last dim, whose parameters are whole on every rank."""
+    """A norm over the last dim, whose parameters are whole on every rank.
+
+    Args:
+        leaves: initial value of each parameter, by its name.
+        options: keyword arguments of the call.
+    """
 
     def __init__(
         self,

@@ -21,7 +21,11 @@ _R = TypeVar("_R")
 
 
 class Recomputed:
-    """The result of a cheap function that has no side effects and gives the same bits whenever it is called."""
+    """The result of a cheap function that has no side effects and gives the same bits whenever it is called.
+
+    Attributes:
+        result: the function's result, the only tensor of its storage.
+    """
 
     def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         self.result = function(*inputs)

@@ -273,7 +273,11 @@ def local_parameters(
 
 @dataclass(frozen=True)
 class _StageParameters:
-    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`."""
+    """The parameters of one stage on one of t ranks; the other attributes are arguments of `local_parameters`.
+
+    Attributes:
+        at_both_ends: true if the embedding is tied, and its other end is on another pipeline rank.
+    """
 
     model: FamilyConfig
     local: LocalWidths

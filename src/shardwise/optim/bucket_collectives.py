@@ -199,7 +199,11 @@ class Gathers:
     def behind_forward(
         self, units: Mapping[nn.Module, Iterable[nn.Parameter]], buckets: Iterable[Bucket]
     ) -> Iterator[None]:
-        """Let gathers run behind the next forward pass, in which `units` read parameters; others call `wait` first."""
+        """Let gathers run behind the next forward pass. Code that reads parameters elsewhere must call `wait` first.
+
+        Args:
+            units: modules, each with the parameters that a call of it reads.
+        """
         bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
         hooks = []
         for module, parameters in units.items():

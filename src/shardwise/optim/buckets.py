@@ -190,7 +190,11 @@ class Bucket:
         self.attach_gradients()
 
     def adopt(self, index: int) -> None:
-        """Copy a gradient into the bucket that lies elsewhere: the bucket had no memory, or the caller replaced it."""
+        """Copy a gradient into the bucket that lies elsewhere: the bucket had no memory, or the caller replaced it.
+
+        Args:
+            index: number of the parameter; those of the heads' leaves follow.
+        """
         leaf, view = self._leaves[index]
         if leaf.grad is view:
             return

@@ -197,7 +197,11 @@ class FreedGradients(Bucket):
 
 
 class FreedWeights(FreedGradients):
-    """A bucket whose parameters, too, have memory only while a unit uses them, or while `keeps_values` is True."""
+    """A bucket whose parameters, too, have memory only while a unit of the model uses them.
+
+    Attributes:
+        keeps_values: True if the values are whole, and may be changed, until it is set to False.
+    """
 
     frees_values: ClassVar[bool] = True
 

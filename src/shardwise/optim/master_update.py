@@ -24,7 +24,11 @@ _AHEAD = 2
 
 
 class Update:
-    """Updates in the optimizer's dtype: each result is rounded to the nearest number of that dtype."""
+    """Updates in the optimizer's dtype: each result is rounded to the nearest number of that dtype.
+
+    Args:
+        model: buckets of each of its parameter groups, whose masters are its parameters.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, model: ModelSlices) -> None:
         self._inner = inner

@@ -27,7 +27,12 @@ from shardwise.optim.wrapped_class import ModelSlices
 
 @dataclass(frozen=True, order=True)
 class Matrix:
-    """A matrix `[out, in]` of the model, such as Q of a layer, or one head of it."""
+    """A matrix `[out, in]` of the model, such as Q of a layer, or one head of it.
+
+    Attributes:
+        name: canonical tensor that holds it.
+        first: its first output in that tensor.
+    """
 
     name: str
     first: int

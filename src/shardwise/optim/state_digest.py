@@ -58,7 +58,12 @@ def box_factors(shape: Sequence[int], box: Box) -> list[Factors]:
 
 
 def box_sum(values: npt.NDArray[Any], shape: Sequence[int], box: Box) -> int:
-    """The part of a tensor's sum from a box, whose elements are `values`; `shape`: that of the whole tensor."""
+    """Return the part of a tensor's sum that comes from a box.
+
+    Args:
+        values: the box's elements, of shape `box.size`; their bits count, whatever their dtype.
+        shape: shape of the whole canonical tensor.
+    """
     x = np.ascontiguousarray(values).reshape(values.shape)
     x = x.view(f"<i{x.itemsize}").astype(np.int64)
     if values.itemsize == 8:

@@ -67,7 +67,12 @@ class _Unit:
 
 
 class UnitWeights:
-    """Gathers and releases the freed buckets of a model, as its passes need them, or `once_a_step`."""
+    """Gathers and releases the freed buckets of a model, as the passes of its units need them.
+
+    Args:
+        prefetch: number of units whose gather is started ahead.
+        once_a_step: True to release nothing until the update, so that each bucket is gathered once a step.
+    """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], prefetch: int, *, once_a_step: bool) -> None:
         bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}

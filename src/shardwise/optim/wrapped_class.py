@@ -251,7 +251,11 @@ class RoundedSlices(Protocol):
 
 
 class SliceOptimizer(torch.optim.Optimizer):
-    """An optimizer that `ZeroRedundancyOptimizer` steps by `step_slices`, in a child that `has_slices`."""
+    """An optimizer that `ZeroRedundancyOptimizer` steps by `step_slices`, and not one bucket after the other.
+
+    Attributes:
+        has_slices: True if the parameters are flat slices; `ZeroRedundancyOptimizer` sets it in a child of its own.
+    """
 
     has_slices: ClassVar[bool] = False
 

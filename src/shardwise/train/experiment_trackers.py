@@ -108,7 +108,12 @@ class TrackedRun:
 
 
 class EventFile:
-    """TensorBoard's event file, as torch's writer fails with a traceback on a full disk; it begins at `first_step`."""
+    """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
+
+    Args:
+        folder: folder of the run's event files.
+        first_step: first step of this file; later steps of earlier files are no longer shown.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         name = f"events.out.tfevents.{time.time():.0f}.{platform.node()}.{os.getpid()}"

@@ -40,7 +40,12 @@ def _listed(
     alternatives: Iterable[tuple[str, Config, int]],
     needed: Callable[[Config, Layout], int | None],
 ) -> str:
-    """Settings that train the same in less memory, the best first; `needed`: bytes of a configuration, if known."""
+    """Settings that train the same model and batch in less memory, the one that saves most first.
+
+    Args:
+        alternatives: settings as text, the configuration with them, and its number of ranks.
+        needed: gives the bytes that a configuration takes; None where no formula knows them.
+    """
     present_bytes = needed(config, layout)
     remedies = []
     for setting, changed, world in alternatives:

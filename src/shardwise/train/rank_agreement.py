@@ -105,7 +105,11 @@ def require_same_run_dir(run_dir: Path | None, timeout: float) -> None:
 
 
 def require_equal(values: Mapping[str, Any], world: Group, places: Sequence[str] = ()) -> None:
-    """Raise ConfigError on every rank where any rank's values differ; `places`: names of paths. Collective."""
+    """Raise ConfigError on every rank, with what differs, where any rank's values are not the first rank's. Collective.
+
+    Args:
+        places: names of absolute paths, which are compared without symbolic links.
+    """
     first = collectives.broadcast_object(values, world)
     compared = dict(values)
     for name in places:

@@ -21,7 +21,12 @@ from shardwise.train.step_record import StepRecord
 
 
 class Occurrence:
-    """A state from `begin_score` on, told once, and again only after it fell below `end_score`, which is lower."""
+    """A state that the user is told once when it begins, and again only after it had ended.
+
+    Args:
+        begin_score: score from which on the state is present.
+        end_score: lower score, below which it is over: a score that swings between the two is told once.
+    """
 
     def __init__(self, begin_score: float, end_score: float) -> None:
         self._begin_score = begin_score

@@ -64,7 +64,12 @@ class SourceLosses:
         return sums_2K
 
     def records(self, sums: Sequence[float], position: int) -> dict[str, SourceRecord]:
-        """Return the numbers of each source by name."""
+        """Return the numbers of each source by name.
+
+        Args:
+            sums: numbers of `take`, on the host.
+            position: place in the order of the data after the step.
+        """
         names = self._batches.order.names
         records = {}
         for number, (name, total, targets) in enumerate(zip(names, sums, sums[len(names) :], strict=False)):

@@ -42,7 +42,12 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of a check; `status`: `wrong` if trainings fail here, `warning` if some do, or are slow."""
+    """The finding of a check.
+
+    Attributes:
+        status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
+        mend: advice; empty if all is well.
+    """
 
     name: str
     status: Status
@@ -138,7 +143,12 @@ def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/inf
 
 
 def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
-    """Check the threads of a rank."""
+    """Check the threads of a rank.
+
+    Args:
+        cpus: number of CPUs that the process may run on.
+        limit: CPUs that its container may use at once; None without a limit.
+    """
     value = variables.get("OMP_NUM_THREADS")
     usable = cpus if limit is None else min(cpus, max(1, int(limit)))
     cpus_text = counted(cpus, "CPU")
@@ -248,7 +258,12 @@ _TORCH = "install a torch for this machine's devices: https://pytorch.org/get-st
 def software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
-    """Check Python and packages."""
+    """Check Python and packages.
+
+    Args:
+        requires: returns the requirements of a distribution, as `importlib.metadata.requires` does.
+        version: returns its version, as `importlib.metadata.version` does.
+    """
     try:
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:

@@ -27,7 +27,12 @@ RESULTS_FILE = "results.pickle"
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of rank 0, all that it yielded, and the error that ended the ranks before they were done."""
+    """The results of rank 0, and the error that ended the ranks before they were done.
+
+    Attributes:
+        values: the result of the function, or all that it yielded before the end.
+        failure: None if all ranks have done their work.
+    """
 
     values: list[Any]
     failure: LaunchError | None

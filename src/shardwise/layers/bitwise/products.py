@@ -41,6 +41,7 @@ class Section:
 
     Attributes:
         repeats: parts of this rank that use the same rows, such as those of one key head.
+        copies: ranks that hold the same rows.
     """
 
     rows: int
