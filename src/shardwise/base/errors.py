@@ -42,11 +42,7 @@ def visible(text: str) -> str:
 
 
 def see(entry: str) -> str:
-    """The end of a message that has an entry in the troubleshooting guide: the command that prints it, in parentheses.
-
-    Args:
-        entry: `PAGE#NAME`, a page of docs/troubleshooting and a heading on it.
-    """
+    """The end of a message with an entry `PAGE#NAME` of docs/troubleshooting: the command that prints it."""
     return f" (`shardwise explain {entry.partition('#')[2]}`)"
 
 
@@ -144,11 +140,7 @@ class ArgumentError(ConfigError, TypeError):
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a ConfigError names what the user gave instead of keys of a recipe.
-
-    Args:
-        names: the user's name for each key.
-    """
+    """Inside, a ConfigError names what the user gave instead of keys of a recipe."""
     try:
         yield
     except ConfigError as error:

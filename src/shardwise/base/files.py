@@ -170,11 +170,7 @@ def open_own(path: Path, flags: int, denied: int = 0) -> int:
 
 
 def open_to_append(path: Path) -> int:
-    """A descriptor of the regular file at `path`, which is made where there is none; each write goes to its end.
-
-    Raises:
-        OSError: as `open_own`.
-    """
+    """A descriptor of the file at `path`, made where there is none, for writes to its end; OSError as `open_own`."""
     return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -195,21 +191,13 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path) -> bytes:
-    """The bytes of a small regular file.
-
-    Raises:
-        OSError: as `open_plain` and `read_small`.
-    """
+    """The bytes of a small regular file; OSError as `open_plain` and `read_small`."""
     with open_plain(path) as file:
         return read_small(file, path)
 
 
 def read_small(file: BinaryIO, path: Path) -> bytes:
-    """The bytes of an open file, which has the name `path`.
-
-    Raises:
-        OSError: EFBIG where it has more than `MOST_BYTES`; else it cannot be read.
-    """
+    """The bytes of an open file named `path`; OSError, which is EFBIG where it has more than `MOST_BYTES`."""
     content = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {MOST_BYTES >> 20} MiB", str(path))
@@ -234,11 +222,7 @@ def new_file(path: Path, mode: int = 0o666) -> BinaryIO:
 
 
 def open_lock(path: Path) -> BinaryIO:
-    """The file to lock, which is made where there is none. It stays: two processes must not lock two files.
-
-    Raises:
-        OSError: as `open_own`.
-    """
+    """The file to lock, made where there is none. It stays: two processes must not lock two. OSError as `open_own`."""
     return os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT), "r+b")
 
 
@@ -319,11 +303,7 @@ def require_replaceable(path: Path, option: str) -> None:
 
 
 def write_new(path: Path, text: str, option: str) -> None:
-    """Write a file that is not there yet, whose path the user gave by `option`.
-
-    Raises:
-        ConfigError: it is there, or cannot be written.
-    """
+    """Write a file that must not be there yet, at the path that `option` gave; ConfigError if it cannot be written."""
     try:
         # "x" instead of a test: between a test and the writing another process could make the file.
         with path.open("x", encoding="utf-8") as file:
@@ -343,11 +323,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Write a small file into a folder. It has no name, and so is gone with the process, however that ends.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a small file without a name, which goes with the process, into a folder; OSError if that fails."""
     # Costly to import, for a training alone.
     import tempfile
 
@@ -387,7 +363,6 @@ def name_problem(name: object, *, nested: bool = False) -> str | None:
     """The reason why `name` must not be joined to a folder; None where the result is sure to lie in that folder.
 
     Args:
-        name: name that comes from outside.
         nested: True also allows a result in a folder of that folder, as `a/b` has.
     """
     if not isinstance(name, str):

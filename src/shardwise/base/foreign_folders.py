@@ -51,12 +51,7 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def converter(shown: str, names: Collection[str]) -> str | None:
-    """What a folder of another program is, and how a model's folder is made of it; None for any other folder.
-
-    Args:
-        shown: path or hub id of the folder.
-        names: names of its files and folders.
-    """
+    """What a folder of another program is, and how a model's folder is made of it; None for any other folder."""
     for patterns, (kind, way) in _RECORDS.items():
         if all(names_like(names, pattern) for pattern in patterns):
             place = PurePath(shown)

@@ -229,11 +229,7 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
 
 
 def visible_cores() -> list[int]:
-    """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; none if it is empty or not set.
-
-    Raises:
-        ConfigError: it is no list of numbers and ranges.
-    """
+    """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; ConfigError if it is no such list."""
     listed = _setting("NEURON_RT_VISIBLE_CORES", r"\d+(-\d+)?(,\d+(-\d+)?)*", "a list of cores, such as 0-3,8")
     spans = [part.split("-") for part in listed.split(",") if part]
     return [core for span in spans for core in range(int(span[0]), int(span[-1]) + 1)]

@@ -243,11 +243,7 @@ def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[
 
 
 def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """The place of the files, in the words of `FOUND`; nothing is fetched.
-
-    Raises:
-        ConfigError: the hub does not have them, or does not give them to this user.
-    """
+    """The place of the files, in the words of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -476,9 +472,9 @@ def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
     """
     totals = {match[1] or "": int(match[2]) for name in names if (match := _PART.fullmatch(name))}
     last = max((max(ranks, int(writer[6:11])) for writer in totals if writer), default=0)
-    wanted = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
-    wanted += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
-    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in wanted]
+    numbered = [(writer, part, total) for writer, total in totals.items() for part in range(1, total + 1)]
+    numbered += [(f"shard-{rank:05}-", 1, max(totals.values())) for rank in range(1, last + 1)]
+    files = [f"{writer}model-{part:05}-of-{total:05}.safetensors" for writer, part, total in numbered]
     return sorted({*files} - {*names})
 
 
@@ -495,11 +491,7 @@ def has_weights(names: Collection[str]) -> bool:
 
 
 def check_weights(folder: Path) -> None:
-    """Checks that a folder has safetensors weights.
-
-    Raises:
-        ConfigError: there are none (for pickled weights, how to convert them), or the index is broken.
-    """
+    """Checks that a folder has safetensors weights; ConfigError if there are none, or the index is broken."""
     try:
         names = [file.name for file in folder.iterdir()]
         index = (folder / INDEX).read_bytes() if INDEX in names and SINGLE not in names else None

@@ -64,11 +64,7 @@ def _is_within(value: Any, levels: int) -> bool:
 
 
 def json_object(text: str | bytes, file: str) -> dict[str, Any]:
-    """The JSON object in the text of a file that a user may have written; `file` names it in errors.
-
-    Raises:
-        ConfigError: it holds none.
-    """
+    """The JSON object in the text of a file of a user's, which is `file` in errors; ConfigError if it holds none."""
     try:
         value = json_value(text)
     except ValueError as error:
@@ -92,11 +88,7 @@ _STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
 
 
 class NotReadError(ValueError):
-    """A text is no YAML of plain values.
-
-    Attributes:
-        problems: each in a sentence.
-    """
+    """A text is no YAML of plain values."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
@@ -135,11 +127,7 @@ def yaml_value(text: str, origin: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it holds none.
-    """
+    """The mapping that a YAML file holds; OSError if it cannot be read, ValueError if it holds none."""
     value = yaml_value(read_plain(path).decode(), "it")
     if not isinstance(value, dict):
         raise ValueError("it is no mapping")
@@ -164,16 +152,8 @@ def _too_deep(origin: str) -> str:
     return f"{origin} must have at most {MOST_LEVELS} levels of lists and mappings inside each other, and it has more"
 
 
-def _too_many(origin: str) -> str:
-    return f"{origin} must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
-
-
 class _Conversion:
-    """The conversion of a tree to values. An alias is a node that is met again.
-
-    Attributes:
-        problems: what is wrong with the tree so far, each in a sentence.
-    """
+    """The conversion of a tree to values. An alias is a node that is met again."""
 
     def __init__(self, origin: str) -> None:
         self.problems: list[str] = []
@@ -186,7 +166,8 @@ class _Conversion:
         if len(path) > MOST_LEVELS:
             raise NotReadError([_too_deep(self._origin)])
         if self._values > MOST_VALUES:
-            raise NotReadError([_too_many(self._origin)])
+            too_many = f"must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
+            raise NotReadError([f"{self._origin} {too_many}"])
         if node.tag not in _STANDARD_TAGS:
             self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
             return None
@@ -224,11 +205,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """The record in a text, which is a file or a line, by a parser such as Python's.
-
-    Raises:
-        ValueError: it is no JSON object.
-    """
+    """The record in a text, a file or a line, by a parser such as Python's; ValueError if it is no JSON object."""
     value = json_value(text, loads)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
@@ -236,11 +213,7 @@ def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.load
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that is a file's whole content.
-
-    Raises:
-        OSError: it cannot be read. ValueError: it is no JSON object.
-    """
+    """The record that is a file's whole content; OSError if it cannot be read, ValueError if it is none."""
     return record_of(read_plain(path))
 
 
@@ -344,11 +317,7 @@ _KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split(
 
 
 def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
-    """A dataclass whose fields are those of a record.
-
-    Raises:
-        ValueError: a field is missing, or has another type than the class says.
-    """
+    """A dataclass whose fields are those of a record; ValueError if one is missing, or has another type."""
     read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)
     return read
 

@@ -107,11 +107,7 @@ def _parse_parent(text: str) -> tuple[Path, str | None]:
 
 
 def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Manifest:
-    """Return the manifest of an intact checkpoint.
-
-    Raises:
-        ConfigError: there is none, or it is damaged.
-    """
+    """Return the manifest of an intact checkpoint; ConfigError if there is none, or it is damaged."""
     try:
         present = steps(root)
         if not present:
@@ -132,11 +128,7 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
 
 
 def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
-    """Return the configuration of the branch.
-
-    Raises:
-        ConfigError: an override is wrong, changes what must stay, or leaves no step to train.
-    """
+    """Return the configuration of the branch; ConfigError for a wrong override, or without a step to train."""
     values = parent.recorded()
     # These belong to the parent: its place, its end, and a return to one of its steps.
     values["checkpoint"] |= {"path": None, "resume": "auto"}

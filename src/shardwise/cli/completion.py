@@ -38,11 +38,7 @@ _shardwise_keys() {{
 
 
 def completion_script(shell: str) -> str:
-    """The script for a shell.
-
-    Raises:
-        ConfigError: no script is written for the shell, or shtab is not installed.
-    """
+    """The script for a shell; ConfigError if none is written for it, or shtab is not installed."""
     if shell not in SHELLS:
         raise ConfigError(f"--completion ({shell}) must be {listing(SHELLS, 'or')}")
     from shardwise.base.registered import optional_library

@@ -19,11 +19,7 @@ _Rows = list[tuple[str, str]]
 
 
 def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> tuple[_Rows, list[str]]:
-    """Rows on the run in the folder, none if it holds none, and the reasons why it could not be continued.
-
-    Args:
-        layout: the layout of the next start; None if it is refused.
-    """
+    """Rows on the run in the folder, none if it holds none, and the reasons why it could not be continued."""
     directory = RunDirectory(run_path)
     try:
         directory.require_folder()

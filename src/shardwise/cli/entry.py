@@ -32,7 +32,6 @@ class _Parser(argparse.ArgumentParser):
     """Raises what is wrong with the arguments instead of printing it from every rank.
 
     Attributes:
-        arguments: those that it reads.
         keys: keys that the command reads as `key=value`; None for all.
     """
 

@@ -201,10 +201,7 @@ def _refuse_if_removed(folder: Root) -> None:
 
 
 def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> ModelFolder:
-    """A checkpoint, whose small files are verified; those of one behind a URL are copied to this machine.
-
-    `user_model`: as in `_model_section`.
-    """
+    """A checkpoint, whose small files are verified; those of one behind a URL are copied to this machine."""
     root = folder.root
     # Small files at the top of a checkpoint describe the model; those in its folders are states.
     patterns = (_CONFIG, *BESIDE_WEIGHTS)
@@ -295,20 +292,15 @@ def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, np
     _, accelerated = accelerators()
     # The degree follows from the configuration, which is therefore made twice.
     parallel = config_for(1).parallel
-    whole = parallel.model_ranks
-    world = place.world if place is not None else nproc or accelerated // whole * whole or whole
+    copy_ranks = parallel.model_ranks
+    world = place.world if place is not None else nproc or accelerated // copy_ranks * copy_ranks or copy_ranks
     if world < 1:
         raise ConfigError(f"--nproc ({world}) must be at least 1")
     return world, config_for(max(1, world // parallel.ranks))
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
-    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer.
-
-    Args:
-        replicas: the data-parallel degree.
-        settings: the section `evaluation`.
-    """
+    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer."""
     sections = _sections_of_batches(folder, values, replicas)
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
     sections["evaluation"] = dict(settings)
@@ -400,11 +392,7 @@ def _without_tokenizer(folder: ModelFolder) -> ConfigError:
 
 
 def _model_section(text: bytes, file: str, user_model: Mapping[str, Any]) -> dict[str, Any]:
-    """The `model` section that the text of a `config.json` describes.
-
-    Args:
-        user_model: `model` section of the user, of which `family` and `ignore` count.
-    """
+    """The `model` section of the text of a `config.json`; of the user's, `family` and `ignore` count."""
     described = json_object(text, file)
     class_name = described.get("family")
     user_family = user_model.get("family")

@@ -97,11 +97,7 @@ def _summary(name: str, text: str) -> str:
 
 
 def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
-    """Print what a file of another program becomes, and print or write the recipe.
-
-    Raises:
-        ConfigError: the file cannot be read, or keys of the recipe are missing.
-    """
+    """Print what a file of another program becomes, and print or write the recipe."""
     # Costly to import, for this option alone.
     from shardwise.config.other_names import PROGRAMS
     from shardwise.config.translation import setting_text

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
             claims.enter_context(agent_ahead(arguments.nproc))
         config = _config(arguments)
-        cluster = _cluster(arguments, config)
+        cluster = _cluster(arguments, config.launch.node_range)
         if arguments.dry_run:
             return _dry_run(arguments, config, cluster)
         from shardwise.launch.rank_process import as_rank, enter_job
@@ -155,11 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complete_recipe(arguments: argparse.Namespace) -> None:
-    """Take the recorded configuration of the run in `--run-dir` if no recipe is named.
-
-    Raises:
-        ConfigError: no recipe is named, and no run.
-    """
+    """Take the recorded configuration of the run in `--run-dir` if no recipe is named; ConfigError without either."""
     recipe: str | None = arguments.recipe
     run_path: Path | None = arguments.run_dir
     if recipe is not None and "=" in recipe and not Path(recipe).is_file():
@@ -180,12 +176,8 @@ def _complete_recipe(arguments: argparse.Namespace) -> None:
     arguments.recipe = recipe
 
 
-def _cluster(arguments: argparse.Namespace, config: Config) -> Cluster | None:
-    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`.
-
-    Raises:
-        ConfigError: an option of a dry run is given without it, or `--nodes` without `--device`.
-    """
+def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) -> Cluster | None:
+    """The machines that `--device` and `--nodes` or `launch.nodes` name; None without `--device`."""
     if arguments.full and not arguments.dry_run:
         raise ConfigError("--full must go with --dry-run: a run's config.yaml has every key")
     if arguments.json and not arguments.dry_run:
@@ -200,22 +192,18 @@ def _cluster(arguments: argparse.Namespace, config: Config) -> Cluster | None:
             "starts nothing; a run takes the machine's accelerators, or its CPU where there are none or "
             "CUDA_VISIBLE_DEVICES= hides them"
         )
-    _, most = config.launch.node_range or (1, 1)
+    _, most = node_range or (1, 1)
     cluster: Cluster = provided("cluster")(arguments.device, most if arguments.nodes is None else arguments.nodes)
     return cluster
 
 
 def check_user_code(config: Config) -> None:
-    """Import code of the user's own before any rank starts, so that its errors are told once.
-
-    Raises:
-        ConfigError: it cannot be imported, or not be called as it will be.
-    """
+    """Import code of the user's own, so that its errors are told once, as a ConfigError, before any rank starts."""
     if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(config)
-    if config.hooks.any_named:
+    if config.hooks.paths:
         from shardwise.train.hooks import check_hooks
 
         check_hooks(config.hooks, config.optimizer)
@@ -259,7 +247,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
     assert layout is not None, "a layout that is refused is a problem"
     from shardwise.train.summary import dry_run
 
-    own, sized, rows = _counted(chosen, cluster, [*rows, *input_rows])
+    counts, sized, rows = _counted(chosen, cluster, [*rows, *input_rows])
     predicted = provided("predicted_step")(sized, layout, cluster) if cluster else None
     input_problems += predicted.problems if predicted else []
     is_recorded = run_path is not None and arguments.recipe == str(RunDirectory(run_path).config)
@@ -274,7 +262,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         continued=continued,
         full=arguments.full,
         recipe_config=config,
-        own=own,
+        own=counts,
         as_json=arguments.json,
     )
     output.raw(output.text(text))
@@ -292,10 +280,10 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
 
     accelerator = _has_accelerator(cluster)
     try:
-        own = own_shapes(config, accelerator)
+        counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return own, sized_own(config, own, accelerator), rows
+    return counts, sized_own(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -303,11 +291,7 @@ def _has_accelerator(cluster: Cluster | None) -> bool:
 
 
 def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
-    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that the devices of a cluster, or of this machine, multiply as `precision.matmul` says."""
     if matmul is None:
         return
     if cluster is not None:
@@ -333,11 +317,7 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
 
 
 def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
-    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it.
-
-    Raises:
-        ConfigError: `train.recompute=auto` where that memory is not known.
-    """
+    """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it."""
     from shardwise.estimates.memory import RESERVED, leaves_open
     from shardwise.estimates.memory_choice import choice_text, fitted
 
@@ -367,7 +347,9 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     problems = Problems()
     load = config.checkpoint.load
     weight_rows: _Rows = []
-    if load is not None and not Path(load).exists() and _names_weights(recipe, load):
+    is_absent = load is not None and not Path(load).exists()
+    if is_absent and recipe in recipe_names() and load_config(recipe).checkpoint.load == load:
+        # A shipped recipe itself names the weights of an earlier run.
         weight_rows = [("weights", f"{load}: not there yet; the run that saves it comes first")]
     elif load is not None:
         config, weight_rows, problems.texts = _glance_at_weights(load, config, run_path)
@@ -442,11 +424,6 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
         except StoreError as error:
             problems.texts.append(f"checkpoint.load: {error}")
     return config, rows, problems.texts
-
-
-def _names_weights(recipe: str, load: str) -> bool:
-    """Return whether a shipped recipe itself names these weights: those of an earlier run, which may not exist yet."""
-    return recipe in recipe_names() and load_config(recipe).checkpoint.load == load
 
 
 def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:

@@ -100,10 +100,14 @@ def run(arguments: argparse.Namespace) -> int:
     config, cells, refused = _plan(recipe, devices, chosen, arguments.steps, bitwise=arguments.bits)
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     is_named = False
+
+    def layouts_done() -> int:
+        return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
+
     try:
         with (
             agent_ahead(cells[-1].ranks, _IMPORTS),
-            progress("verifying", len(cells), "layout", done=lambda: _layouts_done(folder)),
+            progress("verifying", len(cells), "layout", done=layouts_done),
         ):
             # Only now, so that this process imports torch while the agent does.
             verification = imported("shardwise.verify.verification")
@@ -121,11 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         shown.show()
     return int(bool(result.broken))
-
-
-def _layouts_done(folder: Path) -> int:
-    """The number of layouts that a verification in a folder has done: that of the newest one's folder."""
-    return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
 
 
 def _devices(named: Sequence[str] | None, nproc: int | None) -> dict[str, int]:
@@ -178,12 +177,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class Verified:
-    """A verification with the recipe that it verified.
-
-    Attributes:
-        config: the configuration of the miniature.
-        refused: the reasons for which layouts were left out.
-    """
+    """A verification with the recipe that it verified."""
 
     name: str
     config: Config
@@ -226,7 +220,8 @@ class Verified:
         if broken := len(self.result.broken):
             output.line(f"BROKEN by {broken} of {layouts_text}")
         else:
-            replayed = sum(outcome.has_other_choices for outcome in outcomes)
+            differences = (outcome.differences for outcome in outcomes)
+            replayed = sum(values is not None and values.choices.differing > 0 for values in differences)
             with_choices = f", {replayed} of them with its choices of experts" if replayed else ""
             output.line(f"{'All ' if len(outcomes) > 1 else ''}{layouts_text} trained like one process{with_choices}.")
 

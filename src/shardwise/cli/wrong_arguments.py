@@ -100,12 +100,7 @@ def _is_own(name: str, family: str, known: Collection[str]) -> bool:
 
 
 def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str], keys: Collection[str] | None) -> str:
-    """A line with the command as it was most likely meant; empty if nothing in it is surely another spelling.
-
-    Args:
-        arguments: the arguments of the command, which was refused.
-        keys: as `problems_of_arguments` takes them.
-    """
+    """A line with the command as it was most likely meant; empty if nothing in it is surely another spelling."""
     values = _known_values(arguments)
     family = values.get("model.family", "")
     valid = _valid_keys(keys, family)

@@ -39,11 +39,7 @@ _MOVED = ("rope_theta", "partial_rotary_factor")
 
 
 class UnsupportedError(ConfigError):
-    """Fields of a `config.json` that describe a model which shardwise lacks.
-
-    Attributes:
-        section: the `model` section of the file, with defaults in place of these fields.
-    """
+    """Fields of a `config.json` that shardwise lacks; `section`: its `model` section, with defaults in their place."""
 
     def __init__(self, problems: Sequence[str], section: dict[str, Any]) -> None:
         super().__init__(problems)

@@ -169,11 +169,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
 
 
 def data_from(values: Mapping[str, Any]) -> DataConfig:
-    """A `data` section by itself.
-
-    Raises:
-        ConfigError: something is wrong; it has every problem of `values`.
-    """
+    """A `data` section by itself; ConfigError with every problem of `values`."""
     try:
         return DataConfig.model_validate(dict(values))
     except ValidationError as error:
@@ -183,11 +179,7 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
 
 
 def model_from(values: Mapping[str, Any]) -> FamilyConfig:
-    """A `model` section by itself, of one of the families here.
-
-    Raises:
-        ConfigError: something is wrong; it has every problem of `values`.
-    """
+    """A `model` section by itself, of one of the families here; ConfigError with every problem of `values`."""
     family = str(values["family"])
     try:
         return FAMILIES[family].model_validate(dict(values))

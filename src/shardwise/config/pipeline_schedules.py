@@ -22,18 +22,6 @@ DEFAULT_WITH_SEVERAL_STAGES: Schedule = "interleaved"
 """The schedule that messages propose to those who want several stages on each rank."""
 
 
-def _any_number(p: int, m: int) -> str | None:
-    return None
-
-
-def _one_per_rank(p: int, m: int) -> str | None:
-    return None if m >= p else f"at least parallel.pipeline ({p})"
-
-
-def _two_per_rank(p: int, m: int) -> str | None:
-    return None if m >= 2 * p else f"at least 2 × parallel.pipeline (2 × {p} = {2 * p})"
-
-
 def _whole_rounds(p: int, m: int) -> str | None:
     rounds = rounds_of_step(p, m)
     return None if m % rounds == 0 else f"a multiple of the {rounds} rounds that parallel.pipeline ({p}) takes them in"
@@ -48,21 +36,12 @@ def rounds_of_step(p: int, m: int) -> int:
     return max(1, m // p)
 
 
-def _no_formula(p: int, v: int, m: int) -> float | None:
-    return None
-
-
 def _fill_and_drain(p: int, v: int, m: int) -> float | None:
     """(p-1) / (v·m+p-1): each rank works v·m times and waits p-1 times while the pipeline fills and drains.
 
     arXiv:1811.06965 §2.3, arXiv:2104.04473 §2.2.1 and, for v > 1, §2.2.2.
     """
     return (p - 1) / (v * m + p - 1)
-
-
-def _fill_and_drain_of_rounds(p: int, v: int, m: int) -> float | None:
-    # A round of fewer micro-batches than ranks waits for the last rank, which the formula does not count.
-    return _fill_and_drain(p, v, m) if m >= p else None
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,7 @@ class ScheduleSpec:
     name: str
     stages_per_rank: int
     unmet_requirement: Callable[[int, int], str | None]
-    bubble: Callable[[int, int, int], float | None] = _no_formula
+    bubble: Callable[[int, int, int], float | None] = lambda p, v, m: None
     is_v_shaped: bool = False
     splits_backward: bool = False
     holds_all_micro_batches: bool = False
@@ -102,11 +81,18 @@ class ScheduleSpec:
 SCHEDULES: dict[str, ScheduleSpec] = {
     spec.name: spec
     for spec in (
-        ScheduleSpec("gpipe", 1, _any_number, _fill_and_drain, holds_all_micro_batches=True),
-        ScheduleSpec("1f1b", 1, _one_per_rank, _fill_and_drain),
-        ScheduleSpec("interleaved", 2, _whole_rounds, _fill_and_drain_of_rounds),
+        ScheduleSpec("gpipe", 1, lambda p, m: None, _fill_and_drain, holds_all_micro_batches=True),
+        ScheduleSpec("1f1b", 1, lambda p, m: None if m >= p else f"at least parallel.pipeline ({p})", _fill_and_drain),
+        # A round of fewer micro-batches than ranks waits for the last rank, which the formula does not count.
+        ScheduleSpec("interleaved", 2, _whole_rounds, lambda p, v, m: _fill_and_drain(p, v, m) if m >= p else None),
         ScheduleSpec("interleaved_zero_bubble", 2, _whole_rounds, splits_backward=True),
-        ScheduleSpec("zbv", 2, _any_number, is_v_shaped=True, splits_backward=True),
-        ScheduleSpec("dualpipev", 2, _two_per_rank, is_v_shaped=True, splits_backward=True),
+        ScheduleSpec("zbv", 2, lambda p, m: None, is_v_shaped=True, splits_backward=True),
+        ScheduleSpec(
+            "dualpipev",
+            2,
+            lambda p, m: None if m >= 2 * p else f"at least 2 × parallel.pipeline (2 × {p} = {2 * p})",
+            is_v_shaped=True,
+            splits_backward=True,
+        ),
     )
 }

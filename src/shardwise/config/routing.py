@@ -55,11 +55,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Canonical names in a block with experts.
-
-    Attributes:
-        leaves: names of an expert's gate, up and down projections.
-    """
+    """Canonical names in a block with experts."""
 
     layer: str = "mlp"
     router: str = "gate"

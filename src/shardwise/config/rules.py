@@ -285,11 +285,7 @@ _NEEDED_BY_THE_CHECKPOINT = ("model", "optimizer.name", "hooks.optimizer")
 
 
 def check_changes(keys: Sequence[str]) -> frozenset[str]:
-    """Return the keys that `--change` names, which may then differ from those of the run.
-
-    Raises:
-        ConfigError: a key may change anyway, or never.
-    """
+    """Return the keys that `--change` names; ConfigError if one may change anyway, or never."""
     problems = []
     for key in keys:
         section, _, name = key.partition(".")

@@ -249,11 +249,7 @@ class Config(Section):
         return self.model_copy(update=update)
 
     def with_batch_for(self, ranks: int) -> Config:
-        """This configuration with the global batch that its rule gives for a number of ranks.
-
-        Raises:
-            ConfigError: the result is no whole number.
-        """
+        """This configuration with the batch of its rule for so many ranks; ConfigError if that is no whole number."""
         if self.train.rule is None:
             return self
         sequences, per = self.train.rule

@@ -32,7 +32,8 @@ def recipe_schema() -> dict[str, Any]:
     for family in FAMILIES.values():
         _accept_other_spellings(schemas[names[family]], family.aliases)
     _accept_batch_rule(schemas["TrainConfig"]["properties"])
-    _accept_paths(schemas["EvaluationConfig"]["properties"]["sets"])
+    sets = schemas["EvaluationConfig"]["properties"]["sets"]  # which may be given by their paths
+    sets["additionalProperties"] = {"anyOf": [{"type": "string", "minLength": 1}, sets["additionalProperties"]]}
     for schema in schemas.values():
         _accept_tokens(schema.get("properties", {}))
     recipe: dict[str, Any] = schemas.pop(names[Config])
@@ -82,11 +83,6 @@ def _accept_batch_rule(train: dict[str, Any]) -> None:
     number = train["global_batch"]
     bounds = {key: number.pop(key) for key in ("type", "exclusiveMinimum") if key in number}
     train["global_batch"] = {**number, "anyOf": [bounds, {"type": "string", "pattern": f"^{BATCH_RULE}$"}]}
-
-
-def _accept_paths(sets: dict[str, Any]) -> None:
-    """Let an evaluation set be given by its path."""
-    sets["additionalProperties"] = {"anyOf": [{"type": "string", "minLength": 1}, sets["additionalProperties"]]}
 
 
 def _accept_tokens(properties: dict[str, Any]) -> None:

@@ -62,11 +62,6 @@ class HooksConfig(Section):
         listed = {f"callbacks.{number}": path for number, path in enumerate(self.callbacks)}
         return {f"hooks.{key}": path for key, path in {**single, **listed}.items() if path is not None}
 
-    @property
-    def any_named(self) -> bool:
-        """True if there is any hook."""
-        return bool(self.paths)
-
 
 class CompileConfig(Section):
     """The compilation of a training: its parts, its backend, and the folder of its results."""

@@ -115,17 +115,13 @@ def stage_problems(stages: list[Config]) -> list[str]:
 
 
 def changed_stages(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
-    """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would be another.
-
-    Args:
-        stored: values of the configuration of the run so far.
-    """
-    return _changed_lengths(stored, config, step) + _changed_weights(stored, config, step)
+    """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would change."""
+    return _changed_lengths(stored, config, step) + _changed_weights(stored, config.recorded(), step)
 
 
-def _changed_weights(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+def _changed_weights(stored: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     """The problem of a mixture whose weights before `step` are others; none where all its sources are others."""
-    then, now = (values.get("data", {}) for values in (stored, config.recorded()))
+    then, now = (values.get("data", {}) for values in (stored, new))
     weights = _weights_before(step, then)
     is_other = not (then.get("mixture") or {}).keys() & (now.get("mixture") or {}).keys()
     if is_other or weights == _weights_before(step, now):

@@ -141,11 +141,7 @@ def _by_words(owner: str, value: Any) -> dict[str, Any]:
 
 
 def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
-    """Our keys and options with their values for a name of the record.
-
-    Raises:
-        NoCounterpartError: there is none. KeyError: a formula needs a quantity that is not known.
-    """
+    """Our keys and options with their values for a name; NoCounterpartError, or KeyError for an unknown quantity."""
     if name in WORDS and {word_of(value), word_of(value).rpartition("/")[2]} & WORDS[name].keys():
         mapped = _by_words(name, value)
         if mapped == {name: None}:

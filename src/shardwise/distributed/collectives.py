@@ -473,14 +473,6 @@ def barrier(group: Group) -> None:
 # use alike.
 
 
-def _reduced(x: Tensor, group: Group) -> Tensor:
-    return all_reduce_(x.contiguous().clone(), group)
-
-
-def _joined_last(x: Tensor, group: Group) -> Tensor:
-    return torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1)
-
-
 def _split(x: Tensor, group: Group, dim: int) -> Tensor:
     check_divides(x, dim, group)
     return x.chunk(group.size, dim=dim)[group.rank].contiguous()
@@ -488,12 +480,12 @@ def _split(x: Tensor, group: Group, dim: int) -> Tensor:
 
 _PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
     "copy": (lambda x, _: x.view_as(x), "reduce"),
-    "reduce": (_reduced, "copy"),
+    "reduce": (lambda x, group: all_reduce_(x.contiguous().clone(), group), "copy"),
     "gather": (all_gather, "scatter_sum"),
     "scatter_sum": (reduce_scatter, "gather"),
     "join_first": (all_gather, "split_first"),
     "split_first": (partial(_split, dim=0), "join_first"),
-    "join_last": (_joined_last, "split_last"),
+    "join_last": (lambda x, group: torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1), "split_last"),
     "split_last": (partial(_split, dim=-1), "join_last"),
 }
 """Each operation by its name, with the name of the one that its gradient goes through."""

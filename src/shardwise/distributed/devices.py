@@ -100,11 +100,7 @@ def begin_use(device: torch.device) -> None:
 
 
 def show_one_core(device: torch.device) -> None:
-    """Leave this rank one of the NeuronCores that all ranks are shown: TorchNeuron takes one for each process.
-
-    Raises:
-        ConfigError: there are several, and fewer than ranks.
-    """
+    """Leave this rank one of the NeuronCores that all ranks are shown; ConfigError if there are too few."""
     cores = visible_cores() if device.type != "cpu" else []
     if 1 < len(cores) <= device.index:
         raise ConfigError(
@@ -116,11 +112,7 @@ def show_one_core(device: torch.device) -> None:
 
 
 def require_build_for(kind: str) -> None:
-    """Check that this torch knows a kind of device, which the machine need not have.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """ConfigError unless this torch knows a kind of device, which the machine need not have."""
     missing = kind == "cuda" and not torch.backends.cuda.is_built()
     try:
         torch.device(kind)

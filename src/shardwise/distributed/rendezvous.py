@@ -138,11 +138,7 @@ _WAITING_CODE = (
 
 
 class Watch:
-    """Measures how long each thread of this process has waited for other ranks.
-
-    Args:
-        seconds: the limit.
-    """
+    """Measures how long each thread of this process has waited for other ranks, up to a limit in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -186,27 +186,23 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = saves_input and not _norms_in_float32(workload)
     else:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
-    norms = 2 if model.norm_place == "both" else 1
-    drops_rotated = is_rotated and model.query_key_norm is None
+    norms = norm_bytes(workload) * (2 if model.norm_place == "both" else 1)
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
     return BlockActivations(
         saves_input=saves_input,
-        attention=attention + norms * norm_bytes(workload),
+        attention=attention + norms,
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=_mlp(workload, layer, feed) + norms * norm_bytes(workload) - model.parallel_residual * workload.x_bytes,
+        mlp=_mlp(workload, layer, feed) + norms - (workload.x_bytes if model.parallel_residual else 0),
         normed=_normed(workload),
-        rotated=drops_rotated * a * workload.tokens * (local.query + rotated_keys),
+        rotated=(is_rotated and model.query_key_norm is None) * a * workload.tokens * (local.query + rotated_keys),
         activated=_activated(workload, layer, feed),
     )
 
 
 def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
-    """Return the bytes that the activation of an MLP, or of a shared expert, computes again of what it keeps.
-
-    And a router's own input.
-    """
+    """Return the bytes of results that an activation, and a router, compute again from what they keep."""
     model = workload.model
     if model.routing(layer) is not None:
         shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor

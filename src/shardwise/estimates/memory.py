@@ -113,8 +113,8 @@ def sized_own(config: Config, own: OwnShapes, accelerator: bool) -> Config:
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
-    held = max(0, own.saved_bytes - memory.activations) // config.train.micro_batch
-    like = own.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held})
+    held_bytes = max(0, own.saved_bytes - memory.activations) // config.train.micro_batch
+    like = own.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held_bytes})
     return config.model_copy(update={"model": like})
 
 
@@ -163,13 +163,14 @@ def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstim
     update = max(rounding, _matrices(workload), _travelling(workload))
     peak = max(step.whole, update)
     # A `StandIn` knows the parameters of the user's class, and what that keeps beyond a Llama's activations.
-    held, own = getattr(workload.model, "held_bytes", 0), getattr(workload.model, "parameters", 0)
-    share = own / (local_parameter_count(workload.model, 1) or 1) if own else 1
+    held_bytes, own_parameters = getattr(workload.model, "held_bytes", 0), getattr(workload.model, "parameters", 0)
+    share = own_parameters / (local_parameter_count(workload.model, 1) or 1) if own_parameters else 1
+    state = 0 if workload.offloads else _state_bytes(workload, master=workload.precision.master_bytes)
     memory = MemoryEstimate(
         parameters=round(share * _parameter_bytes(workload)),
         gradients=round(share * _gradient_bytes(workload)),
-        optimizer=round(share * _optimizer_bytes(workload)),
-        activations=step.activations + held * workload.config.train.micro_batch // workload.layout.tensor,
+        optimizer=round(share * state),
+        activations=step.activations + held_bytes * workload.config.train.micro_batch // workload.layout.tensor,
         loss=step.forward - step.activations,
         buffers=_rotary_tables(workload) + numbers + peak - step.forward,
         pipeline=step.sent + (workload.x_bytes if workload.layout.pipeline > 1 else 0),
@@ -198,11 +199,6 @@ def _gradient_bytes(workload: RankWorkload) -> int:
         sources = bucket.divided_over if workload.is_bit_equal and bucket.slices == 1 else 1
         elements += sources * bucket.elements // bucket.slices
     return elements * DTYPE_BYTES[workload.precision.gradient]
-
-
-def _optimizer_bytes(workload: RankWorkload) -> int:
-    """Bytes of the optimizer's states, and of masters if they are separate, on a data-parallel rank's device."""
-    return 0 if workload.offloads else _state_bytes(workload, master=workload.precision.master_bytes)
 
 
 def _state_bytes(workload: RankWorkload, *, master: int) -> int:
@@ -478,15 +474,12 @@ def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
     sizes = []
     for workload in workloads:
         if workload.offloads:
+            width = DTYPE_BYTES[workload.precision.optimizer]
             owned = [bucket.elements // bucket.slices for bucket in bucket_shapes(workload)]
-            pinned = [_pinned_bytes(size * DTYPE_BYTES[workload.precision.optimizer]) for size in owned]
+            pinned = [1 << (size * width - 1).bit_length() for size in owned]
             states = _state_bytes(workload, master=0)
             sizes.append(states + sum(pinned) + _BUCKETS_ON_THEIR_WAY * max(pinned))
     return max(sizes, default=0)
-
-
-def _pinned_bytes(size: int) -> int:
-    return 1 << (size - 1).bit_length()
 
 
 def _travelling(workload: RankWorkload) -> int:

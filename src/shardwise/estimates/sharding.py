@@ -56,11 +56,7 @@ class GatherPass:
 
 
 class StageGathers:
-    """The gathers of the weights of one stage.
-
-    Attributes:
-        sizes: bytes of the whole values of each freed bucket, by its number.
-    """
+    """The gathers of the weights of one stage; `sizes`: bytes of the whole values of each freed bucket."""
 
     def __init__(self, workload: RankWorkload, stage: Stage) -> None:
         width = DTYPE_BYTES[workload.precision.parameter]

@@ -164,11 +164,7 @@ def _become(command: list[str], handlers: Mapping[int, Any]) -> None:
 
 
 def _supervise(ranks: dict[int, int], listener: socket.socket | None) -> dict[int, int]:
-    """Open the ranks' store, which has threads, and wait for their end.
-
-    Returns:
-        exit codes of those that failed, or minus the signal, the first one first.
-    """
+    """Open the ranks' store, and wait for their end; returns the codes of those that failed, or minus the signal."""
     # The terminal is that of the ranks.
     for output in (1, 2):
         os.dup2(0, output)

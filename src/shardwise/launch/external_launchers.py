@@ -60,11 +60,7 @@ class LauncherTask:
 
 
 def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Give a task of several that `srun` or `mpirun` started the variables that torchrun would.
-
-    Raises:
-        ConfigError: the place among the tasks, or the host of rank 0, cannot be known.
-    """
+    """Give a task of `srun` or `mpirun` the variables that torchrun would; ConfigError if its place is not known."""
     try:
         task = task_of(variables)
     except ConfigError:

@@ -82,7 +82,6 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
     """Show a failure once for the whole job: through the launcher, else from the first rank that meets it.
 
     Args:
-        place: place of this process in a job; None if it is alone.
         words: function that records the failure and returns the text for the user; None for the text of the failure.
     """
     is_late = False
@@ -106,11 +105,7 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
 
 
 def report_failure(failure: Failure) -> bool:
-    """Record the failure of a rank, unless another rank was first.
-
-    Returns:
-        True if a launcher reads the record and shows it; False without one, so that the caller must show it itself.
-    """
+    """Record the failure of a rank, unless another was first; True if a launcher reads and shows the record."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -149,12 +144,7 @@ def report_done(place: Rank) -> None:
 
 
 def ended_early(folder: Path, ranks: Iterable[int], logs: Path) -> Failure | None:
-    """Find the first of these ranks, all of which ended with exit code 0, that had not done its work; None without one.
-
-    Args:
-        folder: folder of the heartbeats.
-        logs: folder of the ranks' logs.
-    """
+    """Find the first of these ranks, which ended with exit code 0, that had not done its work; None without one."""
     rank = next((rank for rank in ranks if not _done_mark(folder, rank).exists()), None)
     if rank is None:
         return None

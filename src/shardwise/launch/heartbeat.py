@@ -60,11 +60,7 @@ class Beat:
 
 @contextmanager
 def beating(describe: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
-    """Write this rank's heartbeats in a thread during the `with` statement, if its launcher reads them.
-
-    Args:
-        describe: function that returns the facts of a `Beat` as they are now.
-    """
+    """Write this rank's heartbeats in a thread during the `with` statement, if its launcher reads them."""
     folder = os.environ.get(HEARTBEATS)
     place = joined()
     if folder is None or place is None:
@@ -121,11 +117,7 @@ def from_plain(facts: Mapping[str, Any]) -> Beat:
 
 
 def missing(beats: Iterable[Beat], lost: Mapping[str, Iterable[int]] | None = None) -> str | None:
-    """Name the ranks for which the others waited; None if the heartbeats do not tell.
-
-    Args:
-        lost: ranks of the nodes that no longer answer, by node.
-    """
+    """Name the ranks for which the others waited; None if nothing tells. `lost`: ranks by silent node."""
     beats = sorted(beats, key=lambda beat: beat.rank)
     gone = {rank for ranks in (lost or {}).values() for rank in ranks}
     answering = [beat for beat in beats if beat.rank not in gone]

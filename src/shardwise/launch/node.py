@@ -109,11 +109,7 @@ def free_port(address: str = "") -> int:
 
 
 class SupervisorConnection:
-    """A launcher's connection to the supervisor, as a context manager.
-
-    Attributes:
-        ended: reason for which this launcher must end: the supervisor says so, or is lost. None while it goes on.
-    """
+    """A launcher's connection to the supervisor; `ended`: reason for which this launcher must end, None before."""
 
     def __init__(self, node: Node, beat: Callable[[], Mapping[str, Any]]) -> None:
         """Args: beat: function that returns the facts to send every second."""

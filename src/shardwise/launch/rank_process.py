@@ -30,11 +30,7 @@ _PARENT_POLL_SECONDS = 0.5
 
 @dataclass
 class RankExit:
-    """The end of a rank's work, filled in when the `with` statement of `as_rank` is left.
-
-    Attributes:
-        code: exit code for the process.
-    """
+    """The end of a rank's work, filled in when the `with` statement of `as_rank` is left."""
 
     code: int = 0
 
@@ -152,11 +148,7 @@ def as_rank(
 
 @contextmanager
 def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None]:
-    """Record an error of the body, a training that a program called, in the run's folder, and raise it on.
-
-    Args:
-        run_path: the run's folder; None if this rank does not know it, so that it records nothing.
-    """
+    """Record an error of the body, a training that a program called, in the run's folder, if known, and raise it on."""
     began = time.time()
     try:
         yield

@@ -41,11 +41,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Requests:
-    """The signals that one process has got.
-
-    Attributes:
-        by: first signal, as a user reads it; None before it.
-    """
+    """The signals that one process has got."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -138,11 +134,7 @@ def say(text: str) -> None:
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> dict[int, Any]:
-    """Set the handler of all signals; only the main thread may, in another this does nothing.
-
-    Returns:
-        former handlers by signal.
-    """
+    """Set the handler of all signals, and return the former ones; only in the main thread, else do nothing."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     # A signal that was ignored on purpose, as nohup does, stays ignored.

@@ -88,11 +88,7 @@ def sizes_of(given: object, count: int, problem: str) -> tuple[int, ...]:
 
 
 def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
-    """Return the features of a rank's part of the keys, if each part stands on `multiplier` of the ranks.
-
-    Raises:
-        ValueError: the keys cannot be cut into such parts.
-    """
+    """The features of a rank's part of the keys, each of which `multiplier` ranks have; ValueError if none fits."""
     if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
         raise ValueError(
             f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "

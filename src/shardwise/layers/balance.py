@@ -165,8 +165,8 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        one = grads[0].new_ones((), dtype=torch.float32)
-        return grads[0], one if ctx.scaler is None else ctx.scaler.scale(one), None
+        unit_gradient = grads[0].new_ones((), dtype=torch.float32)
+        return grads[0], unit_gradient if ctx.scaler is None else ctx.scaler.scale(unit_gradient), None
 
 
 @contextmanager

@@ -90,6 +90,8 @@ class DropoutKey(_Masks):
     It travels with the activations, so that recompute draws the same masks, whatever ran in between.
 
     Attributes:
+        seed: the run's seed.
+        step: the optimizer step.
         samples_B: `[B]`, number of each sample in the run, on the model's device.
         first_sample: first of these numbers, on the host.
         mode: `fast` or `invariant`, see docs/dropout-and-recompute.md.

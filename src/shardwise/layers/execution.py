@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class Compiler(Protocol):
-    """Compiles parts of a model while it is made.
-
-    Attributes:
-        compiles_blocks: true if attention is a part of a compiled graph.
-    """
+    """Compiles parts of a model while it is made."""
 
     compiles_blocks: bool
 

@@ -37,7 +37,6 @@ class Scaling:
     """The scales of a linear layer's tensors.
 
     Attributes:
-        cuts_outputs: true if the layer is cut along its outputs, false if along its inputs.
         context_group: ranks that share the tokens of each sample, and so have parts of inputs and of gradients.
     """
 

@@ -250,10 +250,7 @@ def _pieces_of_all_keys(starts_SB: Tensor | None, ends: Tensor, window: int | No
 
 
 def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[tuple[slice, range, int]]:
-    """Yield the samples and the places of each document's queries in a run, and the first place of the document.
-
-    The run begins at `row`.
-    """
+    """Yield the samples and places of each document's queries in a run from `row` on, and its first place."""
     if starts_SB is None:
         yield slice(None), run, 0
         return

@@ -91,11 +91,7 @@ def _loss(logits_SBV: Tensor, targets_SB: Tensor) -> Tensor:
 
 
 def _logits(returned: Any) -> Tensor:
-    """The logits `[B, S, V]` in what a module returned.
-
-    Raises:
-        TypeError: there are none.
-    """
+    """The logits `[B, S, V]` in what a module returned; TypeError if there are none."""
     found = getattr(returned, "logits", returned)
     for tensor in found if isinstance(found, tuple | list) else (found,):
         if isinstance(tensor, Tensor) and tensor.dim() == 3:

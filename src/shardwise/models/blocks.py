@@ -174,11 +174,7 @@ class LayerFactory:
     def query_key_value(
         self, config: FamilyConfig, names: Sequence[str], *, bias: bool = True, transposed: bool = False
     ) -> GQAQKVColumnParallelLinear:
-        """Make the layer x → Q, K and V, one after the other.
-
-        Args:
-            names: the canonical layers of Q, K and V; three times the same if they are one.
-        """
+        """Make the layer x → Q, K and V, one after the other; the same name three times if they are one."""
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         return GQAQKVColumnParallelLinear(
@@ -417,12 +413,7 @@ def gives_losses(model: nn.Module) -> bool:
 
 
 class Stages(nn.ModuleList):
-    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`.
-
-    Attributes:
-        hidden_size: width of x between stages.
-        plan: place of each stage in the model.
-    """
+    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -219,11 +219,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
-    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers.
-
-    Args:
-        split_heads: true if each head of Q, K and V is a matrix.
-    """
+    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     shapes = Counter([(hidden, query)])

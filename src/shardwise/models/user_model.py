@@ -127,7 +127,7 @@ def build_user_model(
             f"model.family ({family}) cannot be built: {error_text(error)}{see('runs#own-code-fails')}"
         ) from error
     if part is not None:
-        _drop_other_stages(model, part, config)
+        _drop_other_stages(model, part, config.model, config.parallel.pipeline)
     if "device" not in user_class.names:
         _move(model, device=device)
     if "dtype" not in user_class.names:
@@ -142,22 +142,22 @@ def build_user_model(
     return model
 
 
-def _drop_other_stages(model: Any, part: Part, config: Config) -> None:
+def _drop_other_stages(model: Any, part: Part, section: ModelConfig, pipeline: int) -> None:
     """Leave the modules and blocks of a pipeline stage in a model of `shardwise.pipelined`.
 
     Raises:
         ConfigError: it has other blocks than the keys say, or a parameter in no stage or in several.
     """
-    family = f"model.family ({config.model.family})"
+    family = f"model.family ({section.family})"
     try:
         modules: dict[str, Any] = {name: model.get_submodule(name) for name in model.modules_in_order}
     except AttributeError as error:
         raise ConfigError(f"{family}: shardwise.pipelined must name modules of the class: {error}") from None
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     blocks = modules[lists[0]]._modules if len(lists) == 1 else {}
-    if len(blocks) != config.model.num_hidden_layers:
+    if len(blocks) != section.num_hidden_layers:
         raise ConfigError(
-            f"{family}: model.num_hidden_layers ({config.model.num_hidden_layers}) must be the number of blocks "
+            f"{family}: model.num_hidden_layers ({section.num_hidden_layers}) must be the number of blocks "
             f"({len(blocks)}) in the one torch.nn.ModuleList that shardwise.pipelined names"
         )
     users: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in model.parameters()}
@@ -170,7 +170,7 @@ def _drop_other_stages(model: Any, part: Part, config: Config) -> None:
         if len(users[parameter]) != 1:
             raise ConfigError(
                 f"{family}: {path} must be in one module that shardwise.pipelined names, or in one block, with "
-                f"parallel.pipeline ({config.parallel.pipeline}), and is in {listing(users[parameter]) or 'none'}"
+                f"parallel.pipeline ({pipeline}), and is in {listing(users[parameter]) or 'none'}"
             )
     names = list(modules)
     place = names.index(lists[0])

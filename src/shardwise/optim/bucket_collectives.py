@@ -144,11 +144,7 @@ class Reductions:
 
 
 class PartialGradients:
-    """The owned parts of gradients that must still be summed over some ranks, as placements say.
-
-    Attributes:
-        summed: True once they are summed in this step.
-    """
+    """The owned parts of gradients that must still be summed over some ranks, as placements say."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.summed = False

@@ -31,11 +31,7 @@ _LEAST_BYTES = 2**20
 
 
 class UnitPlace(NamedTuple):
-    """The place of a parameter in the model.
-
-    Attributes:
-        unit: number of the unit in the model: an embedding, a block or a head.
-    """
+    """The place of a parameter in the model; `unit`: number of its embedding, block or head."""
 
     stage: int
     unit: int

@@ -29,12 +29,6 @@ NOT_A_NUMBER = -1
 """The sum in which a term is infinite or not a number; all other sums are at least 0."""
 
 
-def terms_at_once(device: torch.device) -> int:
-    """Return the number of terms of a sum that are computed by one call of each kernel."""
-    # On a CPU they and what is left of them stay in its caches. Elsewhere short kernels would wait for the host.
-    return 1 << (15 if device.type == "cpu" else 22)
-
-
 def atom_squares(values: Tensor, atom: int) -> Tensor:
     """Return the sum of squares of each atom in float64; the length is a multiple of `atom`."""
     by_atom = values.view(-1, atom)

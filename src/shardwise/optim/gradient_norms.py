@@ -200,8 +200,9 @@ def _exact_sum_of_squares(runs: Sequence[ElementRun], take: Take, atom: int) -> 
     wide = (taken if devices.widest_dtype(taken.device) == torch.float64 else taken.cpu() for taken in map(take, parts))
     squares = [exact_sums.atom_squares(values, atom) for values in wide]
     terms = torch.cat(squares)
-    runs_of_terms = terms.split(exact_sums.terms_at_once(terms.device))
-    return exact_sums.joined(exact_sums.exact_sum(part) for part in runs_of_terms)
+    # On a CPU such runs stay in its caches. Elsewhere short kernels would wait for the host.
+    runs_of_terms = terms.split(1 << (15 if terms.device.type == "cpu" else 22))
+    return exact_sums.joined(map(exact_sums.exact_sum, runs_of_terms))
 
 
 class ModelNorms(_Norms):

@@ -179,13 +179,10 @@ def _parts(
     for index, parameter in enumerate(bucket.parameters):
         placed = placement.of_or_whole(parameter, tensor=model.ranks.tensor).pieces
         for piece, placed_piece in zip(model.pieces[parameter], placed, strict=True):
-            if for_update or _is_first(placed_piece.copies, model.ranks.stage):
+            copies = placed_piece.copies
+            is_alone = for_update or copies.size == 1
+            if is_alone or copies.ranks[copies.rank] == min({*copies.ranks} & {*model.ranks.stage.ranks}):
                 yield from _parts_of_piece(bucket, index, piece, within, group, by_head=by_head)
-
-
-def _is_first(copies: Group, stage: Group) -> bool:
-    """Return whether this rank is the first one in its stage that holds a copy."""
-    return copies.size == 1 or copies.ranks[copies.rank] == min(set(copies.ranks) & set(stage.ranks))
 
 
 def _parts_of_piece(

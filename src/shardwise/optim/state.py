@@ -124,7 +124,7 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
     """Return the numbers that the wrapped optimizer keeps for each bucket, such as the count of its steps."""
     return [
         {
-            name: _as_json(float(value))
+            name: number if math.isfinite(number := float(value)) else str(number)
             for name, value in optimizer.inner.state[bucket.master].items()
             if is_number(value, bucket.master)
         }
@@ -230,10 +230,6 @@ def _like(template: Any, value: Number) -> Any:
     if isinstance(template, Tensor):
         return torch.full_like(template, float(value))
     return type(template)(float(value))
-
-
-def _as_json(value: float) -> Number:
-    return value if math.isfinite(value) else str(value)
 
 
 @torch.no_grad()

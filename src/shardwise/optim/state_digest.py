@@ -80,7 +80,6 @@ class StateHash:
 
     Attributes:
         place: numbers that say how far the training is, and its seed.
-        sums: sums of the weights and of the optimizer's states.
     """
 
     place: Mapping[str, int]

@@ -195,13 +195,7 @@ class RandomBits:
 
 
 class _FloatCopy:
-    """A float32 copy of some masters and their state, which an optimizer of the wrapped class updates.
-
-    Masters that are float32 themselves are updated in place.
-
-    Attributes:
-        parameter: masters of the elements that were loaded last.
-    """
+    """A float32 copy of some masters and their state, which an optimizer updates; float32 masters in place."""
 
     def __init__(self, make: MakeOptimizer, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         self.parameter = nn.Parameter(torch.empty(0, device=group["params"][0].device))

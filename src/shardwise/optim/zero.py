@@ -320,8 +320,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         On an accelerator that runs beside the backward pass. Its last buckets wait for `step`, and so do parameters of
         which tensor-parallel ranks have copies. Returns the norm `[]` of all parameters before the update.
         """
-        whole = issubclass(self._inner_class, SliceOptimizer)
-        if whole or self.cut.stage > 1 or (self.grad_clipping and self.max_norm is not None):
+        is_sliced = issubclass(self._inner_class, SliceOptimizer)
+        if is_sliced or self.cut.stage > 1 or (self.grad_clipping and self.max_norm is not None):
             raise ConfigError("update_in_backward() needs max_norm=None, stage 0 or 1, and an elementwise class")
         self._adopt_changes()
         self._update_stream = devices.side_stream(self._device)

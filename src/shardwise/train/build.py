@@ -318,7 +318,7 @@ def require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> No
     """Refuse a pattern that is the name of no weight on any rank."""
     names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
     matches = collectives.reduce_numbers([bool(any_like(names, name)) for name in no_decay], mesh.world)
-    for pattern in [name for name, found in zip(no_decay, matches, strict=True) if not found]:
+    for pattern in [name for name, is_found in zip(no_decay, matches, strict=True) if not is_found]:
         raise ConfigError(
             f"optimizer.no_decay ({listing(no_decay)}) must match names of weights, and {pattern} matches none; the "
             f"nearest is {nearest_name(pattern, names, cutoff=0)}"

@@ -23,12 +23,7 @@ _WENT_BACK = "went_back"
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """The checkpoints at the place where a run saves.
-
-    Attributes:
-        saved: all checkpoints, newest first.
-        candidates: checkpoints to try, in this order, until one is intact.
-    """
+    """The checkpoints at the place where a run saves; `candidates` are tried in this order until one is intact."""
 
     root: Root
     saved: tuple[StepFolder, ...]
@@ -106,7 +101,7 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
             or of another model that was imported.
     """
     step = config.checkpoint.resume
-    if not is_resumed and not (saved and _is_imported(saved[0], config)):
+    if not is_resumed and not (saved and _is_imported(saved[0], config.recorded())):
         if step != "auto":
             raise ConfigError(f"checkpoint.resume ({step}) needs --run-dir, the folder of the run that saved it")
         if saved:
@@ -131,12 +126,11 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
     return chosen
 
 
-def _is_imported(newest: StepFolder, config: Config) -> bool:
+def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
     """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
     manifest = glance(newest.folder, newest.step).manifest
     if manifest is None or not manifest.goes_on_here:
         return False
-    new = config.recorded()
     if problems := resume_problems({**new, "model": manifest.config["model"]}, new):
         raise ConfigError(problems)
     return True

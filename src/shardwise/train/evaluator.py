@@ -20,12 +20,7 @@ from shardwise.train.training import Training
 
 @dataclass(eq=False, repr=False)
 class Evaluator:
-    """Evaluates the model of a training on its texts and tasks. All methods are collective.
-
-    Attributes:
-        reporter: records the results, if there is one.
-        tokenizer_path: folder of the data's tokenizer, which tasks need; None if it is not known.
-    """
+    """Evaluates the model of a training on its texts and tasks. All methods are collective."""
 
     training: Training
     reporter: Reporter | None = None

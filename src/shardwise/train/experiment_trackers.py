@@ -42,11 +42,7 @@ _MLFLOW_SECONDS = 60.0
 
 
 def require_trackers(trackers: Sequence[str]) -> tuple[str, ...]:
-    """Look whether each of `log.trackers` is installed; what one records on this machine alone is noted.
-
-    Raises:
-        ConfigError: a package is not installed.
-    """
+    """Look whether `log.trackers` are installed, else ConfigError; returns what one records on this machine alone."""
     for name in trackers:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.trackers ({name}) needs the package {name}: pip install 'shardwise[{name}]'")

@@ -28,11 +28,7 @@ _FROM_SECTION = ("lr", "betas", "eps", "weight_decay")
 
 
 def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
-    """Import all hooks and check how they can be called, before ranks start.
-
-    Raises:
-        ConfigError: the text names every problem.
-    """
+    """Import all hooks and check how they can be called, before ranks start; ConfigError with every problem."""
     problems: list[str] = []
     for check in (
         lambda: hooks.data is None or _load_reader(hooks.data),
@@ -103,11 +99,7 @@ def _load_loss(path: str) -> Any:
 
 
 def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of `hooks.optimizer`, and its arguments after the parameters.
-
-    Raises:
-        ConfigError: it is no optimizer class, takes other arguments, or does not update each element by itself.
-    """
+    """The class of `hooks.optimizer`, and its arguments after the parameters; ConfigError if it does not suit."""
     from shardwise.base.user_code import load
 
     path = hooks.optimizer

@@ -145,11 +145,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
 
 
 def require_products(matmul: str | None, device: torch.device) -> None:
-    """Check that a device multiplies as `precision.matmul` says.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Check that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "

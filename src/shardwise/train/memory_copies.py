@@ -88,6 +88,9 @@ class MemoryCopies:
         self._has_neighbour = self._mesh.world.size >= 2 * self._per_node
         self._began = tuple(began)
         self._group: Group = self._mesh.host_group("memory copies")
+        rank = self._mesh.world.rank
+        self._previous_rank = (rank - self._per_node) % self._mesh.world.size
+        self._ranks_kept = {rank, self._previous_rank}
         self._run = run
         # Why a part of another node is not kept, until the ranks agree on it.
         self._receive_problem: str | None = None
@@ -169,13 +172,13 @@ class MemoryCopies:
         progress = {**header["described"], "losses": tuple(header["described"]["losses"])}
         optimizer = {"states": header["states"], "steps": header["steps"]}
         # The rest is not known of a copy, and not needed to continue.
-        rest: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
-        return Manifest(step=step, **self._described, **progress, optimizer=optimizer, **rest), received
+        unknown_fields: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
+        return Manifest(step=step, **self._described, **progress, optimizer=optimizer, **unknown_fields), received
 
     def remove(self) -> None:
         """Forget the copies of this node: the run has ended, and the disk has its state."""
         if self._leads_node and self._files.is_open:
-            self._files.remove_all()
+            shutil.rmtree(self._files.path, ignore_errors=True)
 
     @property
     def _leads_node(self) -> bool:
@@ -251,25 +254,18 @@ class MemoryCopies:
 
         While this rank writes, another may still write the step before, which stays. Later steps were undone.
         """
-        for rank in self._ranks_kept():
+        for rank in self._ranks_kept:
             steps = [part.step for part in self._files.parts() if part.rank == rank]
             earlier = [old_step for old_step in steps if old_step < step]
             for old_step in {*steps} - {*earlier[1 - _KEPT :]}:
                 self._files.remove(CopyPart(rank, old_step))
 
-    def _ranks_kept(self) -> set[int]:
-        """Numbers of this rank and of the rank on the node before that sends its part."""
-        rank = self._mesh.world.rank
-        return {rank, (rank - self._per_node) % self._mesh.world.size}
-
     def _send_to_next_node(self, step: int) -> None:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank = self._mesh.world.rank
-        size = self._mesh.world.size
-        previous_rank = (rank - self._per_node) % size
         # Both sends are started before the receive: all ranks send at once, and none waits for another in a circle.
-        sends = self._send(CopyPart(rank, step), (rank + self._per_node) % size)
-        self._receive(CopyPart(previous_rank, step), previous_rank)
+        sends = self._send(CopyPart(rank, step), (rank + self._per_node) % self._mesh.world.size)
+        self._receive(CopyPart(self._previous_rank, step), self._previous_rank)
         for send in sends:
             send.wait()
 
@@ -293,7 +289,7 @@ class MemoryCopies:
         """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
         valid = []
         for part in self._files.parts():
-            content = self._files.read(part) if part.rank in self._ranks_kept() else None
+            content = self._files.read(part) if part.rank in self._ranks_kept else None
             if content is None or content[0].get("fits") != self._fits():
                 continue
             if is_of_history(part.step, content[0]["began"], self._began):
@@ -301,12 +297,7 @@ class MemoryCopies:
         return valid
 
     def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
-        """Bring to each node the parts of its ranks that it lacks; returns their number.
-
-        Args:
-            rank_nodes: node of each rank.
-            nodes: parts on each node.
-        """
+        """Bring to each node the parts of its ranks that it lacks; returns their number."""
         received = 0
         for rank, node in enumerate(rank_nodes):
             part = CopyPart(rank, step)
@@ -335,7 +326,8 @@ class MemoryCopies:
         """Remove half-written files of killed ranks, and folders of this user's runs that ended long ago."""
         if not self._leads_node:
             return
-        self._files.remove_half_written()
+        for path in self._files.path.glob("*.new"):
+            path.unlink(missing_ok=True)
         for folder in memory.glob(f"shardwise-{os.getuid()}-*-{self._node}"):
             # A folder may be removed meanwhile by another run, or be another user's.
             with contextlib.suppress(OSError):
@@ -450,11 +442,7 @@ class CopyFiles:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
     def read(self, part: CopyPart, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
-        """The header of a part and the bytes of its tensors; None where the file is no complete part of this name.
-
-        Args:
-            checked: compare the digest, for which all bytes are read.
-        """
+        """Header and bytes of a part; None if it is no complete one. `checked`: compare the digest, which reads all."""
         try:
             content = self.content(part)
             data = raw(content)
@@ -469,15 +457,6 @@ class CopyFiles:
 
     def remove(self, part: CopyPart) -> None:
         (self.path / part.file_name).unlink(missing_ok=True)
-
-    def remove_half_written(self) -> None:
-        """Remove files that killed ranks have not written to the end."""
-        for path in self.path.glob("*.new"):
-            path.unlink(missing_ok=True)
-
-    def remove_all(self) -> None:
-        """Remove the folder with all its content."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def is_in_use(folder: Path) -> bool:

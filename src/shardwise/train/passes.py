@@ -37,11 +37,7 @@ _WHOLE_MODEL = (-2, 0)
 
 
 class Passes:
-    """Computes the losses and gradients of global batches on one rank.
-
-    Args:
-        meters: measure the passes, and add up the losses of a mixture's sources.
-    """
+    """Computes the losses and gradients of global batches on one rank."""
 
     def __init__(self, training: Training, meters: StepMeters) -> None:
         config = training.config

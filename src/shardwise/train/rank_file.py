@@ -44,11 +44,7 @@ class Occurrence:
 
 
 class RankFile:
-    """`ranks/rank-NNNN.jsonl` of this rank. The first rank of a node also records the use of its processors and memory.
-
-    Args:
-        device_name: product name of the rank's device.
-    """
+    """`ranks/rank-NNNN.jsonl` of this rank. The first rank of a node also records its use of processors and memory."""
 
     def __init__(self, run: RunDirectory, rank: int, layout: Layout, device_name: str) -> None:
         self._file = JsonLines(run.rank_metrics(rank))

@@ -233,11 +233,7 @@ class Reporter:
             self.message(f"changed: {change}")
 
     def saved(self, saved: Saved, *, continues: bool = True) -> None:
-        """Record a complete checkpoint, or warn that saving failed.
-
-        Args:
-            continues: the run continues after a save that failed.
-        """
+        """Record a complete checkpoint, or warn that saving failed."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
         if saved.problem is not None:

@@ -296,7 +296,7 @@ def _begin(
 ) -> None:
     """Report the start, and bring the data to the place from which the run continues."""
     config = opened.config
-    end = opened.progress.end_position(config.last_step, config.train.global_batch)
+    end = opened.progress.position + (config.last_step - opened.progress.step) * config.train.global_batch
     if resumed is not None:
         continue_data(resumed.manifest, opened.data, trainer)
     reporter.start(
@@ -352,11 +352,7 @@ def _warn_of_repeats(batches: Batches, samples: int, reporter: Reporter) -> None
 
 
 def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: MemoryCopies | None) -> Resumed | None:
-    """Set the trainer to the newest state: that in the memory of the nodes if it is newer than those on the disk.
-
-    Returns:
-        the state that was restored, None at the beginning of a training.
-    """
+    """Restore the newest state, of the memory of the nodes or of the disk; None at the beginning of a training."""
     start = time.perf_counter()
     candidates = opened.folder.checkpoints.candidates
     newest = max((candidate.step for candidate in candidates), default=0)
@@ -372,11 +368,7 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
 
 
 def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, *, is_border: bool) -> None:
-    """Set the checkpoints aside that are later than the one that was restored, and record the resumption.
-
-    Args:
-        is_border: this process did the steps before, in another stage.
-    """
+    """Set the checkpoints aside that are later than the one that was restored, and record the resumption."""
     checkpoints = opened.folder.checkpoints
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume

@@ -90,11 +90,7 @@ class OpenedRun:
 def open_run(
     config: Config, layout: Layout, mesh: Mesh, progress: Progress, run_path: Path | None, recipe: str
 ) -> OpenedRun:
-    """Prepare the data, find the weights and make or open the folder; collective.
-
-    Raises:
-        ConfigError: one of them is wrong; on every rank.
-    """
+    """Prepare the data, find the weights and make or open the folder; ConfigError on every rank. Collective."""
     # Before the folder: data that are refused must leave no folder that looks like that of a run.
     weights, model = _find_weights(config.checkpoint, run_path, mesh)
 

@@ -56,11 +56,7 @@ _SAME = 1e-6
 
 
 class StepClock:
-    """Measures the steps of one rank, part by part.
-
-    Args:
-        pipeline: the clock of the stages of this rank, where the model is cut into stages.
-    """
+    """Measures the steps of one rank, part by part."""
 
     def __init__(self, mesh: Mesh, pipeline: Clock | None = None) -> None:
         self._mesh = mesh
@@ -273,8 +269,8 @@ class StepMeters:
             parts.append(norms[0].new_empty(0) if totals is None or not reads_all else totals.take().flatten())
         if flags is not None:
             mesh = self._training.mesh
-            own = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
-            parts.append(collectives.all_reduce_(devices.to_device(own, mesh.device), mesh.world, op="max"))
+            own_numbers = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
+            parts.append(collectives.all_reduce_(devices.to_device(own_numbers, mesh.device), mesh.world, op="max"))
         lengths = [len(part) for part in parts]
         read = [part.tolist() for part in torch.cat(parts).cpu().split(lengths)]
         # The host has waited for the device, so the marks around the passes can be read without another wait.
@@ -308,11 +304,7 @@ class StepMeters:
         input_seconds: float,
         is_logged: bool,
     ) -> StepRecord:
-        """The record of the step that was just counted in the progress.
-
-        Args:
-            is_logged: bytes in use and the timing of a pipeline are measured too.
-        """
+        """The record of the step that was just counted in the progress."""
         progress = self._training.progress
         pipeline = self._training.pipeline
         device = self._training.mesh.device

@@ -45,16 +45,8 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=SMOOTHED_STEPS))
     phase: str = "start"
 
-    def end_position(self, last_step: int, global_batch: int) -> int:
-        """The place in the order of the data after `last_step`, where all steps until then have this batch."""
-        return self.position + (last_step - self.step) * global_batch
-
     def advance(self, loss: float, samples: int, length: int) -> float | None:
-        """Count a step that was done, on `samples` samples of `length` tokens.
-
-        Returns:
-            standard deviations by which the loss is above the mean of the steps before it; None after too few steps.
-        """
+        """Count a step; return the standard deviations by which its loss is above the mean before, None at first."""
         self.step += 1
         self.position += samples
         self.samples += samples

@@ -178,12 +178,7 @@ def start_rows(
 
 @dataclass(frozen=True)
 class _Summary:
-    """Rows on a configuration at a layout.
-
-    Attributes:
-        accelerator: the ranks have accelerators.
-        own: what was counted of the user's own model, in whose place `config` has the model that is like it.
-    """
+    """Rows on a configuration at a layout; with `own`, `config` has the model that is like the user's own."""
 
     config: Config
     layout: Layout

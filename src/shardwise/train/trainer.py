@@ -86,11 +86,7 @@ class Trainer(Training):
         return None
 
     def compare_replicas(self) -> None:
-        """Compare the copies of parameters over ranks. Collective.
-
-        Raises:
-            RunError: they differ.
-        """
+        """Compare the copies of parameters over ranks; RunError if they differ. Collective."""
         self.progress.phase = "comparison of replicas"
         # Parameters that are still under way would differ without a fault.
         self.optimizer.gathers.wait()

@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Training:
-    """A training on one rank of a mesh.
-
-    Attributes:
-        feed: micro-batches of this rank, for training and evaluation.
-        pipeline: runs the stages of this rank, where the model is cut into stages.
-    """
+    """A training on one rank of a mesh."""
 
     config: Config
     layout: Layout

@@ -94,11 +94,7 @@ def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> 
 
 
 def save(trainer: Trainer, root: Path) -> Path:
-    """Save a checkpoint in `root`, and return its folder. Collective.
-
-    Raises:
-        RunError: it could not be saved.
-    """
+    """Save a checkpoint in `root`, and return its folder; RunError if that failed. Collective."""
     progress = trainer.progress
     mesh = trainer.mesh
     saver = Saver(

@@ -85,11 +85,7 @@ class Cell:
 
 
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
-    """Return the values of each key that `--layouts` names; None for `all` of them.
-
-    Raises:
-        ConfigError: a text is none of `all`, `key=value` and `key=value,value`; with every problem.
-    """
+    """The values of each key that `--layouts` names, None for `all`; ConfigError with every problem."""
     chosen: dict[str, list[Any] | None] = {}
     problems = []
     for text in given:

@@ -80,11 +80,7 @@ def _saved_steps(root: Root) -> list[int]:
 
 
 def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
-    """The configuration of a run, and that of its replay with `overrides`.
-
-    Raises:
-        ConfigError: it cannot be read, or an override is wrong, or would replay another training.
-    """
+    """The configuration of a run, and that of its replay with `overrides`; ConfigError for a wrong one of both."""
     config = config_from(read_stored_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)
@@ -153,12 +149,7 @@ def _link(source: Root, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison of a replay with the record of its run.
-
-    Attributes:
-        step: first step at which the two differ; None where they are equal to the bit.
-        differences: the numbers or tensors that differ at this step, one text each.
-    """
+    """A comparison of a replay with its run; `step`: first one at which they differ, None where they are equal."""
 
     steps: tuple[int, ...]
     hashes: tuple[int, ...]

@@ -24,12 +24,7 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class MiddleCheckpoint:
-    """A checkpoint of the middle of a training.
-
-    Attributes:
-        folder: folder of the checkpoint.
-        layout: name of the layout that saved it.
-    """
+    """A checkpoint of the middle of a training."""
 
     folder: Path
     layout: str
@@ -37,23 +32,13 @@ class MiddleCheckpoint:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """A cell's result and its judgement.
-
-    Attributes:
-        differences: largest differences from the reference; None if the cell failed.
-        source: name of the layout whose checkpoint was read.
-    """
+    """A cell's result and its judgement; `differences`: None if the cell failed."""
 
     cell: layouts.Cell
     differences: Differences | None
     problems: Sequence[str]
     source: str | None = None
     seconds: float = 0.0
-
-    @property
-    def has_other_choices(self) -> bool:
-        """True if routers chose other experts than in one process, so that its choices were replayed."""
-        return self.differences is not None and self.differences.choices.differing > 0
 
     def facts(self) -> dict[str, Any]:
         """Return all fields, for JSON."""

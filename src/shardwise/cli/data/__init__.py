@@ -27,11 +27,7 @@ _ARGUMENTS = {
 
 
 def arguments_named(path: str) -> AbstractContextManager[None]:
-    """Makes errors name the command's arguments instead of a recipe's keys.
-
-    Args:
-        path: argument that names the data.
-    """
+    """Makes errors name the command's arguments instead of a recipe's keys."""
     return keys_renamed({"data.path": path, "data.dataset": path, **_ARGUMENTS})
 
 

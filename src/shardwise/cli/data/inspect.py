@@ -104,17 +104,13 @@ def _manifest_rows(manifest: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if (source := manifest.get("source")) is None:  # datatrove names the tokenizer alone
         return [("tokenizer", tokenizer["name"])]
     options = ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in manifest["options"].items())
-    documents, nbytes = (_whole_number(source.get(name)) for name in ("documents", "bytes"))
+    # A user may have edited the manifest.
+    documents, nbytes = (value if isinstance(value := source.get(name), int) else 0 for name in ("documents", "bytes"))
     return [
         ("made of", f"{source.get('name')}, {counted(documents, 'document')}, {size(nbytes)}"),
         ("tokenizer", f"{tokenizer.get('name') or 'not named'}, vocabulary {_shown(tokenizer.get('vocab_size'))}"),
         ("options", options),
     ]
-
-
-def _whole_number(value: object) -> int:
-    """A number of a manifest, which a user may have edited; 0 if it is none."""
-    return value if isinstance(value, int) else 0
 
 
 def _shown(value: object) -> str:

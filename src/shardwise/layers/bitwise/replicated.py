@@ -177,11 +177,7 @@ class SequenceParts:
         self._trained = {f"module.{name}": parameter for name, parameter in named if parameter.requires_grad}
 
     def results(self, function: Callable[..., _R], *by_part: Sequence[Any]) -> list[_R]:
-        """Return the result of `function`, a method of the module, for each part.
-
-        Args:
-            by_part: the values of each of its arguments, part by part.
-        """
+        """Return the result of `function`, a method of the module, for each part."""
         # Views are made for each part, so that the backward pass adds the gradients of a part when it ends.
         sums = _SumsOverParts(self._group)
         results = []

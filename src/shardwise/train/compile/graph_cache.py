@@ -49,12 +49,7 @@ def key_of(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """A graph in the folder.
-
-    Attributes:
-        bytes: size of the file.
-        used: time at which it was written or last read whole, in seconds since 1970.
-    """
+    """A graph in the folder; `used`: its last time of use, in seconds since 1970."""
 
     path: Path
     facts: Facts
@@ -134,11 +129,7 @@ class GraphCache:
         return CachedGraph(path, facts, len(content), time.time())
 
     def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
-        """Remove the graphs that were used longest ago until at most so many bytes are left; returns the removed.
-
-        Args:
-            kept: facts of graphs that stay, whatever their size.
-        """
+        """Remove and return the graphs that were used longest ago until so many bytes are left; `kept` stay anyway."""
         kept_keys = {key_of(facts) for facts in kept}
         size = 0
         removed = []
@@ -178,11 +169,7 @@ class GraphCache:
         return len(paths), size
 
     def export(self, target: Path) -> list[CachedGraph]:
-        """Write all graphs into one file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write all graphs into one file; OSError if it cannot be written."""
         entries = self.entries()
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
@@ -192,11 +179,7 @@ class GraphCache:
         return entries
 
     def take_in(self, source: Path) -> list[CachedGraph]:
-        """Add the graphs of an exported file.
-
-        Raises:
-            ConfigError: the file is no export, or is damaged; nothing is added then.
-        """
+        """Add the graphs of an exported file; ConfigError, and nothing is added, if it is no export, or damaged."""
         wrong = f"{source} must be a file that `shardwise compile --export` wrote"
         try:
             with zipfile.ZipFile(source) as archive:

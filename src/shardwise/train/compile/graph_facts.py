@@ -67,11 +67,7 @@ def planned_graphs(model: ModelConfig, train: TrainConfig) -> list[tuple[str, bo
 
 
 def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str, training: bool) -> Facts:
-    """The facts of one graph, by configuration key where there is one.
-
-    Raises:
-        ConfigError: the machine has no C++ compiler, and the backend needs one.
-    """
+    """The facts of one graph, by configuration key where there is one; ConfigError without a needed C++ compiler."""
     facts: dict[str, Any] = {
         "unit": unit,
         "training": training,

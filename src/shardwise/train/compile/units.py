@@ -171,11 +171,7 @@ class Compilation:
 
     @contextmanager
     def _watched(self, unit: str, description: str, training: bool) -> Iterator[None]:
-        """Record the graph that a call of a unit captures, if it does.
-
-        Raises:
-            ConfigError: the unit cannot be captured as one graph.
-        """
+        """Record the graph that a call of a unit captures, if it does; ConfigError if it cannot be one graph."""
         before = compiler_counts()
         start = time.perf_counter()
         try:
@@ -201,11 +197,7 @@ def backend_of(settings: CompileConfig, device: torch.device) -> str:
 
 
 def check_backend(settings: CompileConfig, device: torch.device) -> None:
-    """Refuse a backend, or options of the default one, that torch does not know.
-
-    Raises:
-        ConfigError: the text has the nearest name.
-    """
+    """Refuse a backend, or options of the default one, that torch does not know; ConfigError names the nearest."""
     backend = backend_of(settings, device)
     valid = torch.compiler.list_backends(())
     if backend not in valid:
