@@ -30,7 +30,6 @@ from shardwise_use.generation import Generator, Sampler, generate, whole_sequenc
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
-"""What rank 0 sends once there are no more requests."""
 _SEED = 1234
 """Seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request."""
 

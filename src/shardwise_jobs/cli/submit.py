@@ -166,11 +166,7 @@ class _Checked:
 
 
 def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) -> _Checked:
-    """Check a job.
-
-    Raises:
-        ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files.
-    """
+    """Check a job; ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files."""
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     folder = (run_path or RUNS / recipe_name(recipe)).absolute()
@@ -343,7 +339,6 @@ def _is_wanted() -> bool:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """The user's, then those that options stand for."""
     options = {key: getattr(arguments, key) for key in ("nodes", *_KEYS)}
     return [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
 

@@ -199,7 +199,6 @@ def _is_legacy(states: RankStates) -> bool:
 
 
 def _chunk_keys(states: RankStates, where: str) -> list[str]:
-    """`model`, or `model0`, `model1`, … in order."""
     names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
     keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
     if not names or any(set(keys) != names & set(state) for state in states.values()):

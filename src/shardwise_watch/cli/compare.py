@@ -44,7 +44,6 @@ _LEAST_AGREEING = 3
 """Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")
 _GREY = "#77797d"
-"""Colour of a line that only helps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -361,7 +360,6 @@ def _compare_states(a: StateRecords | None, b: StateRecords | None) -> dict[str,
 
 
 def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
-    """The reason why states, or gradient norms, are not compared."""
     if a is None or b is None:
         return "A and B must be folders of runs, without --shift"
     lacking = [name for name, records in (("A", a), ("B", b)) if not records.hashes]
@@ -384,7 +382,6 @@ def _compared_text(facts: Mapping[str, Any], which: str) -> str:
 
 
 _UNITS = {"step": "step", "tokens": "point", "time": "point"}
-"""The word for a place on each axis."""
 
 
 def _place(x: str, place: float) -> str:

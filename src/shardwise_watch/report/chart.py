@@ -50,7 +50,6 @@ class Size(NamedTuple):
 SMALL = Size(420, 236)
 LARGE = Size(640, 300)
 BELOW = Size(640, 190)
-"""The size of a chart below a large one."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,6 @@ _CURVE_STYLES: Mapping[str, _CurveStyle] = {
 
 
 def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole") -> list[Text]:
-    """Draw the curve of a metric, with its last value in the heading."""
     title, colour, last, scale = _CURVE_STYLES[name]
     # The loss is the largest panel: one notice that the history is still being read is enough.
     right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
@@ -159,7 +158,6 @@ def _legend(shares: Mapping[str, float], gap: str) -> Text:
 
 
 def lost(frame: Frame, width: int, height: int) -> list[Text]:
-    """List the goodput and the causes of lost time: all in their order if they fit, else the largest first."""
     goodput = frame.lost.goodput
     summary = Text.assemble(("goodput ", FAINT), (drawing.percent(goodput), f"bold {_goodput_colour(goodput)}"))
     head = drawing.heading(width, "lost time", summary)
