@@ -145,17 +145,14 @@ class AttemptWatch:
         )
         try:
             problem = await self._watch(process)
-            lost = [
-                launcher
-                for launcher in self._launchers.values()
-                if launcher.ended is None and not launcher.is_connected
-            ]
             # Taken before the launchers are told to end: later messages follow from that.
-            ends = {
-                launcher.name: launcher.ended for launcher in self._launchers.values() if launcher.ended is not None
-            }
+            launchers = self._launchers.values()
+            lost = [launcher for launcher in launchers if launcher.ended is None and not launcher.is_connected]
+            ends = {launcher.name: launcher.ended for launcher in launchers if launcher.ended is not None}
         finally:
-            self._tell_end()
+            for launcher in self._launchers.values():
+                with contextlib.suppress(OSError, RuntimeError):
+                    launcher.writer.write(b'{"kind": "end"}\n')
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_SECONDS)
             if process.returncode is None:
@@ -265,11 +262,6 @@ class AttemptWatch:
             self.heard(message["name"])
         elif message["kind"] == "ended":
             launcher.ended = message
-
-    def _tell_end(self) -> None:
-        for launcher in self._launchers.values():
-            with contextlib.suppress(OSError, RuntimeError):
-                launcher.writer.write(b'{"kind": "end"}\n')
 
     def _outcome(
         self, ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, range], problem: str | None

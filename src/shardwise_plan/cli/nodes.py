@@ -335,7 +335,6 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
 
 
 def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> tuple[Plan, str]:
-
     def is_affordable(nodes: int) -> bool:
         plan = nodes_of.plan(nodes)
         return plan is not None and _cost_in(plan, currency, budget) <= most

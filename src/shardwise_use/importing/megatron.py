@@ -85,7 +85,9 @@ def combined(
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
     shards = Shards(str(folder), tensor, allow_drift)
     _add_tensors(states, shards, pipeline)
-    config, notes = described(shards, args, vocab_size, legacy=_is_legacy(states))
+    first = states[0, 0]
+    is_legacy = "language_model" in first["model" if "model" in first else "model0"]  # by `megatron.legacy`
+    config, notes = described(shards, args, vocab_size, legacy=is_legacy)
     weights = canonical(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
@@ -190,12 +192,6 @@ def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
         names = listing(unknown, most=_SHOWN)
         shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
     shards.require_floats()
-
-
-def _is_legacy(states: RankStates) -> bool:
-    """True if `megatron.legacy` wrote the files; their model keys have been checked."""
-    state = states[0, 0]
-    return "language_model" in state["model" if "model" in state else "model0"]
 
 
 def _chunk_keys(states: RankStates, where: str) -> list[str]:

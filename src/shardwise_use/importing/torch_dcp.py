@@ -270,7 +270,6 @@ class DcpFolder:
     def _add(
         self, folder: Path, name: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], Record]
     ) -> None:
-
         def chunk(offset: tuple[int, ...] | None, box: Box) -> _Chunk:
             info = stored[name, offset]
             path = folder / info.relative_path

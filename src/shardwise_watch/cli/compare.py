@@ -168,9 +168,9 @@ def _facts(arguments: argparse.Namespace, pair: _Pair, tolerance: float) -> dict
     are_runs = all(run.config.is_file() for run in runs)
     configs = [read_config(run) for run in runs] if are_runs else []
     is_by_step = x == "step" and not arguments.smooth
-    may_be_rounding = (
-        bool(beyond) and not arguments.bits and is_by_step and not (configs and all(map(_is_bitwise, configs)))
-    )
+    # A run with `train.bitwise` adds in one order at every layout: then no difference comes from rounding.
+    are_bitwise = are_runs and all((config.get("train") or {}).get("bitwise") is True for config in configs)
+    may_be_rounding = bool(beyond) and not arguments.bits and is_by_step and not are_bitwise
     layouts = [spans_text(layout_spans(run.events("start", "resume"))) for run in runs] if are_runs else None
     records = (None, None) if arguments.shift else tuple(map(_records_of, runs))
     compared = {"norms": _compare_norms(*records)} if arguments.bits else {}
@@ -318,12 +318,6 @@ def _failure(run: RunDirectory) -> str | None:
     """Say where and why the last start of a run failed; None without a failure, or if it is no run's folder."""
     failure = failure_of(run.recorded_failure(), last_event(run.path, "start") or {})
     return None if failure is None else failure.sentence
-
-
-def _is_bitwise(config: Mapping[str, Any]) -> bool:
-    """True if a run adds in one order at every layout: then no difference comes from rounding."""
-    train = config.get("train")
-    return isinstance(train, Mapping) and train.get("bitwise") is True
 
 
 def _records_of(run: RunDirectory) -> StateRecords | None:

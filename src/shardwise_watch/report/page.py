@@ -97,7 +97,6 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _letter(name: str) -> str:
-    """Return the letters of a run, by which its curves are named beside those of others."""
     return name.partition(":")[0]
 
 

@@ -108,7 +108,10 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
         ("peak", drawing.rate(last.get("peak_tokens_per_second")), TEXT),
         (f"MFU{kind}", drawing.percent(last.get("mfu")), f"bold {ACCENT}"),
         ("tokens", drawing.rate(last.get("tokens")), TEXT),
-        *_source_rows(last),
+        *(
+            (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
+            for name, numbers in (last.get("sources") or {}).items()
+        ),
         ("learning rate", drawing.plain(last.get("lr"), ".2e"), TEXT),
         ("gradient norm", drawing.plain(last.get("grad_norm"), ".3g"), TEXT),
         ("memory, rank 0", drawing.size(used), TEXT),
@@ -121,13 +124,6 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
     for name, value, style in rows[: height - 1]:
         lines.append(_between(width, Text(f" {name}", FAINT), Text(f"{value} ", style)))
     return lines
-
-
-def _source_rows(last: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    return [
-        (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
-        for name, numbers in (last.get("sources") or {}).items()
-    ]
 
 
 def split(frame: Frame, width: int, height: int) -> list[Text]:

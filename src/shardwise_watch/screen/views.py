@@ -102,7 +102,8 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     for view in shown:
         first = min(view.ranks)
         last = max(view.ranks)
-        style = _bubble_style(view.bubble or 0.0)
+        bubble_share = view.bubble or 0.0
+        style = BAD if bubble_share > 0.3 else WARN if bubble_share > 0.15 else TEXT
         rows.append(
             (
                 (f"pp {view.rank}", TEXT),
@@ -121,12 +122,6 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     if left_out:
         lines.append(Text(f" … {left_out + 1} pipeline ranks left out", FAINT))
     return [head, *lines][:height]
-
-
-def _bubble_style(bubble: float) -> str:
-    if bubble > 0.3:
-        return BAD
-    return WARN if bubble > 0.15 else TEXT
 
 
 def _work_and_wait(view: PipelineView, width: int) -> Text:
