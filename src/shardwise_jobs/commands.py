@@ -60,11 +60,7 @@ def require() -> None:
 
 
 def submit(script: str, options: Sequence[str] = ()) -> str:
-    """Submit a batch script; returns the job's number.
-
-    Raises:
-        ConfigError: SLURM refuses it, in its own words.
-    """
+    """Submit a batch script; returns the job's number; ConfigError: SLURM refuses it, in its own words."""
     done = _run(["sbatch", "--parsable", *options], script)
     if done.returncode != 0:
         raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}{see('jobs#slurm-refuses')}")
@@ -136,7 +132,6 @@ def start_early(job: str) -> None:
 
 
 def restarts(job: str, timeout: float = TIMEOUT) -> int:
-    """Return the number of times that SLURM has started a job again."""
     count = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"], timeout=timeout).stdout)
     return int(count[1]) if count else 0
 
@@ -250,11 +245,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read the job from its environment.
-
-    Raises:
-        ConfigError: this process belongs to no job of SLURM.
-    """
+    """Read the job from its environment; ConfigError: this process belongs to no job of SLURM."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:

@@ -25,9 +25,7 @@ from shardwise_jobs import commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 
 RECIPE = "recipe.yaml"
-"""The copy of the recipe in the folder of a run, which the job reads."""
 SCRIPT = "job.sh"
-"""The script of the job in the folder of a run."""
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
 
