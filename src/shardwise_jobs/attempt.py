@@ -76,54 +76,43 @@ class AttemptOutcome:
     logs: Mapping[str, str]
 
 
+@dataclass(eq=False)
 class AttemptWatch:
     """One attempt, which `run` starts and watches.
 
     Attributes:
-        is_training: True once a rank takes steps, so that a stop waits for a checkpoint.
-        heard: function that is called with the name of a signal that a node's launcher has got.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        nodes: int,
-        ranks_per_node: int,
-        logs: Path,
-        *,
-        id: str,
-        silence: float,
-        heard: Callable[[str], None],
-    ) -> None:
-        """Args:
         address: address by which the other nodes reach this one.
         logs: folder of the ranks' logs.
         id: id of the attempt.
         silence: seconds without a message after which a node is lost.
-        """
-        self.heard = heard
-        self._address = address
-        self._nodes = nodes
-        self._ranks_per_node = ranks_per_node
-        self._logs = logs
-        self._id = id
-        self._silence = silence
+        heard: function that is called with the name of a signal that a node's launcher has got.
+    """
+
+    address: str
+    nodes: int
+    ranks_per_node: int
+    logs: Path
+    id: str
+    silence: float
+    heard: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         # A launcher of an earlier attempt may still live. It knows another secret, and is not heard.
         self._secret = secrets.token_hex(16)
         self._launchers: dict[int, _NodeLauncher] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self._ending: str | None = None
-        self._began = time.monotonic()
+        # The times of the begin and of the last step.
+        self._began = self._stepped = time.monotonic()
         # Seconds in which this process ran, without those for which the job was suspended.
         self._ran = 0.0
         self._until_joined: float | None = None
         self._until_training: float | None = None
         self._step = 0
-        # The time of the last step.
-        self._stepped = self._began
 
     @property
     def is_training(self) -> bool:
+        """True once a rank takes steps, so that a stop waits for a checkpoint."""
         return any(launcher.is_training for launcher in self._launchers.values())
 
     def end(self, why: str) -> None:
@@ -135,27 +124,24 @@ class AttemptWatch:
         Args:
             program: function that returns the command that starts a launcher on each node.
         """
-        server = await asyncio.start_server(self._serve, self._address, 0, limit=_LINE_BYTES)
+        server = await asyncio.start_server(self._serve, self.address, 0, limit=_LINE_BYTES)
         control = server.sockets[0].getsockname()[1]
-        port = free_port(self._address)
-        attempt = Attempt(self._address, port, control, self._id, self._nodes, self._secret, self._silence)
+        port = free_port(self.address)
+        attempt = Attempt(self.address, port, control, self.id, self.nodes, self._secret, self.silence)
         environment = {**os.environ, **attempt.variables()}
         process = await asyncio.create_subprocess_exec(
             *program(attempt), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         try:
             problem = await self._watch(process)
-            lost = [
-                launcher
-                for launcher in self._launchers.values()
-                if launcher.ended is None and not launcher.is_connected
-            ]
             # Taken before the launchers are told to end: later messages follow from that.
-            ends = {
-                launcher.name: launcher.ended for launcher in self._launchers.values() if launcher.ended is not None
-            }
+            launchers = self._launchers.values()
+            lost = [launcher for launcher in launchers if launcher.ended is None and not launcher.is_connected]
+            ends = {launcher.name: launcher.ended for launcher in launchers if launcher.ended is not None}
         finally:
-            self._tell_end()
+            for launcher in self._launchers.values():
+                with contextlib.suppress(OSError, RuntimeError):
+                    launcher.writer.write(b'{"kind": "end"}\n')
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_SECONDS)
             if process.returncode is None:
@@ -166,7 +152,7 @@ class AttemptWatch:
                 serving.cancel()
             await asyncio.gather(*self._serving, return_exceptions=True)
         # Where all are gone at once, no node is lost: srun, or the request to end, has ended them.
-        if problem is not None and len(lost) == self._nodes:
+        if problem is not None and len(lost) == self.nodes:
             lost = []
         return self._outcome(ends, {launcher.name: self._ranks(launcher) for launcher in lost}, problem)
 
@@ -182,9 +168,9 @@ class AttemptWatch:
             self._ran += min(now - before, _LONGEST_POLL_SECONDS)
             before = now
             for launcher in launchers:
-                if launcher.ended is None and launcher.is_connected and self._ran - launcher.heard > self._silence:
+                if launcher.ended is None and launcher.is_connected and self._ran - launcher.heard > self.silence:
                     launcher.is_connected = False
-            if len(launchers) == self._nodes and all(launcher.ended is not None for launcher in launchers):
+            if len(launchers) == self.nodes and all(launcher.ended is not None for launcher in launchers):
                 return None
             if self._ending is not None:
                 return self._ending
@@ -197,19 +183,19 @@ class AttemptWatch:
             )
             if failed:
                 deadline = deadline or now + _GRACE_SECONDS
-            elif len(launchers) < self._nodes and self._ran > self._silence:
-                return f"the launchers of the nodes did not start within {self._silence:.0f} s{self._absent()}"
+            elif len(launchers) < self.nodes and self._ran > self.silence:
+                return f"the launchers of the nodes did not start within {self.silence:.0f} s{self._absent()}"
             over = sum(launcher.ended is not None or not launcher.is_connected for launcher in launchers)
             # If all connections broke without a report, srun itself may have failed: wait for its exit code.
-            is_reported = over == self._nodes and any(launcher.ended is not None for launcher in launchers)
+            is_reported = over == self.nodes and any(launcher.ended is not None for launcher in launchers)
             if deadline is not None and (now > deadline or is_reported):
                 return None
 
     def _absent(self) -> str:
         """Name the nodes that have not joined, if some have."""
-        absent = [number for number in range(self._nodes) if number not in self._launchers]
-        names = f"; of {self._nodes} nodes, the launcher of number {listing(absent, most=5)} has not joined"
-        return names if absent and len(absent) < self._nodes else ""
+        absent = [number for number in range(self.nodes) if number not in self._launchers]
+        names = f"; of {self.nodes} nodes, the launcher of number {listing(absent, most=5)} has not joined"
+        return names if absent and len(absent) < self.nodes else ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         launcher: _NodeLauncher | None = None
@@ -218,13 +204,13 @@ class AttemptWatch:
         assert task is not None
         self._serving.add(task)
         try:
-            joined = json.loads(await asyncio.wait_for(reader.readline(), self._silence))
+            joined = json.loads(await asyncio.wait_for(reader.readline(), self.silence))
             if joined.get("kind") != "joined" or not secrets.compare_digest(str(joined.get("secret")), self._secret):
                 # Another program has connected, or a launcher of an earlier attempt.
                 return
             launcher = _NodeLauncher(int(joined["node"]), str(joined["name"]), writer, self._ran)
             self._launchers[launcher.number] = launcher
-            if len(self._launchers) == self._nodes:
+            if len(self._launchers) == self.nodes:
                 self._until_joined = time.monotonic() - self._began
             beat = asyncio.create_task(self._beat(launcher))
             while line := await reader.readline():
@@ -266,11 +252,6 @@ class AttemptWatch:
         elif message["kind"] == "ended":
             launcher.ended = message
 
-    def _tell_end(self) -> None:
-        for launcher in self._launchers.values():
-            with contextlib.suppress(OSError, RuntimeError):
-                launcher.writer.write(b'{"kind": "end"}\n')
-
     def _outcome(
         self, ends: Mapping[str, Mapping[str, Any]], lost: Mapping[str, range], problem: str | None
     ) -> AttemptOutcome:
@@ -278,7 +259,7 @@ class AttemptWatch:
         beats = [beat for launcher in launchers for beat in launcher.beats]
         stopped = next((end["stopped"] for end in ends.values() if end.get("stopped")), None)
         failure = None
-        is_done = len(ends) == self._nodes and all(end["code"] == 0 for end in ends.values())
+        is_done = len(ends) == self.nodes and all(end["code"] == 0 for end in ends.values())
         if stopped is None and not is_done:
             failure = self._failure(ends, beats, lost, problem)
         logs = {}
@@ -297,7 +278,7 @@ class AttemptWatch:
         )
 
     def _ranks(self, launcher: _NodeLauncher) -> range:
-        return range(launcher.number * self._ranks_per_node, (launcher.number + 1) * self._ranks_per_node)
+        return range(launcher.number * self.ranks_per_node, (launcher.number + 1) * self.ranks_per_node)
 
     def _failure(
         self,
@@ -325,6 +306,6 @@ class AttemptWatch:
             if killed and not any(code < 0 for code in exit_codes.values()):
                 by = signal_name(-ends[killed[0]]["code"])
                 return Failure(0, f"the agent that starts the ranks of node {killed[0]} was killed by {by}", 1)
-        failure = root_cause(reported, exit_codes, self._logs, lambda: heartbeat.missing(beats))
+        failure = root_cause(reported, exit_codes, self.logs, lambda: heartbeat.missing(beats))
         failed = listing(f"logs/launcher-{name}.log" for name, end in ends.items() if end["code"])
         return failure or Failure(0, problem or f"a launcher failed; its log is in {failed}", 1)

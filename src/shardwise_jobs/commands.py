@@ -60,11 +60,7 @@ def require() -> None:
 
 
 def submit(script: str, options: Sequence[str] = ()) -> str:
-    """Submit a batch script; returns the job's number.
-
-    Raises:
-        ConfigError: SLURM refuses it, in its own words.
-    """
+    """Submit a batch script; returns the job's number; ConfigError: SLURM refuses it, in its own words."""
     done = _run(["sbatch", "--parsable", *options], script)
     if done.returncode != 0:
         raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}{see('jobs#slurm-refuses')}")
@@ -136,7 +132,6 @@ def start_early(job: str) -> None:
 
 
 def restarts(job: str, timeout: float = TIMEOUT) -> int:
-    """Return the number of times that SLURM has started a job again."""
     count = re.search(r"\bRestarts=(\d+)", _run(["scontrol", "show", "job", job, "--oneliner"], timeout=timeout).stdout)
     return int(count[1]) if count else 0
 
@@ -169,6 +164,11 @@ def seconds(text: str) -> int:
 def binds_nothing() -> bool:
     """Return True if the cluster binds no task to processors; then `srun` warns of options for it."""
     return re.search(r"(?m)^TaskPlugin\s*=\s*(task/none|\(null\))\s*$", configuration()) is not None
+
+
+def answers() -> bool:
+    """Return True if this machine has SLURM's commands, and its controller answers them."""
+    return shutil.which("sinfo") is not None and _run(["sinfo", "--noheader", "--format=%P"]).returncode == 0
 
 
 def accelerators_per_node(partition: str | None) -> str | None:
@@ -245,11 +245,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read the job from its environment.
-
-    Raises:
-        ConfigError: this process belongs to no job of SLURM.
-    """
+    """Read the job from its environment; ConfigError: this process belongs to no job of SLURM."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:

@@ -83,7 +83,6 @@ class JobPlan:
 
     @property
     def where(self) -> str:
-        """Nodes and ranks, as the user reads them."""
         plural = "" if self.nodes[1] == 1 else "s"
         return f"{self.node_range} node{plural} × {units.counted(self.ranks_per_node, 'rank')}"
 

@@ -25,9 +25,7 @@ from shardwise_jobs import commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 
 RECIPE = "recipe.yaml"
-"""The copy of the recipe in the folder of a run, which the job reads."""
 SCRIPT = "job.sh"
-"""The script of the job in the folder of a run."""
 _JOBS = "jobs.jsonl"
 _SHOWN_COUNTS = 8
 
@@ -67,7 +65,7 @@ def reserved(launch: LaunchConfig) -> str | None:
 
     A job that asks for no GPU sees none, though it has the node for itself.
     """
-    if launch.gres is not None or shutil.which("sinfo") is None:
+    if launch.gres is not None or not commands.answers():
         return launch.gres
     return commands.accelerators_per_node(launch.partition)
 

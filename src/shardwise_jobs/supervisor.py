@@ -15,6 +15,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -48,10 +49,11 @@ This process ends the launchers, and not srun: it waits for the reports of the o
 """
 
 
+@dataclass(eq=False)
 class Supervisor:
     """The supervisor of one start of a job by SLURM.
 
-    Args:
+    Attributes:
         launch: section of the run's configuration.
         run_path: the run's folder, which is locked by this process.
         nodes: number of nodes of the allocation that are used.
@@ -60,30 +62,21 @@ class Supervisor:
         killed_by: signal that killed this job's supervisor before this one, if any.
     """
 
-    def __init__(
-        self,
-        launch: LaunchConfig,
-        run_path: Path,
-        allocation: commands.Allocation,
-        nodes: int,
-        ranks_per_node: int,
-        command: Sequence[str],
-        say: Callable[[str], None],
-        killed_by: int | None = None,
-    ) -> None:
-        self._launch = launch
-        self._run_path = run_path
-        self._allocation = allocation
-        self._nodes = nodes
-        self._ranks_per_node = ranks_per_node
-        self._command = command
-        self._say = say
-        self._killed_by = killed_by
+    launch: LaunchConfig
+    run_path: Path
+    allocation: commands.Allocation
+    nodes: int
+    ranks_per_node: int
+    command: Sequence[str]
+    say: Callable[[str], None]
+    killed_by: int | None = None
+
+    def __post_init__(self) -> None:
         self._asked: str | None = None
         self._is_queued = False
         self._watch: AttemptWatch | None = None
         # Endings of this job alone: a user who submits a run again may have mended the cause of the former end.
-        self._endings = [ending for ending in history(run_path) if ending.job == allocation.job]
+        self._endings = [ending for ending in history(self.run_path) if ending.job == self.allocation.job]
 
     def run(self) -> None:
         """Make attempts until the training has ended, or cannot.
@@ -95,10 +88,10 @@ class Supervisor:
         former_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         try:
             asyncio.run(self._run())
-            notices.send("end", self._run_path, "finished", 0)
+            notices.send("end", self.run_path, "finished", 0)
         except StoppedError as error:
             if not self._is_queued:
-                notices.send("end", self._run_path, str(error), error.exit_code)
+                notices.send("end", self.run_path, str(error), error.exit_code)
             raise
         finally:
             for number, handler in former_handlers.items():
@@ -115,19 +108,19 @@ class Supervisor:
         # The loop's own handlers would end with it by the signals' default, which is to kill this process.
         for number in _SIGNALS:
             signal.signal(number, hear)
-        logs = self._run_path / "logs"
-        address = "127.0.0.1" if self._nodes == 1 else address_of(self._allocation.first)
+        logs = self.run_path / "logs"
+        address = "127.0.0.1" if self.nodes == 1 else address_of(self.allocation.first)
         self._record_lost_start()
         goes_on = self._record_killed_supervisor()
         while goes_on:
             began = time.time()
             self._watch = AttemptWatch(
                 address,
-                self._nodes,
-                self._ranks_per_node,
+                self.nodes,
+                self.ranks_per_node,
                 logs,
                 id=self._id(),
-                silence=self._launch.timeout,
+                silence=self.launch.timeout,
                 heard=self._ask,
             )
             outcome = await self._watch.run(self._program)
@@ -143,7 +136,7 @@ class Supervisor:
 
     def _id(self) -> str:
         """Return the id of an attempt; processes that are left of an earlier one have another id."""
-        allocation = self._allocation
+        allocation = self.allocation
         number = sum(ending.requeues == allocation.requeues for ending in self._endings)
         return f"{allocation.job}.{allocation.requeues}.{number}"
 
@@ -151,19 +144,19 @@ class Supervisor:
         """Note an ending, also where the disk is full: it must not end the job."""
         self._endings.append(ending)
         try:
-            record(self._run_path, ending)
+            record(self.run_path, ending)
             for path, text in (logs or {}).items():
                 write_atomic(path, text.encode(errors="surrogateescape"))
         except OSError as error:
-            self._say(f"the end of this start cannot be recorded: {self._run_path}: {reason_of(error)}")
+            self.say(f"the end of this start cannot be recorded: {self.run_path}: {reason_of(error)}")
 
     def _program(self, _attempt: Attempt) -> list[str]:
-        nodes = str(self._nodes)
+        nodes = str(self.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
         # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
-        first = ["--relative=0"] if self._nodes < self._allocation.nodes else []
-        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self._command]
+        first = ["--relative=0"] if self.nodes < self.allocation.nodes else []
+        return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self.command]
 
     def _ask(self, by: str) -> None:
         """Stop: with a checkpoint where steps are taken, else at once.
@@ -171,17 +164,17 @@ class Supervisor:
         Further requests are ignored: SLURM sends one signal to this process and to all launchers. So is a warning to a
         run that the user has stopped: it must not be queued again.
         """
-        is_stopped_by_user = by == _WARNING and (self._run_path / stop_requests.STOP_FILE).exists()
+        is_stopped_by_user = by == _WARNING and (self.run_path / stop_requests.STOP_FILE).exists()
         if self._asked is not None or is_stopped_by_user:
             return
         self._asked = by
         try:
-            stop_requests.request(self._run_path, by)
-            self._say(f"{by}: {stop_requests.NOTICE.partition(' (')[0]}")
+            stop_requests.request(self.run_path, by)
+            self.say(f"{by}: {stop_requests.NOTICE.partition(' (')[0]}")
         except OSError as error:
-            self._say(f"{by}: the run cannot be asked to stop: {self._run_path}: {reason_of(error)}")
+            self.say(f"{by}: the run cannot be asked to stop: {self.run_path}: {reason_of(error)}")
         loop = asyncio.get_running_loop()
-        ends = self._allocation.ends
+        ends = self.allocation.ends
         # Two beats later: heartbeats are late, and the first step may have been taken just now.
         loop.call_later(2 * BEAT_SECONDS, self._end_unless_training, by)
         if by == _WARNING and ends is not None:
@@ -197,18 +190,18 @@ class Supervisor:
     def _end_unsaved(self) -> None:
         """End an attempt that the time limit would end: SLURM would not queue the job again."""
         if self._watch is not None:
-            warning = f"launch.warning_seconds={self._launch.warning_seconds}"
+            warning = f"launch.warning_seconds={self.launch.warning_seconds}"
             self._watch.end(
                 f"the run did not save in time before the time limit ({warning}){see('jobs#did-not-save-in-time')}"
             )
 
     def _ending(self, how: How, **facts: Any) -> AttemptEnding:
         """Make the record of an ending, with what the run's folder tells of it; `facts` are further fields."""
-        allocation = self._allocation
+        allocation = self.allocation
         known = {"began": time.time(), "requeues": allocation.requeues, "step": 0} | facts
-        known["step"] = max(known["step"], last_step(self._run_path))
-        checkpoint = newest_checkpoint(self._run_path)
-        return AttemptEnding(how, allocation.job, nodes=self._nodes, checkpoint=checkpoint, **known)
+        known["step"] = max(known["step"], last_step(self.run_path))
+        checkpoint = newest_checkpoint(self.run_path)
+        return AttemptEnding(how, allocation.job, nodes=self.nodes, checkpoint=checkpoint, **known)
 
     def _ending_of(self, outcome: AttemptOutcome, began: float) -> AttemptEnding:
         failure = outcome.failure
@@ -219,7 +212,7 @@ class Supervisor:
             until_joined=outcome.until_joined,
             until_training=outcome.until_training,
             after_last_step=outcome.after_last_step,
-            first_step=None if outcome.until_training is None else first_step(self._run_path),
+            first_step=None if outcome.until_training is None else first_step(self.run_path),
             step=outcome.step,
             **({} if failure is None else {"rank": failure.rank, "text": failure.text, "exit_code": failure.exit_code}),
         )
@@ -228,8 +221,8 @@ class Supervisor:
         if outcome.failure is None and outcome.stopped is None:
             return "finished"
         if self._asked == _WARNING:
-            ends = self._allocation.ends
-            warning = self._launch.warning_seconds
+            ends = self.allocation.ends
+            warning = self.launch.warning_seconds
             # SLURM's signals may be a minute early, and preemptions send the same one.
             is_near = ends is not None and ends - time.time() < warning + 120
             return "time limit" if is_near else "preempted"
@@ -253,7 +246,7 @@ class Supervisor:
 
     def _starts_again(self, ending: AttemptEnding) -> bool:
         """After a failure, return True if another attempt is to be made in this allocation; raises if none is."""
-        decision = decide(self._endings, self._launch.max_restarts)
+        decision = decide(self._endings, self.launch.max_restarts)
         if not decision.starts_again:
             code = ending.exit_code or RunError.exit_code
             raise LaunchError(f"{self._failure_text(ending, code)}\n{decision.why}", code)
@@ -261,23 +254,23 @@ class Supervisor:
         if ending.how == "failed" and ending.until_joined is None and self._watch is not None:
             # No launcher joined: a machine may be gone, which SLURM has not noticed yet.
             self._requeue(text, decision)
-        self._say(f"{text}\n{decision.why}, in the same allocation")
-        notices.send("restart", self._run_path, f"{text}; {decision.why}", ending.exit_code, step=ending.step)
+        self.say(f"{text}\n{decision.why}, in the same allocation")
+        notices.send("restart", self.run_path, f"{text}; {decision.why}", ending.exit_code, step=ending.step)
         return True
 
     def _failure_text(self, ending: AttemptEnding, code: int) -> str:
         """Record the failure with which the job ends; returns the text for the user."""
-        script = self._run_path / "job.sh"
+        script = self.run_path / "job.sh"
         resume = shlex.join(["sbatch", str(script)]) if script.exists() else None
         steps = 0 if ending.first_step is None else ending.step
         # The beginning of a start that no supervisor saw the end of is unknown.
         began = ending.began if ending.seconds else 0.0
-        return failure_text(Failure(ending.rank or 0, ending.text, code), self._run_path, began, resume, steps)
+        return failure_text(Failure(ending.rank or 0, ending.text, code), self.run_path, began, resume, steps)
 
     def _leave(self, text: str, ending: AttemptEnding) -> NoReturn:
         """End this start of the job; SLURM starts it again where it was the cluster that ended it."""
         if self._asked == _WARNING:
-            decision = decide(self._endings, self._launch.max_restarts)
+            decision = decide(self._endings, self.launch.max_restarts)
             if not decision.starts_again:
                 raise StoppedError(f"{text}\n{decision.why}")
             self._requeue(text, decision)
@@ -285,8 +278,8 @@ class Supervisor:
 
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
         """Have SLURM queue the job again, which may kill this process."""
-        notices.send("restart", self._run_path, f"{text}; {decision.why}", StoppedError.exit_code)
-        problem = commands.requeue(self._allocation.job)
+        notices.send("restart", self.run_path, f"{text}; {decision.why}", StoppedError.exit_code)
+        problem = commands.requeue(self.allocation.job)
         self._is_queued = problem is None
         notices.wait()
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"
@@ -294,20 +287,20 @@ class Supervisor:
 
     def _record_lost_start(self) -> None:
         """Record the start before this one if it left no record: it lost a machine, or was killed."""
-        requeues = self._allocation.requeues
+        requeues = self.allocation.requeues
         if requeues == 0 or requeues - 1 in [ending.requeues for ending in self._endings]:
             return
         text = "a machine was lost, or the job was preempted without a warning"
         lost = self._ending("ended by SLURM", requeues=requeues - 1, text=text)
         self._record(lost)
-        self._say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
-        notices.send("restart", self._run_path, f"{text}; {_saved(lost)}")
+        self.say(f"SLURM has started the job again: {lost.text}; {_saved(lost)}")
+        notices.send("restart", self.run_path, f"{text}; {_saved(lost)}")
 
     def _record_killed_supervisor(self) -> bool:
         """Return True if an attempt is to be made, also after a supervisor that was killed; raises after too many."""
-        if self._killed_by is None:
+        if self.killed_by is None:
             return True
-        text = f"the supervisor of the job was killed by {signal_name(self._killed_by)}"
+        text = f"the supervisor of the job was killed by {signal_name(self.killed_by)}"
         killed = self._ending("failed", text=text, exit_code=RunError.exit_code)
         self._record(killed)
         return self._starts_again(killed)

@@ -73,7 +73,6 @@ def _figures(measurements: Measurements) -> dict[str, float]:
 
 
 def _values(measurements: Measurements, source: str) -> dict[str, Any]:
-    """The device file without constants."""
     is_cpu = measurements.type == "cpu"
     alone = "assumption: not measured, as there was one rank"
     link = {"node_link.gb_per_second": figure(1.0, alone), "node_link.latency_us": figure(100.0, alone)}

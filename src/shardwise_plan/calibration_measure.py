@@ -19,7 +19,6 @@ from shardwise_plan.calibration_fit import LARGE_PRODUCTS, PRODUCTS, Measurement
 _COPIED = 2**26
 """Elements of a copy: far more than caches hold."""
 _SUM_BYTES = (64, 2**16, 2**20, 2**24)
-"""Bytes of the all-reduces."""
 _SUMS = 20
 """Repetitions of each all-reduce."""
 _ROUNDS = 4

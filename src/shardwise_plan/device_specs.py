@@ -27,7 +27,6 @@ from shardwise.estimates.device_peaks import DEVICE_FILES
 _ALIASES = {"a100": "a100-80gb"}
 _SUFFIXES = (".yaml", ".yml")
 MOST_FAILURES = 1e4
-"""Largest number of failures of a device in a year."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +217,7 @@ class Device:
         return "add to its device file"
 
     def require_fp8(self) -> float:
-        """Return the FLOP/s of products in fp8.
-
-        Raises:
-            ConfigError: the device has none.
-        """
+        """Return the FLOP/s of products in fp8; ConfigError: the device has none."""
         if self.fp8 is None:
             raise ConfigError(
                 f"precision.matmul (fp8) must be left out on {self.name}, whose device file has no fp8_tflops: "
@@ -231,11 +226,7 @@ class Device:
         return self.fp8
 
     def require_network(self) -> Link:
-        """Return the link to a device of another machine.
-
-        Raises:
-            ConfigError: its rate is unknown.
-        """
+        """Return the link to a device of another machine; ConfigError: its rate is unknown."""
         if self.network is None:
             raise ConfigError(
                 f"network.gb_per_second of {self.name} (unknown) must be given for several nodes: {self.file_text} "
@@ -259,8 +250,6 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many machines with so many devices each."""
-
     device: Device
     nodes: int
     per_node: int
@@ -335,11 +324,7 @@ def load_device(name: str) -> Device:
 
 
 def shipped_text(name: str) -> str:
-    """The file of a device of that name, as it is shipped.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """The file of a device of that name, as it is shipped; ConfigError: there is no such device."""
     return (DEVICE_FILES / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
 
 
@@ -477,10 +462,6 @@ def dump(flat: Mapping[str, Any]) -> str:
 
 
 def require_suffix(path: Path, option: str) -> None:
-    """Refuse a name by which `--device` would not know a file.
-
-    Raises:
-        ConfigError: it has another ending than .yaml.
-    """
+    """Refuse a name by which `--device` would not know a file; ConfigError: it has another ending than .yaml."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")

@@ -98,7 +98,6 @@ class StepTime:
         return self.tensor + self.context + self.experts + self.messages + self.reduction + self.gather
 
     def scaled(self, ratio: float) -> StepTime:
-        """Return a step each part of which takes so many times as long."""
         return StepTime(**{part: ratio * seconds for part, seconds in self.rows()})
 
     def rows(self) -> list[tuple[str, float]]:

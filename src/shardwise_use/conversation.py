@@ -101,7 +101,6 @@ class Conversation:
     channel: Connection | None
 
     def run(self) -> None:
-        """Answer until the terminal is closed."""
         transcript = self.transcript
         has_template = transcript.template is not None
         self._send({"ready": True, "has_template": has_template, "max_tokens": transcript.max_tokens})

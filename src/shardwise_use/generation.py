@@ -242,11 +242,7 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, logits_V: Tensor) -> int:
-        """The next token's id.
-
-        Raises:
-            RunError: some logits are NaN.
-        """
+        """The next token's id; RunError: some logits are NaN."""
         # The one wait for the device. On the CPU a seed gives the same numbers for a model on any device.
         logits_V = logits_V.detach().cpu()
         if torch.isnan(logits_V).any():

@@ -84,7 +84,6 @@ class GGUFExport:
 
     @property
     def dtypes(self) -> set[str]:
-        """The formats of the tensors, as torch names them."""
         return {FLOATING[tensor.dtype] for tensor in self.tensors}
 
     def write(self, path: Path) -> tuple[str, ...]:

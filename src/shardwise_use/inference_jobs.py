@@ -101,11 +101,7 @@ def joined_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
 
 
 def load_generator(config: Config, weights: Root, mesh: Mesh) -> Generator | Stages:
-    """The model of `load_model`.
-
-    Raises:
-        ConfigError: it gives no logits.
-    """
+    """The model of `load_model`; ConfigError: it gives no logits."""
     model = load_model(config, weights, mesh)
     if not isinstance(model, Generator | Stages):
         raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")

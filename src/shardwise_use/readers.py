@@ -17,7 +17,6 @@ from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.config import FamilyConfig
 
 GGUF = "gguf"
-"""The name of llama.cpp with files of `--gguf`."""
 TOLERANCE = 0.005
 """Largest difference of a log-probability that is rounding: llama.cpp has GELU as a table in float16 (0.002)."""
 PLAIN = "defaults"

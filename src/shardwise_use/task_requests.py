@@ -30,7 +30,6 @@ from shardwise_use.generation import Generator, Sampler, generate, whole_sequenc
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
-"""What rank 0 sends once there are no more requests."""
 _SEED = 1234
 """Seed of the tokens that a task wants to be drawn, with the request's number: a task may repeat a request."""
 
@@ -80,10 +79,11 @@ class TextRequest:
     top_k: int = 0
 
 
+@dataclass(eq=False)
 class TaskModel:
     """A causal model at any layout, without dropout, that answers requests.
 
-    Args:
+    Attributes:
         model: the whole model or this rank's stages.
         mesh: mesh of the ranks.
         parallel: settings by which the model is cut.
@@ -94,24 +94,16 @@ class TaskModel:
         in_step: True if all replicas must make the same passes, which gather their weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        parallel: ParallelConfig,
-        tokenizer: Tokenizer,
-        stop: frozenset[int],
-        batch: int,
-        *,
-        in_step: bool = False,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._model = model
-        self._mesh = mesh
-        self._parallel = parallel
-        self._stop = stop
-        self._batch = batch
-        self._in_step = in_step or mesh.passes_in_step
+    model: nn.Module
+    mesh: Mesh
+    parallel: ParallelConfig
+    tokenizer: Tokenizer
+    stop: frozenset[int]
+    batch: int
+    in_step: bool = False
+
+    def __post_init__(self) -> None:
+        self.in_step = self.in_step or self.mesh.passes_in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
         """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.
@@ -122,7 +114,7 @@ class TaskModel:
         Raises:
             ConfigError: that of `work`, on every rank.
         """
-        world = self._mesh.world
+        world = self.mesh.world
         problems: list[str] = []
         result = None
         if world.rank == 0:
@@ -139,14 +131,14 @@ class TaskModel:
 
     def scores(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """The scores of requests, in their order; called on rank 0 within `while_others_answer`."""
-        return self._answer(collectives.broadcast_object(requests, self._mesh.world)) if requests else []
+        return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
     def texts(self, requests: Sequence[TextRequest]) -> list[str]:
         """The continuations of prompts, in their order; called on rank 0 within `while_others_answer`.
 
         A continuation ends before the first text of `until` that is in it, and has no special tokens.
         """
-        return self._answer(collectives.broadcast_object(requests, self._mesh.world)) if requests else []
+        return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests of one kind. Collective."""
@@ -157,12 +149,12 @@ class TaskModel:
             return self._answer_texts(requests)
 
     def _answer_scores(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        mesh = self._mesh
+        mesh = self.mesh
         # Requests of about one length make a batch with little padding; the longest first, as they need most memory.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
-        batches = [order[first : first + self._batch] for first in range(0, len(order), self._batch)]
+        batches = [order[first : first + self.batch] for first in range(0, len(order), self.batch)]
         count = len(range(mesh.replicas.rank, len(batches), mesh.replicas.size))
-        if self._in_step:
+        if self.in_step:
             # A replica that has none of the last batches makes a pass of the first one, whose scores do not count.
             batches += batches[:1] * (-len(batches) % mesh.replicas.size)
         batches = batches[mesh.replicas.rank :: mesh.replicas.size]
@@ -194,36 +186,36 @@ class TaskModel:
                 scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
             return out
 
-        parts = 1 if isinstance(stages_of(self._model)[0], CausalLM) else mesh.tp.size
+        parts = 1 if isinstance(stages_of(self.model)[0], CausalLM) else mesh.tp.size
         shapes = [(-(-(len(requests[batch[0]].tokens) - 1) // parts) * parts, len(batch)) for batch in batches]
-        with whole_sequences(self._model):
-            relay(self._model, self._parallel, mesh, compute, shapes)
+        with whole_sequences(self.model):
+            relay(self.model, self.parallel, mesh, compute, shapes)
         sums_R2 = devices.to_device(scores_R2.to(devices.widest_dtype(mesh.device)), mesh.device)
         sums = collectives.all_reduce_(collectives.all_reduce_(sums_R2, mesh.replicas), mesh.pp).tolist()
         return [Score(log_probability, misses == 0) for log_probability, misses in sums]
 
     def _answer_texts(self, requests: Sequence[TextRequest]) -> list[str]:
-        if self._in_step:
+        if self.in_step:
             # Continuations have different lengths: each replica draws all of them.
             return [self._continue(request, number) for number, request in enumerate(requests)]
-        replicas = self._mesh.replicas
+        replicas = self.mesh.replicas
         numbers = range(replicas.rank, len(requests), replicas.size)
         local = [self._continue(requests[number], number) for number in numbers]
         by_replica = collectives.all_gather_objects(local, replicas)
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(requests))]
 
     def _continue(self, request: TextRequest, number: int) -> str:
-        assert isinstance(self._model, Generator | Stages), "the caller has refused other models"
+        assert isinstance(self.model, Generator | Stages), "the caller has refused other models"
         sampler = Sampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
         tokens: list[int] = []
         for token in generate(
-            self._model,
-            self._mesh,
+            self.model,
+            self.mesh,
             request.prompt,
             request.max_tokens,
             sampler,
-            stop=self._stop,
-            parallel=self._parallel,
+            stop=self.stop,
+            parallel=self.parallel,
         ):
             tokens.append(token)
             text = self.tokenizer.decode(tokens)

@@ -14,7 +14,6 @@ from shardwise_watch.step_metrics import StepSeries
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds of training"}
 """Titles of the axes by their names. The time is that of steps that count, without that between two starts."""
 SCALES = ("x", "y", "xy")
-"""Axes that may be logarithmic."""
 
 Points = Mapping[float, float]
 """Finite values by their places on the axis, which grow."""

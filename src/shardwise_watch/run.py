@@ -238,7 +238,6 @@ class RunView:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the run's time in which steps were taken that count."""
         return self.lost.goodput
 
     def ends(self) -> list[dict[str, Any]]:

@@ -146,7 +146,6 @@ class StepSeries:
                     del values[kept_count:]
 
     def mean_parts(self, begin: int, stop: int | None = None) -> dict[str, float]:
-        """Return the mean seconds of each of `PARTS` over a range of positions; {} if its steps recorded none."""
         means = {name: mean(finite_values(values[begin:stop])) for name, values in self.parts.items()}
         return {name: seconds for name, seconds in means.items() if seconds is not None}
 

@@ -158,7 +158,6 @@ def _problems(model: object, optimizer: object, mesh: Mesh, *, needs_optimizer: 
 
 
 def _optimizer_problems(model: nn.Module, optimizer: ZeroRedundancyOptimizer, mesh: Mesh) -> list[str]:
-    """The reasons why an optimizer is not that of a model, or not of a mesh."""
     problems: list[str] = []
     trained = {parameter for bucket in optimizer.buckets for parameter in bucket.parameters}
     parameters = dict(model.named_parameters())

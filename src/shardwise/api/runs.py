@@ -224,7 +224,6 @@ def train(
 
 
 def _join() -> Rank | None:
-    """The rank of this process in the job that a launcher started; None where it is alone."""
     keep_own()
     if may_be_a_task():
         adopt_task()
@@ -241,7 +240,6 @@ def _prepare_output(rank: Rank | None) -> None:
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
-    """Raise ConfigError, with every problem, where an argument is none that `train` has."""
     problems = Problems()
     problems.texts += config_problems(config)
     with problems:

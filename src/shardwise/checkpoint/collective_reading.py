@@ -25,7 +25,6 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 
 SEGMENT_BYTES = 4 * 2**20
-"""Bytes of a stored tensor that are read at a time."""
 _ROUND_BYTES = 64 * 2**20
 """Bytes that all ranks of a group read for each other before they exchange them: they are in memory at once."""
 _SHOWN = 3

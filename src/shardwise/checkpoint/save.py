@@ -124,8 +124,6 @@ class _PendingSave:
 
 @dataclass(frozen=True)
 class _WrittenFiles:
-    """Files that a rank has written, as rank 0 needs them for the manifest."""
-
     entries: list[FileEntry]
     rows: list[tuple[str, PieceRows]]
     numbers: _StateNumbers

@@ -13,7 +13,7 @@ from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
-_LONG_WARMUP, _USUAL_WARMUP = 10, 50
+_LONG_WARMUP, _USUAL_WARMUP = 4, 50
 """One in so many steps is much for a warmup, which may be that of a longer run, or usual."""
 DecayShape = Literal["linear", "cosine", "sqrt"]
 Frequency = Literal["micro_batch", "step"]

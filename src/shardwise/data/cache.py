@@ -175,7 +175,6 @@ def _are_sound_tokens(entry: CacheEntry) -> bool:
 
 
 def has_its_bounds(entry: CacheEntry) -> bool:
-    """True if the bounds of all parts are those that were written."""
     return all(
         spread_digest(entry.path / f"{part}.{name}.bin") == row["checked"]
         for part in PARTS

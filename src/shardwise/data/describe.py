@@ -58,7 +58,6 @@ def glance(config: Config) -> Glance:
 
 
 def _glance_at_source(request: DataRequest) -> Glance:
-    """The rows about the data and the tokenizer of a request without a mixture."""
     rows: list[tuple[str, str]] = []
     problems: list[str] = []
     looks: dict[str, Callable[[], str]] = {}

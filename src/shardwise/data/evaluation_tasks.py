@@ -126,7 +126,6 @@ def _task_problems(name: str, task: Any, longest: int) -> list[str]:
 
 
 def longest_input(model: ModelConfig, train: TrainConfig) -> int:
-    """The number of tokens that the model reads at most."""
     return model.max_position_embeddings or train.sequence_length
 
 

@@ -161,7 +161,6 @@ class PreparedMixture(common.PreparedData):
 
 
 def _config_of_source(config: Config, name: str) -> Config:
-    """The configuration of a run that reads a source alone, see `DataRequest.of_source`."""
     data = config.data.source_section(name)
     train = {
         "seed": seed_of_source(config.train.seed, name),

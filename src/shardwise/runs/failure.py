@@ -16,7 +16,6 @@ from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import RunDirectory, json_text, read_config
 
 HEADING = "FAILED "
-"""Beginning of each block."""
 _ADDRESS = r" \(`(shardwise explain [^()`]+)`\)"
 """What `errors.see` appends to a message."""
 _STEP = r"step ([\d,]+): (.*)"

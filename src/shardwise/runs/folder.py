@@ -67,7 +67,6 @@ EVENTS = (
     "start", "resume", "step", "state_hash", "eval", "eval_set", "eval_task", "checkpoint", "compile", "warning",
     "stop",
 )  # fmt: skip
-"""Kinds of the lines of metrics.jsonl."""
 FORMAT = 1
 """Format of a run's folder. It grows when a reader of the former format would misread the new one."""
 _LOCK = ".lock"
@@ -86,11 +85,7 @@ def now() -> str:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """Return the configuration that a run's folder stores.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the configuration that a run's folder stores; ConfigError: it cannot be read."""
     try:
         return read_mapping(run.config)
     except OSError as error:
@@ -175,11 +170,7 @@ class AppendedFile:
 
 
 def open_log(path: Path) -> TextIO:
-    """A log, to which lines are appended; its folder is made.
-
-    Raises:
-        ConfigError: it cannot be opened, or is a link.
-    """
+    """A log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
@@ -129,7 +129,7 @@ def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resume
 def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
     """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
     manifest = glance(newest.folder, newest.step).manifest
-    if manifest is None or not manifest.goes_on_here:
+    if manifest is None or manifest.data != IMPORTED:
         return False
     if problems := resume_problems({**new, "model": manifest.config["model"]}, new):
         raise ConfigError(problems)

@@ -131,13 +131,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
             "--write my.yaml` writes the recipe of it"
         )
     if arguments.write_only:
-        excluded = {
-            "--dry-run": arguments.dry_run,
-            "--precompile": arguments.precompile,
-            "--rehearse-preemption": arguments.rehearse_preemption,
-        }
-        given = [option for option, is_given in excluded.items() if is_given]
-        if given:
+        excluded = ("dry_run", "precompile", "rehearse_preemption")
+        if given := [f"--{name.replace('_', '-')}" for name in excluded if getattr(arguments, name)]:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
     elif not arguments.dry_run:
         commands.require()
@@ -169,11 +164,7 @@ class _Checked:
 
 
 def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) -> _Checked:
-    """Check a job.
-
-    Raises:
-        ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files.
-    """
+    """Check a job; ConfigError: with all problems of data, nodes, layout, batch, folder, disk and files."""
     recipe: str = arguments.recipe
     run_path: Path | None = arguments.run_dir
     folder = (run_path or RUNS / recipe_name(recipe)).absolute()
@@ -226,11 +217,11 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     else:
         ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
     unasked: list[str] = []
-    if gres is None and shutil.which("sinfo") is None:
+    if gres is None and not commands.answers():
         gres = _accelerators(arguments.device, machines, ranks)
         asked = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
         asked = f"{gres} on each node, by --device; --gres names other ones" if gres else asked
-        unasked = [f"there is no sinfo here, which lists the accelerators of the partition: the job asks for {asked}"]
+        unasked = [f"no sinfo answers here, which lists the accelerators of the partition: the job asks for {asked}"]
     layout, notes = submission.check_counts(
         config, nodes, ranks, lambda candidate, world: with_batch(candidate, world, arguments.run_dir)
     )
@@ -346,7 +337,6 @@ def _is_wanted() -> bool:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """The user's, then those that options stand for."""
     options = {key: getattr(arguments, key) for key in ("nodes", *_KEYS)}
     return [*arguments.overrides, *(f"launch.{key}={value}" for key, value in options.items() if value is not None)]
 
@@ -393,12 +383,8 @@ def _by_ssh(where: str) -> int:
     folder = folder.removeprefix("~/")
     # The words as the user gave them, but for `--ssh HOST` and `--ssh=HOST`: the other machine submits by itself.
     given = sys.argv[sys.argv.index("submit") + 1 :]
-    kept = [
-        argument
-        for number, argument in enumerate(given)
-        if argument != "--ssh" and (number == 0 or given[number - 1] != "--ssh")
-    ]
-    kept = [argument for argument in kept if not argument.startswith("--ssh=")]
+    pairs = zip(["", *given], given, strict=False)
+    kept = [word for before, word in pairs if "--ssh" not in (before, word) and not word.startswith("--ssh=")]
     command = submission.ssh_command(host, kept, Path(folder) if folder else Path.cwd())
     try:
         return subprocess.run(command, check=False, env=os.environ).returncode

@@ -148,11 +148,7 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
 
 
 def _require_end(result: Search) -> None:
-    """Refuse devices that fail so often that no training ends.
-
-    Raises:
-        ConfigError: the training does not finish.
-    """
+    """Refuse devices that fail so often that no training ends; ConfigError: the training does not finish."""
     if not result.plans or result.plans[0].calendar.ends:
         return
     plan = result.plans[0]
@@ -241,7 +237,6 @@ class _Nodes:
         return self._plans[nodes]
 
     def tried(self) -> list[Plan]:
-        """Return the plans on all numbers that were tried and that a layout fits."""
         return [plan for plan in self._plans.values() if plan is not None]
 
     def between(self, nodes: int) -> range:
@@ -274,7 +269,6 @@ class _Nodes:
         return flops * tokens_of_run(config) / (peak * on.world)
 
     def why_none(self, result: Search, nodes: int) -> str:
-        """Return why no layout fits, and the smallest change that helps."""
         on = self._machines.on(nodes)
         if result.smallest is None:
             config = self._config.with_batch_for(on.world)
@@ -341,8 +335,6 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
 
 
 def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> tuple[Plan, str]:
-    """Return the fastest plan that costs at most so much."""
-
     def is_affordable(nodes: int) -> bool:
         plan = nodes_of.plan(nodes)
         return plan is not None and _cost_in(plan, currency, budget) <= most

@@ -23,7 +23,6 @@ from shardwise_watch import report
 from shardwise_watch.report import chart
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
-"""Numbers of the page's colours (`page.css` of the report)."""
 _MOST_ACTIONS = 12_000
 """Largest number of passes that a timeline shows, from the beginning of the step."""
 _LEAST_PART = 0.001

@@ -311,7 +311,6 @@ def _training(path: Path, recipe: str, device: str, plan: Plan) -> tuple[str, st
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Return the command line that plans the same layouts again."""
     options = []
     for name in (*_SEARCHED, "all", "layout"):
         value = getattr(arguments, name)

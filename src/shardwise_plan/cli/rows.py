@@ -117,7 +117,6 @@ def price_text(plan: Plan) -> str:
 
 
 def network_text(plan: Plan) -> str:
-    """The links that a prediction assumes, of one device in one direction."""
     device = plan.cluster.device
     inside = f"{device.node.bandwidth / 1e9:g} GB/s inside a node ({device.node.topology})"
     if device.network is None or plan.cluster.nodes == 1:

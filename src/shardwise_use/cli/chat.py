@@ -150,11 +150,7 @@ class _Terminal:
             output.line()
 
     def _read(self) -> str:
-        """A line of the person's.
-
-        Raises:
-            EOFError: there is no more.
-        """
+        """A line of the person's; EOFError: there is no more."""
         if self._is_interactive and select.select([sys.stdin], [], [], 0)[0]:
             # A line, or the end of the input, that came before the prompt: readline would wait past that end.
             line = sys.stdin.readline()

@@ -28,7 +28,6 @@ KEYS = (
     "train.sequence_length", "train.micro_batch", "data.tokenizer", "model.family", "model.ignore",
     "checkpoint.revision",
 )  # fmt: skip
-"""The keys that an evaluation on tasks reads."""
 _OPTIONS = {
     **ARGUMENTS,
     "evaluation.tasks_path": "--tasks-path",

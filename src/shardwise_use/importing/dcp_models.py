@@ -60,17 +60,12 @@ def open_folder(folder: Path, maker: str) -> DcpFolder:
         if other:
             raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {other}")
     opened = DcpFolder.open(folder)
-    if (found := maker_of(opened)) != maker:
-        fix = (
-            f"it is of {found}: give --from {found}" if found else f"its tensors are {listing(opened.tensors, most=3)}"
-        )
+    found = next((name for name, pattern in _MAKERS if any(map(pattern.fullmatch, opened.tensors))), None)
+    if found != maker:
+        tensors = listing(opened.tensors, most=3)
+        fix = f"it is of {found}: give --from {found}" if found else f"its tensors are {tensors}"
         raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {fix}")
     return opened
-
-
-def maker_of(folder: DcpFolder) -> str | None:
-    """The value of --from for the program that wrote a folder."""
-    return next((maker for maker, pattern in _MAKERS if any(map(pattern.fullmatch, folder.tensors))), None)
 
 
 def named_weights(

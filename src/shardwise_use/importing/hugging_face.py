@@ -201,7 +201,6 @@ def _require_fitting_states(opened: ForeignModel) -> None:
 
 
 def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
-    """Yield the bytes of a weight, and add the number of its values that are not finite to `not_finite`."""
     for data in weight.read():
         count = non_finite(memoryview(data).cast("B"), weight.dtype)
         if count:

@@ -85,7 +85,9 @@ def combined(
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
     shards = Shards(str(folder), tensor, allow_drift)
     _add_tensors(states, shards, pipeline)
-    config, notes = described(shards, args, vocab_size, legacy=_is_legacy(states))
+    first = states[0, 0]
+    is_legacy = "language_model" in first["model" if "model" in first else "model0"]  # by `megatron.legacy`
+    config, notes = described(shards, args, vocab_size, legacy=is_legacy)
     weights = canonical(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
     return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
@@ -192,14 +194,7 @@ def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
     shards.require_floats()
 
 
-def _is_legacy(states: RankStates) -> bool:
-    """True if `megatron.legacy` wrote the files; their model keys have been checked."""
-    state = states[0, 0]
-    return "language_model" in state["model" if "model" in state else "model0"]
-
-
 def _chunk_keys(states: RankStates, where: str) -> list[str]:
-    """`model`, or `model0`, `model1`, … in order."""
     names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
     keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
     if not names or any(set(keys) != names & set(state) for state in states.values()):

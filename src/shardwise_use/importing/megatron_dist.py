@@ -51,7 +51,6 @@ _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
 _BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _COMPARED = 2**22
-"""Elements that are compared at a time."""
 _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6

@@ -157,7 +157,6 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
 
 
 def _arguments(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-
     def value(name: str, default: Any = None) -> Any:
         setting = config.get(name)
         if isinstance(setting, str):

@@ -110,7 +110,6 @@ def _record(path: Path) -> Mapping[str, Any]:
 def _tensors(
     config: FamilyConfig, in_pairs: bool, stored: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[str, str, LazyTensor]]:
-    """Canonical name, name in the checkpoint and tensor, of all that are there."""
     is_reordered = config.family in ("olmo2", "olmo3")
     norm = "attention_norm" if is_reordered else "feed_forward_norm"
     rules = [*_NAMES, (_POST_ATTENTION, rf"blocks\1{norm}.weight")]
@@ -215,7 +214,6 @@ def _windows(config: Any, layers: int) -> list[int]:
 
 
 def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A scaling of rotary positions as OLMo-core's converter to Hugging Face has it."""
     if not scaling:
         return None
     kind = str(scaling["_CLASS_"]).rpartition(".")[2]

@@ -154,7 +154,6 @@ def reading(problem: str, fix: str = "") -> Iterator[None]:
 
 
 def _require_pickle(path: Path) -> None:
-    """Raise ConfigError where a file does not begin as a pickle."""
     with path.open("rb") as file:
         start = file.read(2)
     if start == b"PK":

@@ -208,11 +208,7 @@ class Shards:
         return name in self.tensors
 
     def parts(self, name: str) -> list[LazyTensor]:
-        """The tensors of a name, one for each rank.
-
-        Raises:
-            ConfigError: no rank has it.
-        """
+        """The tensors of a name, one for each rank; ConfigError: no rank has it."""
         if name not in self.tensors:
             raise ConfigError(f"{self.where} lacks {name}")
         self._used.add(name)

@@ -36,7 +36,6 @@ _VERSIONS = (None, "1.0.0")
 """Versions of the format; torch before 2.7 wrote none."""
 _SHOWN = 4
 _PART_BYTES = 16 * 2**20
-"""Bytes that are in memory at a time."""
 _TYPES = "torch.distributed.checkpoint.metadata."
 _RECORDS = {
     *(_TYPES + name for name in (
@@ -271,7 +270,6 @@ class DcpFolder:
     def _add(
         self, folder: Path, name: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], Record]
     ) -> None:
-
         def chunk(offset: tuple[int, ...] | None, box: Box) -> _Chunk:
             info = stored[name, offset]
             path = folder / info.relative_path
@@ -375,7 +373,6 @@ def _read_metadata(path: Path) -> Record:
 
 
 def _load(part: Any, path: Path, device: str) -> Any:
-    """The content of a file of `torch.save` inside of another."""
     try:
         if part.read(2) != b"PK":
             raise ValueError("it begins as no zip archive")

@@ -86,7 +86,6 @@ def open_torchtitan(
 
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
-    """Canonical name, name in the checkpoint and tensor, of all that are there."""
     for name in canonical_shapes(config):
         there, _, expert = dcp_models.renamed(name, _NAMES).partition("#")
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)

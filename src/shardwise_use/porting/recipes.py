@@ -66,7 +66,10 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
 
     known = {} if family in ("", *told) else {"model.family": family}
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
-    readable = {name: value for name, value in asked.items() if not _is_unknown(value)}
+    # A value may be code, or a variable that the file does not set.
+    readable = {
+        name: value for name, value in asked.items() if not isinstance(value, UnknownValue) and "$" not in str(value)
+    }
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
@@ -112,11 +115,6 @@ def _tokens_of(keys: Mapping[str, Any]) -> int | None:
         return Tokenizer.load(user_path(name)).vocab_size
     except DataError:
         return None
-
-
-def _is_unknown(value: Any) -> bool:
-    """True if a value is code, or a variable that the file does not set."""
-    return isinstance(value, UnknownValue) or "$" in str(value)
 
 
 def _is_told(row: Row, program: str) -> bool:

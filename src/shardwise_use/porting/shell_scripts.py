@@ -41,7 +41,6 @@ _TEST = re.compile(
 _OF_BASH = frozenset(
     ("HOSTNAME", "PWD", "OLDPWD", "USER", "UID", "EUID", "PPID", "SHELL", "PATH", "RANDOM", "SECONDS", "OSTYPE", "LANG")
 )
-"""Names that a shell sets itself."""
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")
 }

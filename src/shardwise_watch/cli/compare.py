@@ -44,7 +44,6 @@ _LEAST_AGREEING = 3
 """Steps at the beginning that must agree, so that a growth can be told from a difference that was always there."""
 _FORMATS = (".png", ".svg")
 _GREY = "#77797d"
-"""Colour of a line that only helps."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -169,9 +168,9 @@ def _facts(arguments: argparse.Namespace, pair: _Pair, tolerance: float) -> dict
     are_runs = all(run.config.is_file() for run in runs)
     configs = [read_config(run) for run in runs] if are_runs else []
     is_by_step = x == "step" and not arguments.smooth
-    may_be_rounding = (
-        bool(beyond) and not arguments.bits and is_by_step and not (configs and all(map(_is_bitwise, configs)))
-    )
+    # A run with `train.bitwise` adds in one order at every layout: then no difference comes from rounding.
+    are_bitwise = are_runs and all((config.get("train") or {}).get("bitwise") is True for config in configs)
+    may_be_rounding = bool(beyond) and not arguments.bits and is_by_step and not are_bitwise
     layouts = [spans_text(layout_spans(run.events("start", "resume"))) for run in runs] if are_runs else None
     records = (None, None) if arguments.shift else tuple(map(_records_of, runs))
     compared = {"norms": _compare_norms(*records)} if arguments.bits else {}
@@ -321,12 +320,6 @@ def _failure(run: RunDirectory) -> str | None:
     return None if failure is None else failure.sentence
 
 
-def _is_bitwise(config: Mapping[str, Any]) -> bool:
-    """True if a run adds in one order at every layout: then no difference comes from rounding."""
-    train = config.get("train")
-    return isinstance(train, Mapping) and train.get("bitwise") is True
-
-
 def _records_of(run: RunDirectory) -> StateRecords | None:
     """The gradient norms and state hashes of a run; None for a path that is not the folder of one."""
     if not (run.path.is_dir() and run.metrics.exists()):
@@ -361,7 +354,6 @@ def _compare_states(a: StateRecords | None, b: StateRecords | None) -> dict[str,
 
 
 def _missing(a: StateRecords | None, b: StateRecords | None) -> str:
-    """The reason why states, or gradient norms, are not compared."""
     if a is None or b is None:
         return "A and B must be folders of runs, without --shift"
     lacking = [name for name, records in (("A", a), ("B", b)) if not records.hashes]
@@ -384,7 +376,6 @@ def _compared_text(facts: Mapping[str, Any], which: str) -> str:
 
 
 _UNITS = {"step": "step", "tokens": "point", "time": "point"}
-"""The word for a place on each axis."""
 
 
 def _place(x: str, place: float) -> str:

@@ -50,7 +50,6 @@ class Size(NamedTuple):
 SMALL = Size(420, 236)
 LARGE = Size(640, 300)
 BELOW = Size(640, 190)
-"""The size of a chart below a large one."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,8 @@ def line_chart(
         axis: name of the axis that is drawn.
     """
     known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
-    columns = [column for curve in known.values() for column in _with_dots(curve)]
+    dots = [Column(step, value, value, value) for curve in known.values() for step, value in curve.dots]
+    columns = [*(column for curve in known.values() for column in curve.known), *dots]
     if not columns:
         return ""
     steps = [column.step for column in columns]
@@ -342,11 +342,6 @@ def _figure(
         f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
         f'<line class="cursor" y1="{TOP}" y2="{area.bottom}" visibility="hidden"/></svg><output></output></figure>'
     )
-
-
-def _with_dots(curve: Curve) -> list[Column]:
-    """Return the columns of a curve and its dots, each of these as a column of one value."""
-    return [*curve.known, *(Column(step, value, value, value) for step, value in curve.dots)]
 
 
 def look_of(number: int) -> str:

@@ -40,7 +40,6 @@ _MOST_EVENTS = {"checkpoint": 60, "eval": 60, "start": math.inf, "stop": math.in
 """Number of events of a kind that are listed, the last ones; starts and ends tell the story of the run."""
 _MOST_OTHER_EVENTS = 120
 _RANK_FACTS = ("rank", "host", "place", "work_seconds", "relative", "memory_bytes")
-"""Attributes of `RankView`."""
 _LISTED_EVENTS = (
     "start", "resume", "checkpoint", "warning", "compile", "stop", "ended", "eval", "eval_set", "eval_task",
 )  # fmt: skip

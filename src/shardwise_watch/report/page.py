@@ -29,9 +29,7 @@ _LOSS = REPORT_CURVES[0]
 _MOST_TASK_CURVES = 24
 """Curves in a chart of tasks: some groups have dozens of tasks, whose legend would hide the chart."""
 _MOST_NOTES = 3
-"""Changes of the layout that are named above a chart."""
 _MOST_STARTS = 30
-"""Starts that have marks in a chart, the last ones."""
 _MOST_LABELLED = 128
 """Largest number of ranks in which each has its number in the picture."""
 _MOST_LISTED = 32
@@ -99,7 +97,6 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _letter(name: str) -> str:
-    """Return the letters of a run, by which its curves are named beside those of others."""
     return name.partition(":")[0]
 
 
@@ -346,11 +343,7 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 
 
 def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw each curve that has a value into `folder`; returns the files.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Draw each curve that has a value into `folder`; returns the files; ConfigError: matplotlib is not installed."""
     figures = optional_library("matplotlib.figure", "--png needs", "plot")
     colours = optional_library("matplotlib.colors", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)

@@ -177,7 +177,6 @@ def heat(
 
 
 def work_style(relative: float) -> str:
-    """Return the colour of a rank's work, relative to that of the best rank."""
     if relative >= 1.4:
         return f"bold {BAD}"
     if relative >= 1.15:
@@ -186,7 +185,6 @@ def work_style(relative: float) -> str:
 
 
 def use_style(share: float) -> str:
-    """Return the colour of the share of a device's time in which it was busy."""
     return WARN if share < 0.7 else "#3f5d47"
 
 

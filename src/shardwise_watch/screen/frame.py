@@ -30,7 +30,6 @@ _RUN_FACTS = (
     "path", "name", "state", "restart", "reason", "failure", "heard", "step", "steps", "step_seconds",
     "eta_seconds", "last", "start", "config",
 )  # fmt: skip
-"""Attributes of `RunView` that a frame has too."""
 UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, ArithmeticError)
 """Errors that values of other types in the files of a run lead to: another program may have written them."""
 

@@ -75,7 +75,6 @@ _CURVE_STYLES: Mapping[str, _CurveStyle] = {
 
 
 def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole") -> list[Text]:
-    """Draw the curve of a metric, with its last value in the heading."""
     title, colour, last, scale = _CURVE_STYLES[name]
     # The loss is the largest panel: one notice that the history is still being read is enough.
     right = "reading all steps…" if name == "loss" and not frame.has_history else _SPAN_NAMES[span]
@@ -109,7 +108,10 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
         ("peak", drawing.rate(last.get("peak_tokens_per_second")), TEXT),
         (f"MFU{kind}", drawing.percent(last.get("mfu")), f"bold {ACCENT}"),
         ("tokens", drawing.rate(last.get("tokens")), TEXT),
-        *_source_rows(last),
+        *(
+            (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
+            for name, numbers in (last.get("sources") or {}).items()
+        ),
         ("learning rate", drawing.plain(last.get("lr"), ".2e"), TEXT),
         ("gradient norm", drawing.plain(last.get("grad_norm"), ".3g"), TEXT),
         ("memory, rank 0", drawing.size(used), TEXT),
@@ -122,13 +124,6 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
     for name, value, style in rows[: height - 1]:
         lines.append(_between(width, Text(f" {name}", FAINT), Text(f"{value} ", style)))
     return lines
-
-
-def _source_rows(last: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    return [
-        (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
-        for name, numbers in (last.get("sources") or {}).items()
-    ]
 
 
 def split(frame: Frame, width: int, height: int) -> list[Text]:
@@ -159,7 +154,6 @@ def _legend(shares: Mapping[str, float], gap: str) -> Text:
 
 
 def lost(frame: Frame, width: int, height: int) -> list[Text]:
-    """List the goodput and the causes of lost time: all in their order if they fit, else the largest first."""
     goodput = frame.lost.goodput
     summary = Text.assemble(("goodput ", FAINT), (drawing.percent(goodput), f"bold {_goodput_colour(goodput)}"))
     head = drawing.heading(width, "lost time", summary)

@@ -74,7 +74,6 @@ def _section(frame: Frame, name: str) -> Mapping[str, Any]:
 
 
 def schedule_height(frame: Frame) -> int:
-    """Return the number of lines that `schedule` needs."""
     return min(MOST_ROWS + 1, len(frame.pipeline)) + 4
 
 
@@ -88,7 +87,6 @@ def _picture(parallel: str, micro_batches: int, recompute: str, width: int, most
 
 
 def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
-    """List the measured work and waits of each pipeline rank in a step."""
     measured = frame.last.get("bubble")
     bubble: Text | str = ""
     if measured is not None:
@@ -104,7 +102,8 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     for view in shown:
         first = min(view.ranks)
         last = max(view.ranks)
-        style = _bubble_style(view.bubble or 0.0)
+        bubble_share = view.bubble or 0.0
+        style = BAD if bubble_share > 0.3 else WARN if bubble_share > 0.15 else TEXT
         rows.append(
             (
                 (f"pp {view.rank}", TEXT),
@@ -125,12 +124,6 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
     return [head, *lines][:height]
 
 
-def _bubble_style(bubble: float) -> str:
-    if bubble > 0.3:
-        return BAD
-    return WARN if bubble > 0.15 else TEXT
-
-
 def _work_and_wait(view: PipelineView, width: int) -> Text:
     """Draw the step of a pipeline rank as a bar: forward, backward, and points for its waits."""
     forward = view.forward_seconds or 0.0
@@ -142,7 +135,6 @@ def _work_and_wait(view: PipelineView, width: int) -> Text:
 
 
 def graphs(frame: Frame, width: int) -> Text:
-    """Write the heading with the numbers of compiled graphs."""
     counts = frame.graphs
     if not counts:
         return drawing.heading(width, "compiled graphs", Text("none", FAINT))
@@ -294,7 +286,6 @@ class _Heat:
         return self.style.shown(min(self.known)), self.style.shown(max(self.known))
 
     def strip(self, ranks: Sequence[int], width: int) -> Text:
-        """Draw the ranks at some positions in the frame."""
         silent = frozenset(at for at, index in enumerate(ranks) if self._frame.ranks[index].rank in self._frame.silent)
         values = [self._values[index] for index in ranks]
         return drawing.heat(values, width, self.style.low, self._high, self.style.style, silent, self.style.worst)
@@ -364,7 +355,6 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
 
 
 def grid_height(frame: Frame, most: int) -> int:
-    """Return the number of lines that `grid` needs."""
     return min(most, len(_rows(frame, most - 2)) + 2)
 
 
@@ -399,7 +389,6 @@ def ordered(frame: Frame, metric: Metric) -> list[RankView]:
 def listing(
     frame: Frame, width: int, height: int, views: Sequence[RankView], cursor: int, metric: Metric
 ) -> list[Text]:
-    """List `views` in their order, with the rank at `cursor` marked."""
     head = drawing.heading(width, "ranks", right=f"{'least' if metric == 'use' else 'most'} {metric} first, ↑↓ choose")
     if not views:
         return [head, Text(" no rank has a file yet", FAINT)]

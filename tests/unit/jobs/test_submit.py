@@ -1,5 +1,6 @@
 """`shardwise submit` before and after SLURM's answer, which is played."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -151,7 +152,14 @@ def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.
         assert (bool(re.search(too_large, out, re.M)), bool(re.search(fewer, out, re.M))) == (is_large, are_fewer)
 
 
-def test_without_sinfo_a_job_asks_for_the_devices_that_the_user_names(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_an_answer_of_sinfo_a_job_asks_for_the_devices_that_the_user_names(
+    fails: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fails:
+        (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "sinfo").chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for options, gres in (
         (["--device", "h100:8"], "gpu:8"),
         (["--device", "h100:8", "launch.ranks_per_node=4"], "gpu:8"),
@@ -166,7 +174,7 @@ def test_without_sinfo_a_job_asks_for_the_devices_that_the_user_names(capsys: py
         assert main([*few, *options, "--dry-run"]) == 0
         out = capsys.readouterr().out
         assert re.findall(r"^#SBATCH --gres=(\S+)$", out, re.M) == ([gres] if gres else [])
-        note = re.search(r"^note +there is no sinfo here.*: the job asks for (.*)$", out, re.M)
+        note = re.search(r"^note +no sinfo answers here.*: the job asks for (.*)$", out, re.M)
         if "--gres" in options:
             assert note is None
         else:

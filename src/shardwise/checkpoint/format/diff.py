@@ -19,9 +19,7 @@ from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
 
 ABSENT = "(not set)"
-"""The value of a key that only the other configuration has."""
 _SEGMENT_ELEMENTS = 2**20
-"""Elements that are compared at once."""
 
 
 @dataclass(frozen=True)

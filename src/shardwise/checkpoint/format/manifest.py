@@ -110,11 +110,6 @@ class Manifest:
     files: tuple[FileEntry, ...] = field(repr=False)
     tensors: Mapping[str, Mapping[str, TensorEntry]] = field(repr=False)
 
-    @property
-    def goes_on_here(self) -> bool:
-        """True if another program did the steps, and its state was imported, so that a run goes on with them here."""
-        return self.data == IMPORTED
-
     def to_json(self) -> str:
         """Canonical JSON with its digest; floats in the mappings must be finite.
 

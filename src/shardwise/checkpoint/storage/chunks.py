@@ -20,7 +20,6 @@ _CHUNKS_OF_A_FILE = 8192
 """Aim for the number of chunks of a file: 64 KiB of checksums."""
 _CHECKSUM = struct.Struct("<Q")
 READ_BYTES = 16 * 2**20
-"""Bytes of a file that are read at a time."""
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,6 @@ def _info(root: Root) -> dict[str, Any]:
 
 
 def _copy(remote: Remote, part: Path, progress: Callable[[int], None]) -> None:
-    """Have the client of the place write the file to `part`."""
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
     class Told(Callback):  # type: ignore[misc]

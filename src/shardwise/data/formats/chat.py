@@ -114,7 +114,6 @@ def _require_fitting(request: DataRequest) -> None:
 
 
 _Source = FileSource | ColumnSource
-"""Files of conversations, or the column of a data set."""
 
 
 def _source(data: DataConfig) -> _Source:
@@ -156,8 +155,6 @@ def _characters(chat: Chat) -> int:
 
 
 class _ChatDigest(ContentDigest):
-    """The digest of conversations, and the size of their texts in bytes."""
-
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         for where, chat in chats:
             # The digest of messages alone must stay what it was before there was more.

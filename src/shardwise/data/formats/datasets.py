@@ -33,7 +33,6 @@ from shardwise.data.tokens.tokenizer import open_user_tokenizer
 _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
 Rows = DataSet | RowFiles
-"""Tables with a column of token ids."""
 
 
 def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:

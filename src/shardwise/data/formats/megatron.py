@@ -184,7 +184,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
 
 
 def inspect(data: DataConfig, samples: int) -> Inspection:
-    """A data set of PREFIX.bin and PREFIX.idx."""
     assert data.path is not None
     prefix = prefix_of(data.path)
     file = IndexedFile.open(prefix)

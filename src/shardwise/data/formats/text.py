@@ -307,7 +307,6 @@ def most_tokens(request: DataRequest, limit: int) -> int | None:
 
 
 def when_read(request: DataRequest) -> str:
-    """The time at which a run will read its text, for the user."""
     if request.data.streaming:
         return "read during training"
     return "prepared when the run starts, unless the cache has it"

@@ -63,8 +63,6 @@ class Rows:
 
 @dataclass(frozen=True)
 class PreparedSamples(PreparedData):
-    """The samples of the user's object, of each part that has some."""
-
     parts: Mapping[Part, Rows]
 
     def count(self, part: Part) -> int:

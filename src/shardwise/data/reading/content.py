@@ -26,7 +26,6 @@ HEAD = 1 << 13
 Kind = Literal["text", "jsonl", "parquet"]
 _SHOWN = {"text": "plain text", "jsonl": "JSON lines", "parquet": "parquet"}
 LINES = (".jsonl", ".json", ".ndjson", ".jsonlines", ".ldjson")
-"""Suffixes of names of JSON lines."""
 _TABLES = (".csv", ".tsv", ".tab")
 FOREIGN: Sequence[tuple[bytes, str]] = (
     (rb"%PDF-", "a PDF document"),
@@ -177,7 +176,6 @@ def readable(path: object) -> Iterator[None]:
 
 
 def _packing_of(head: bytes) -> str | None:
-    """The program that packed a file which begins with `head`."""
     return next((name for name, packing in _PACKINGS.items() if head.startswith(packing.magic)), None)
 
 

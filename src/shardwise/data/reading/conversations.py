@@ -123,7 +123,6 @@ def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
 
 
 def _fields(names: Collection[str], key: str) -> tuple[str, ...]:
-    """The fields that hold the messages of a row with these fields."""
     others = _OTHER_FIELDS if key == "messages" and key not in names else ()
     return next((fields for fields in others if set(fields) <= set(names)), (key,))
 

@@ -17,7 +17,6 @@ from shardwise.base.parsing import yaml_value
 
 GRAMMAR = Path(__file__).parent.parent / "corpus" / "stories.yaml"
 STORIES = 4000
-"""Stories of the built-in text."""
 _SENTENCE_START = re.compile(r"(?:^|[.!?] )\"?[a-z]")
 _Choice = TypeVar("_Choice")
 

@@ -216,7 +216,6 @@ class CodeSource:
 
 
 Source = FileSource | ColumnSource | CodeSource
-"""A text of many documents."""
 
 
 def announce_empty(source: Source, announce: Callable[[str], None] | None, kind: str = "empty document") -> None:

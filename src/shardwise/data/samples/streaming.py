@@ -91,36 +91,26 @@ class HeldOut:
         return begin < (self.shard, self.offset) and mix_integer(_HELD_OUT, *begin) < self.share * 2.0**64
 
 
+@dataclass(eq=False)
 class TextStream:
     """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
-    Args:
+    Attributes:
         cut: function that makes the samples of a row of tokens, in an order drawn from a seed; None if it has none.
         buffer: most documents that a block has.
-
-    Attributes:
         stopped: event that ends the reading of a block, with `CancelledError`, while it is set.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[TextShard],
-        tokenizer: Tokenizer,
-        marks: DocumentMarks,
-        cut: Callable[[_Tokens, int], Batches | None],
-        *,
-        seed: int,
-        buffer: int,
-        held_out: HeldOut,
-    ) -> None:
-        self._shards = shards
-        self._tokenizer = tokenizer
-        self._marks = marks
-        self.cut = cut
-        self._seed = seed
-        self._buffer = buffer
-        self._held_out = held_out
-        self._order = SampleOrder(len(shards), mix_integer(_SHARDS, seed))
+    shards: Sequence[TextShard]
+    tokenizer: Tokenizer
+    marks: DocumentMarks
+    cut: Callable[[_Tokens, int], Batches | None]
+    seed: int
+    buffer: int
+    held_out: HeldOut
+
+    def __post_init__(self) -> None:
+        self._order = SampleOrder(len(self.shards), mix_integer(_SHARDS, self.seed))
         self._reading: Iterator[tuple[StreamPosition, list[TextPiece]]] = iter(())
         self._next: StreamPosition | None = None
         self.stopped = Event()
@@ -132,7 +122,7 @@ class TextStream:
             self._reading = self._read(start)
         self._next = None  # `_reading` is of no use if an error ends this block
         documents, stop = self._documents(start)
-        key = (self._seed, start.epoch, start.block)
+        key = (self.seed, start.epoch, start.block)
         tokens = np.empty(0, dtype=np.int32)
         if documents:
             order = SampleOrder(len(documents), mix_integer(_DOCUMENTS, *key)).indices(0, len(documents))
@@ -154,19 +144,19 @@ class TextStream:
             documents.append(pieces)
             characters += sum(piece.characters for piece in pieces)
             self._stop_if_asked()
-            if len(documents) >= self._buffer or characters >= BLOCK_CHARACTERS:
+            if len(documents) >= self.buffer or characters >= BLOCK_CHARACTERS:
                 return documents, replace(stop, samples=start.samples, block=start.block + 1)
         return documents, StreamPosition(start.samples, start.epoch + 1)
 
     def _read(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, list[TextPiece]]]:
         """The documents of an epoch from a place on, each with the place of the next one."""
-        order = self._order.indices(start.epoch * len(self._shards), len(self._shards)).tolist()
+        order = self._order.indices(start.epoch * len(self.shards), len(self.shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
-            for stop, pieces in read_documents(self._shards[order[number]], offset):
+            for stop, pieces in read_documents(self.shards[order[number]], offset):
                 begin = offset
                 offset = stop
-                if (order[number], begin) not in self._held_out:
+                if (order[number], begin) not in self.held_out:
                     yield replace(start, shard=number, offset=stop), pieces
             offset = 0
 
@@ -174,7 +164,7 @@ class TextStream:
         """All documents joined, each with its marks."""
         rows = []
         pieces = (("", piece) for piece in chain.from_iterable(documents))
-        for _, row, _ in document_tokens(pieces, self._tokenizer, self._marks, _ENCODED_CHARACTERS):
+        for _, row, _ in document_tokens(pieces, self.tokenizer, self.marks, _ENCODED_CHARACTERS):
             self._stop_if_asked()
             rows.append(row)
         return np.concatenate(rows)

@@ -200,7 +200,7 @@ class ChatTemplate:
         """
         if self.with_tools is not None and chat.variables.get("tools") is not None:
             return self.with_tools.rendered_chat(chat)
-        if not self._marks_answers:
+        if not re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
             return self._compared(chat)
         parts = self._marked(chat, len(chat.messages))
         ends = [0]
@@ -252,10 +252,6 @@ class ChatTemplate:
         special = self.tokenizer.added_tokens
         ends = [special[number] for number in self.tokenizer.encode(after).tolist() if number in special][:1]
         return tuple(dict.fromkeys([*ends, *filter(None, [self.tokenizer.end_of_document])]))
-
-    @cached_property
-    def _marks_answers(self) -> bool:
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any], add_generation_prompt: bool) -> str:
         given = [self._given(message) for message in messages]

@@ -163,7 +163,6 @@ def facts_with_bounds(
 
 
 def digests_of(parts: Mapping[str, Any]) -> list[str]:
-    """The digests of all files of these records, for a fingerprint."""
     return [row["sha256"] for facts in parts.values() for row in (facts, *facts.get("bounds", {}).values())]
 
 
