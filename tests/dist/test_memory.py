@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Config, Layout, check_layout
-from shardwise.estimates.activations import BlockStack, block_stack
+from shardwise.estimates.activations import BlockStack
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import expected_memory, memory_by_rank
 from shardwise.estimates.rank_workload import RankWorkload
@@ -23,6 +23,7 @@ from shardwise.models.blocks import Context, run_blocks
 from shardwise.models.build import build_model
 from shardwise.models.masks import AttentionMask
 from shardwise.train.build import build_trainer
+from tests.block_stacks import block_stack
 from tests.dist.cells import sent
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh

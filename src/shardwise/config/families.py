@@ -496,14 +496,8 @@ class BertConfig(MultiHeadConfig):
         only={"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True},
         # Google's multilingual and Chinese files have these; Hugging Face's pooler has none of them.
         inert=frozenset(
-            {
-                "directionality",
-                "pooler_fc_size",
-                "pooler_num_attention_heads",
-                "pooler_num_fc_layers",
-                "pooler_size_per_head",
-                "pooler_type",
-            }
+            {"directionality", "pooler_type"}
+            | {f"pooler_{size}" for size in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head")}
         ),
     )
     # Google's weights were TensorFlow's: gamma and beta. The decoder is the word embedding, and its bias the head's.

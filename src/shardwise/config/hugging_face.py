@@ -389,7 +389,8 @@ def _take_rotary(
             keys["rotary_pct"].default if is_partial else 1.0,
         ),
     ):
-        section[key] = effective = _first(chosen.get(names[0]), unread.get(source), default)
+        values = (chosen.get(names[0]), unread.get(source), default)
+        section[key] = effective = next(value for value in values if value is not None)
         given = {name: unread.pop(name, None) for name in names} | {f"rope_parameters.{n}": new.get(n) for n in names}
         problems += [
             f"{place} ({_shown(value)}) must be {_shown(effective)}, which Hugging Face reads from rope_scaling, "
@@ -465,7 +466,3 @@ def _shown(value: Any) -> str:
     """Return the value as JSON, cut short where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)

@@ -22,6 +22,10 @@ DEFAULT_WITH_SEVERAL_STAGES: Schedule = "interleaved"
 """The schedule that messages propose to those who want several stages on each rank."""
 
 
+def _two_per_rank(p: int, m: int) -> str | None:
+    return None if m >= 2 * p else f"at least 2 × parallel.pipeline (2 × {p} = {2 * p})"
+
+
 def _whole_rounds(p: int, m: int) -> str | None:
     rounds = rounds_of_step(p, m)
     return None if m % rounds == 0 else f"a multiple of the {rounds} rounds that parallel.pipeline ({p}) takes them in"
@@ -87,12 +91,6 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec("interleaved", 2, _whole_rounds, lambda p, v, m: _fill_and_drain(p, v, m) if m >= p else None),
         ScheduleSpec("interleaved_zero_bubble", 2, _whole_rounds, splits_backward=True),
         ScheduleSpec("zbv", 2, lambda p, m: None, is_v_shaped=True, splits_backward=True),
-        ScheduleSpec(
-            "dualpipev",
-            2,
-            lambda p, m: None if m >= 2 * p else f"at least 2 × parallel.pipeline (2 × {p} = {2 * p})",
-            is_v_shaped=True,
-            splits_backward=True,
-        ),
+        ScheduleSpec("dualpipev", 2, _two_per_rank, is_v_shaped=True, splits_backward=True),
     )
 }

@@ -154,12 +154,8 @@ def parse_value(text: str, origin: str) -> Any:
 def dump_yaml(values: Mapping[str, Any]) -> str:
     """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
     text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
-    return "\n".join(map(_escaped, text.split("\n")))
-
-
-def _escaped(line: str) -> str:
-    """A line with an escape for each character that is not printable: these stand in double quotes alone."""
-    return line if line.isprintable() else "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in line)
+    # Characters that are not printable stand in double quotes alone, which take escapes.
+    return "".join(c if c == "\n" or c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _node(value: Any) -> yaml.Node:

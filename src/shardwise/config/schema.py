@@ -31,7 +31,9 @@ def recipe_schema() -> dict[str, Any]:
     names = {section: references[section, "validation"]["$ref"].rpartition("/")[2] for section in classes}
     for family in FAMILIES.values():
         _accept_other_spellings(schemas[names[family]], family.aliases)
-    _accept_batch_rule(schemas["TrainConfig"]["properties"])
+    number = schemas["TrainConfig"]["properties"]["global_batch"]
+    bounds = {key: number.pop(key) for key in ("type", "exclusiveMinimum") if key in number}
+    number["anyOf"] = [bounds, {"type": "string", "pattern": f"^{BATCH_RULE}$"}]
     sets = schemas["EvaluationConfig"]["properties"]["sets"]  # which may be given by their paths
     sets["additionalProperties"] = {"anyOf": [{"type": "string", "minLength": 1}, sets["additionalProperties"]]}
     for schema in schemas.values():
@@ -77,12 +79,6 @@ def _default_to_empty(schema: dict[str, Any], section: type[Section]) -> None:
     for name, field in section.model_fields.items():
         if field.default_factory is dict or (field.default_factory and field.default_factory is field.annotation):
             schema["properties"][name]["default"] = {}
-
-
-def _accept_batch_rule(train: dict[str, Any]) -> None:
-    number = train["global_batch"]
-    bounds = {key: number.pop(key) for key in ("type", "exclusiveMinimum") if key in number}
-    train["global_batch"] = {**number, "anyOf": [bounds, {"type": "string", "pattern": f"^{BATCH_RULE}$"}]}
 
 
 def _accept_tokens(properties: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ _HIDING = (
 """Variables by which a launcher shows each rank an accelerator of its own."""
 
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
@@ -49,7 +48,7 @@ def has_fixed_segments() -> bool:
 
 
 def _allocator_settings() -> str:
-    return "".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
 def local_device() -> torch.device:
@@ -310,17 +309,15 @@ def seconds_between(start: Mark, end: Mark) -> float:
     return end - start
 
 
+_process = functools.cache(psutil.Process)
+"""To find a process takes longer than to ask it."""
+
+
 def memory_in_use(device: torch.device) -> int:
     """Bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
     return int(_process(os.getpid()).memory_info().rss)
-
-
-@functools.cache
-def _process(number: int) -> psutil.Process:
-    """The process of a number. It is cached: to find it takes longer than to ask it."""
-    return psutil.Process(number)
 
 
 def peak_memory(device: torch.device) -> int:

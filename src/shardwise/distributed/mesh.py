@@ -79,7 +79,6 @@ class Group:
     Attributes:
         ranks: global ranks in group order.
         rank: this process's index among them.
-        size: the number of ranks.
         meter: bytes and seconds of this group's collectives.
         called: the number of collectives that this rank has called, and the kind of the last one.
         scatter_by_all_to_all: True if `reduce_scatter` is made of an all-to-all and a sum.

@@ -10,11 +10,10 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -158,12 +157,9 @@ def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) 
 
 
 def register_group_name(name: str, group: ProcessGroup) -> None:
-    """Let the collectives of compiled graphs find a group by this name, beside torch's own name of it.
+    """Let the collectives of compiled graphs find a group by this name, too; RuntimeError if another group has it.
 
     Torch's names number the groups that a process has made, so that they differ from rank to rank.
-
-    Raises:
-        RuntimeError: another group that exists has the name.
     """
     torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
 
@@ -351,14 +347,8 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
         schedules._batch_p2p = plain
 
 
-@dataclass(frozen=True)
-class CompilerCounts:
-    """Counts of the compiler's work so far in this process.
-
-    Attributes:
-        graphs: graphs that were captured, or loaded in place of that.
-        hits: those of them whose code was cached.
-    """
+class CompilerCounts(NamedTuple):
+    """Counts of graphs that were captured, or loaded in place of that, and of those whose code was cached."""
 
     graphs: int
     hits: int
@@ -372,7 +362,7 @@ def has_triton() -> bool:
 
 
 def compiler_counts() -> CompilerCounts:
-    """The compiler's own counts."""
+    """The compiler's own counts in this process so far."""
     from torch._dynamo.utils import counters
 
     return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
@@ -507,7 +497,6 @@ def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dic
     """Add the gradients of a stage's weights to `grad`, from what `stage_backward_input` of torch has kept.
 
     Args:
-        weights: all parameters of the stage.
         param_groups: weights (`params`), the nodes of the graph where their gradients leave the way to the stage's
             input (`intermediates`), and the gradients of each node's outputs (`grads`). They are released.
     """

@@ -68,8 +68,8 @@ class BlockStack:
     later: int = 0
 
 
-def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> BlockStack:
-    """Return the bytes that these blocks, by default all of this rank, hold for one micro-batch.
+def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:
+    """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass.
 
     | recompute | kept                                      | computed again, one block at a time |
     |-----------|-------------------------------------------|-------------------------------------|
@@ -80,14 +80,6 @@ def block_stack(workload: RankWorkload, layers: Iterable[int] | None = None) -> 
 
     The backward pass goes from the last block to the first. When it is at a block, all that later blocks kept is free.
     """
-    if layers is None:
-        layers = [layer for stage in workload.stages for layer in stage.layers]
-    blocks = stack_at_blocks(workload, layers)
-    return BlockStack(blocks[-1].kept, max(block.peak for block in blocks))
-
-
-def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:
-    """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass."""
     blocks = []
     kept = 0
     for layer in layers:

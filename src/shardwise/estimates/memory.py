@@ -470,9 +470,8 @@ def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
     The states, and in pinned memory, of which torch gives powers of two, the master of each bucket and the gradients of
     three.
     """
-    workloads = RankWorkload.of_ranks(config, layout, accelerator)
     sizes = []
-    for workload in workloads:
+    for workload in RankWorkload.of_ranks(config, layout, accelerator):
         if workload.offloads:
             width = DTYPE_BYTES[workload.precision.optimizer]
             owned = [bucket.elements // bucket.slices for bucket in bucket_shapes(workload)]

@@ -380,7 +380,6 @@ class InFlight:
     """Bytes of a rank that are in memory only while they are used.
 
     Attributes:
-        stages: by the number of the stage.
         constant: whole gradients and weights that have memory until the end of the step.
     """
 

@@ -138,9 +138,8 @@ def local_parameter_count(
     if model.is_own:
         return None
     local = LocalWidths.of(model, tensor, vocab_multiple, expert_ranks)
-    return sum(
-        elements_by_ranks(model, tensor, local, None if stages is None else tuple(stages), block_matrices).values()
-    )
+    chosen = None if stages is None else tuple(stages)
+    return sum(elements_by_ranks(model, tensor, local, chosen, block_matrices).values())
 
 
 # The planner asks for the same stages in thousands of layouts.
@@ -157,9 +156,8 @@ def elements_by_ranks(
     elements: Counter[int] = Counter()
     if not block_matrices:
         ends = [replace(stage, layers=range(0)) for stage in stages]
-        elements[1] += sum(
-            parameter.elements for parameter in local_parameters(model, tensor, local=local, stages=ends)
-        )
+        at_ends = local_parameters(model, tensor, local=local, stages=ends)
+        elements[1] += sum(parameter.elements for parameter in at_ends)
     # Blocks with the same router, or without one, have the same parameters: those of one are counted for all of them.
     for stage in stages:
         for routing, number in kinds_of_blocks(model, stage.layers):
@@ -200,9 +198,8 @@ def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:
 def matmul_parameter_count(model: FamilyConfig, per: Per | None = None) -> int:
     """Return the number of parameters in matrix products with `per`; None: in all matrix products.
 
-    Of the experts of a block, those count that are chosen for a token.
-
-    A head counts whether or not it is tied; a table that is only looked up does not.
+    Of the experts of a block, those count that are chosen for a token. A head counts whether or not it is tied; a table
+    that is only looked up does not.
     """
     multiplied = [parameter for parameter in local_parameters(model, 1) if parameter.per is not None]
     return round(sum(p.elements * p.used_share for p in multiplied if per in (None, p.per)))

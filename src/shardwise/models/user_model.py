@@ -69,15 +69,6 @@ def check_user_model(config: Config) -> type[nn.Module]:
     return user_class.model_class
 
 
-def can_be_cut(family: str) -> bool:
-    """Return whether the class that `model.family` names takes the tensor-parallel ranks, and so has sharded layers.
-
-    Raises:
-        ConfigError: it cannot be imported, or is no `torch.nn.Module`.
-    """
-    return "group" in _OwnClass.of(family).names
-
-
 def takes(family: str, argument: str) -> bool:
     """Return whether the constructor of the class that `model.family` names takes an argument of the run."""
     return argument in _OwnClass.of(family).names

@@ -273,7 +273,9 @@ class Bucket:
             self.adopt(index)
         for sums in self._group_sums.values():
             sums.join()
-        add_in_pairs([self.gradients, *self._further_gradients])
+        terms = [self.gradients, *self._further_gradients]
+        while len(terms) > 1:  # in the order of `collectives.tree_sum`
+            terms = [left.add_(right) for left, right in zip(terms[::2], terms[1::2], strict=True)]
         self.reduced = True
         self._pending = self._start_sum(self.gradients)
         if self.head_gradients is not None:
@@ -445,12 +447,6 @@ class GroupSums:
         """Add the sums of all groups before to the gradient of the last one."""
         while self._sums:
             self._gradient.add_(self._sums.pop()[1])
-
-
-def add_in_pairs(tensors: Sequence[Tensor]) -> None:
-    """Add tensors to the first one, in the order of `collectives.tree_sum`; overwrites them."""
-    while len(tensors) > 1:
-        tensors = [left.add_(right) for left, right in zip(tensors[::2], tensors[1::2], strict=True)]
 
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:

@@ -93,12 +93,6 @@ def mark_released(parameter: nn.Parameter) -> None:
         parameter.gathered_class = gathered_class
 
 
-def mark_gathered(parameter: nn.Parameter) -> None:
-    """Let a parameter be read again."""
-    if isinstance(parameter, ReleasedParameter):
-        parameter.__class__ = parameter.gathered_class  # type: ignore[assignment]
-
-
 # ---- buckets
 
 
@@ -247,7 +241,8 @@ class FreedWeights(FreedGradients):
             self._gather = None
             self.has_values = True
             for p in self.parameters:
-                mark_gathered(p)
+                if isinstance(p, ReleasedParameter):
+                    p.__class__ = p.gathered_class  # type: ignore[assignment]
 
     def release_values(self) -> None:
         """Release the memory of the parameters but for the owned part; waits for a gather that is under way."""
@@ -289,8 +284,8 @@ def make_buckets(
         kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
         dtypes.of_master(p.dtype)  # it refuses some, while no parameter has moved
         sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))
-    cap_bytes = sharding.bucket_bytes
-    if cap_bytes is None:
+    cap_bytes = 2**20 * (sharding.bucket_mib or 0)
+    if not cap_bytes:
         accelerator = any(p.device.type not in ("cpu", "meta") for p in parameters)
         ranks = cut.ranks.size * cut.copies.size
         cap_bytes = bucket_bytes(sum(size for _, size, _ in sizes), ranks, accelerator=accelerator)

@@ -45,11 +45,6 @@ class Sharding:
             if not is_valid:
                 raise ValueError(f"{name} ({getattr(self, name)!r}) must be {range_text}")
 
-    @property
-    def bucket_bytes(self) -> float | None:
-        """Bytes of gradients that travel together, if they are given."""
-        return None if self.bucket_mib is None else self.bucket_mib * 2**20
-
     def cut(self, data: Group) -> Cut:
         """Cut over runs of neighbouring data-parallel ranks, `replicate` of them, which hold copies of each other."""
         if self.stage == 0:

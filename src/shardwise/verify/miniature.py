@@ -250,9 +250,9 @@ def _check_own_model(config: Config) -> None:
     if config.shapes is not None:
         return
     # Costly to import, for models of the user's own alone.
-    from shardwise.models.user_model import can_be_cut, check_user_model
+    from shardwise.models.user_model import check_user_model, takes
 
-    if config.parallel.tensor > 1 and not can_be_cut(config.model.family):
+    if config.parallel.tensor > 1 and not takes(config.model.family, "group"):
         raise ConfigError(
             f"parallel.tensor must be 1: {config.model.family} takes no argument group, so it is not made of sharded "
             "layers, and only data parallelism and ZeRO can be verified"

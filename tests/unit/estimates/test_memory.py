@@ -7,13 +7,14 @@ import torch
 
 from shardwise.config import Config, Layout, config_from
 from shardwise.distributed.mesh import Group
-from shardwise.estimates.activations import BlockStack, block_stack
+from shardwise.estimates.activations import BlockStack
 from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.dropout import DropoutKey
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, parameter_count
+from tests.block_stacks import block_stack
 from tests.unit.estimates.families import MODELS, make_config, section
 
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 3

@@ -6,10 +6,10 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from, load_config
-from shardwise.estimates.activations import block_stack
 from shardwise.estimates.memory import expected_memory
 from shardwise.estimates.memory_choice import choice_text, fitted
 from shardwise.estimates.rank_workload import RankWorkload
+from tests.block_stacks import block_stack
 
 TP8 = Layout(8, tensor=8, sequence_parallel=True)
 ORDER = (("none", False), ("none", True), ("selective", True), ("full", False))
