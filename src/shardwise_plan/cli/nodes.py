@@ -367,11 +367,7 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
 
 
 def _cost_in(plan: Plan, currency: str, budget: str) -> float:
-    """Return what a training costs in a currency.
-
-    Raises:
-        ConfigError: the price of its device is not known in this currency.
-    """
+    """Return what a training costs in a currency, which must be that of its device's price."""
     price = plan.cluster.device.price
     if plan.cost is None or price is None or price.currency != currency:
         named = "which is not known" if price is None else f"which is in {price.currency}"
