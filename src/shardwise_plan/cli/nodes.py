@@ -327,8 +327,8 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
         sentence += f"; {late}, {units.counted(safe.cluster.nodes, 'node')} are needed"
     if objective == "time":
         return plan, sentence
-    more = [nodes for nodes in nodes_of.counts if enough.nodes < nodes <= _MOST_MORE * enough.nodes]
-    best = min([plan, *filter(None, map(nodes_of.plan, more))], key=lambda plan: objective_of(plan, objective))
+    larger = [nodes for nodes in nodes_of.counts if enough.nodes < nodes <= _MOST_MORE * enough.nodes]
+    best = min([plan, *filter(None, map(nodes_of.plan, larger))], key=lambda plan: objective_of(plan, objective))
     if best is not plan:
         sentence += f"; {units.counted(best.cluster.nodes, 'node')} need the least {objective}"
     return best, sentence
