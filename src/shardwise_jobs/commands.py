@@ -191,11 +191,11 @@ def devices_of(resources: str) -> int:
     joined = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2") != "1"
     number = 0
     for kind in _kinds(resources):
-        if found := re.fullmatch(r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?", kind):
-            number += int(found[1] or 1)
-        elif found := re.fullmatch(r"neuron(?::(trn\d\w*))?(?::(\d+))?(?:\(.*\))?", kind):
-            cores = 2 if (found[1] or "").startswith("trn1") else 4 if joined else 8
-            number += int(found[2] or 1) * cores
+        if match := re.fullmatch(r"gpu(?::[^:()]*[^:()\d][^:()]*)?(?::(\d+))?(?:\(.*\))?", kind):
+            number += int(match[1] or 1)
+        elif match := re.fullmatch(r"neuron(?::(trn\d\w*))?(?::(\d+))?(?:\(.*\))?", kind):
+            cores = 2 if (match[1] or "").startswith("trn1") else 4 if joined else 8
+            number += int(match[2] or 1) * cores
     return number
 
 

@@ -60,6 +60,6 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
         return search(config, devices, best=best, fixed=fixed)
     fixed = set(fixed)
     sized, _ = provided("sized_own")(config, fixed)
-    found = search(sized, devices, best=best, fixed=fixed)
-    found.plans = [replace(plan, config=asked_of(plan.config), like=plan.config.known_shapes) for plan in found.plans]
-    return found
+    result = search(sized, devices, best=best, fixed=fixed)
+    result.plans = [replace(plan, config=asked_of(plan.config), like=plan.config.known_shapes) for plan in result.plans]
+    return result

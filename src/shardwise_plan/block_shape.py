@@ -95,9 +95,9 @@ class BlockShape:
             width = self.local.intermediate
             return (*attention, Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens))
         width = self.model.expert_width // self.tensor
-        held = self.routing.experts // self.expert_group.ranks
-        rows = -(-self.rows // held)
-        experts = (Weight(width * matrices, hidden, rows, held), Weight(hidden, width, rows, held))
+        local_experts = self.routing.experts // self.expert_group.ranks
+        rows = -(-self.rows // local_experts)
+        experts = (Weight(width * matrices, hidden, rows, local_experts), Weight(hidden, width, rows, local_experts))
         width = self.model.shared_expert_width // self.tensor
         shared = (Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens)) if width else ()
         return (*attention, *experts, *shared)

@@ -43,7 +43,7 @@ def device_file(measurements: Measurements, today: datetime.date) -> str:
     values = _values(measurements, source)
     device = parse_device("measured", dump(values), "the measured device")
     constants = fitted_constants(measurements, device)
-    mean_error = error(measurements, device, constants)
+    mean_error = _mean(abs, measurements, device, constants)
     fit = f"fitted to {len(measurements.steps)} miniature trainings, mean error {mean_error:.0%}"
     fitted = {f"constants.{name}": figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
     return dump(values | fitted)
@@ -98,7 +98,12 @@ def fitted_constants(measurements: Measurements, device: Device) -> Constants:
     """Return the constants that predict steps and matrix products best, from a start that single operations give."""
     similar_device = load_device("cpu" if measurements.type == "cpu" else "h100")
     start = replace(constants_of(similar_device), **_START, host=measurements.launch)
-    return searched(start, lambda c: _mean_square(measurements, device, c) + _PULL * _distance(c, start))
+
+    def badness(tried: Constants) -> float:
+        # Squares: by sizes, a search of one constant at a time would stop early.
+        return _mean(lambda log: log * log, measurements, device, tried) + _PULL * _distance(tried, start)
+
+    return searched(start, badness)
 
 
 def searched(start: Constants, badness: Callable[[Constants], float]) -> Constants:
@@ -124,20 +129,8 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
     return best
 
 
-def error(measurements: Measurements, device: Device, constants: Constants) -> float:
-    """Return the mean of |log(predicted / measured)| of miniatures, which count more, and of matrix products."""
-    logs = _logs(measurements, device, constants)
-    return sum(weight * abs(log) for weight, log in logs) / sum(weight for weight, _ in logs)
-
-
-def _mean_square(measurements: Measurements, device: Device, constants: Constants) -> float:
-    """Return `error` of squares instead of sizes: by sizes, a search of one constant at a time would stop early."""
-    logs = _logs(measurements, device, constants)
-    return sum(weight * log * log for weight, log in logs) / sum(weight for weight, _ in logs)
-
-
-def _logs(measurements: Measurements, device: Device, constants: Constants) -> list[tuple[float, float]]:
-    """Return (weight, log(predicted / measured)) of each step and each float32 matrix product."""
+def _mean(size: Callable[[float], float], measurements: Measurements, device: Device, constants: Constants) -> float:
+    """Return the mean size of log(predicted / measured) of miniatures, which count more, and of matrix products."""
     cluster = Cluster(device, 1, measurements.ranks)
     logs = []
     for probe, measured in zip(probes(measurements.ranks), measurements.steps, strict=True):
@@ -147,18 +140,13 @@ def _logs(measurements: Measurements, device: Device, constants: Constants) -> l
     for (m, n, k), measured in zip(measurements.shapes, measurements.products["float32"], strict=True):
         seconds = device_seconds.matmul(device, constants, device.float32, m, n, k)
         logs.append((1 / len(measurements.shapes), math.log((seconds + measurements.launch) / measured)))
-    return logs
+    return sum(weight * size(log) for weight, log in logs) / sum(weight for weight, _ in logs)
 
 
 def _distance(constants: Constants, start: Constants) -> float:
-    distance = 0.0
-    for name in _FITTED:
-        value = getattr(constants, name)
-        start_value = getattr(start, name)
-        # A constant of 0 has no logarithm, and stays at 0 under factors.
-        if value > 0 and start_value > 0:
-            distance += abs(math.log(value / start_value))
-    return distance / len(_FITTED)
+    pairs = [(getattr(constants, name), getattr(start, name)) for name in _FITTED]
+    # A constant of 0 has no logarithm, and stays at 0 under factors.
+    return sum(abs(math.log(value / first)) for value, first in pairs if value > 0 and first > 0) / len(_FITTED)
 
 
 def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:

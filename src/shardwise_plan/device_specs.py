@@ -405,11 +405,7 @@ def _value(entry: Any) -> Any:
 
 
 def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, Any]:
-    """The figures of a file, with those of the shipped device that its `base` names where the file has none.
-
-    Raises:
-        ConfigError: no device of that name is shipped.
-    """
+    """The figures of a file, with those of the shipped device that its `base` names where the file has none."""
     if "base" not in flat:
         return flat
     changes = {key: value for key, value in flat.items() if key != "base"}

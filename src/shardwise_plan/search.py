@@ -97,18 +97,18 @@ def search(
     listed = set[object]()
     while bounded and (len(plans) < best or (len(plans) < most and all(plan.is_tight for plan in plans))):
         # No layout that is still to be simulated can be faster than the lowest bound.
-        _, _, number, found = heapq.heappop(bounded)
-        if isinstance(found, Plan):
-            needs = (replace(found.choice, recompute="none"), found.time.total, found.memory.total)
+        _, _, number, candidate = heapq.heappop(bounded)
+        if isinstance(candidate, Plan):
+            needs = (replace(candidate.choice, recompute="none"), candidate.time.total, candidate.memory.total)
             if once and needs in listed:
                 result.equal += 1
                 continue
             listed.add(needs)
-            plans.append(found)
-        elif isinstance(closer := next(found, None), Plan):
+            plans.append(candidate)
+        elif isinstance(closer := next(candidate, None), Plan):
             heapq.heappush(bounded, (closer.time.total, True, number, closer))
         elif closer is not None:
-            heapq.heappush(bounded, (closer, False, number, found))
+            heapq.heappush(bounded, (closer, False, number, candidate))
     return result
 
 

@@ -99,8 +99,8 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     # What a program makes of the family itself explains the other lines.
     told = {PLAIN: wrong[PLAIN]} if PLAIN in wrong else wrong
     reasons = [_told(result, f"{model.family} with {_shown(line, lines[line])}") for line, result in told.items()]
-    others = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
-    advice = f"right with it: {listing(others)}" if others else "no program that was tried is right with it"
+    working = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
+    advice = f"right with it: {listing(working)}" if working else "no program that was tried is right with it"
     raise ConfigError(
         f"{title} must compute what the model does, and {listing(reasons)}; {advice}{see('checkpoints#read-otherwise')}"
     )

@@ -209,13 +209,7 @@ class TaskModel:
         sampler = Sampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
         tokens: list[int] = []
         for token in generate(
-            self.model,
-            self.mesh,
-            request.prompt,
-            request.max_tokens,
-            sampler,
-            stop=self.stop,
-            parallel=self.parallel,
+            self.model, self.mesh, request.prompt, request.max_tokens, sampler, stop=self.stop, parallel=self.parallel
         ):
             tokens.append(token)
             text = self.tokenizer.decode(tokens)

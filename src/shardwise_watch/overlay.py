@@ -87,14 +87,14 @@ def differences(points: Points, first: Points, x: str) -> dict[float, float]:
     if x == "step":
         return {place: value - first[place] for place, value in points.items() if place in first}
     places = [*first]
-    found = {}
+    signed = {}
     for place, value in points.items():
         after = bisect_left(places, place)
         if after < len(places) and (after or places[0] == place):
             left, right = places[max(0, after - 1)], places[after]
             share = (place - left) / (right - left) if right > left else 1.0
-            found[place] = value - (first[left] + share * (first[right] - first[left]))
-    return found
+            signed[place] = value - (first[left] + share * (first[right] - first[left]))
+    return signed
 
 
 def label(number: int) -> str:

@@ -141,12 +141,12 @@ def require_finite(
         for piece, _, values, _ in weight_slices(model, optimizer)
         if not bool(torch.isfinite(values).all())
     ]
-    found = collectives.union(local, mesh.world)
-    if found:
+    union = collectives.union(local, mesh.world)
+    if union:
         # Machines may have folders of their own: one that has such values is shown.
-        names = listing(dict.fromkeys(name for _, name in found), most=_SHOWN)
+        names = listing(dict.fromkeys(name for _, name in union), most=_SHOWN)
         raise ConfigError(
-            f"checkpoint.load ({found[0][0]}) must have finite weights, and it has values that are NaN or infinite in "
+            f"checkpoint.load ({union[0][0]}) must have finite weights, and it has values that are NaN or infinite in "
             f"{names}{see('checkpoints#weights-not-finite')}"
         )
 

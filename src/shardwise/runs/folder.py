@@ -260,7 +260,7 @@ class RunDirectory:
     def stored_id(self) -> str | None:
         """Return the id of the run that is here; None if it has none yet, or its file is damaged."""
         with contextlib.suppress(ValueError):
-            return uuid.UUID(str(_value(self.identity, "id"))).hex
+            return uuid.UUID(str(_record(self.identity).get("id"))).hex
         return None
 
     def id(self) -> str:
@@ -282,7 +282,7 @@ class RunDirectory:
 
     def finished_steps(self) -> int | None:
         """Return the steps in results.json; None if no run has reached its end here."""
-        return count_of(_value(self.results, "steps"))
+        return count_of(_record(self.results).get("steps"))
 
     def events(self, *kinds: str) -> Iterator[dict[str, Any]]:
         """Yield the events of some kinds in metrics.jsonl, in their order; a line that a crash cut is left out."""
@@ -378,9 +378,7 @@ class RunDirectory:
 
     def recorded_failure(self) -> dict[str, Any]:
         """Return the content of failure.json; {} if it is missing or damaged."""
-        with contextlib.suppress(OSError, ValueError):
-            return read_record(self.failure)
-        return {}
+        return _record(self.failure)
 
     def set_results_aside(self) -> None:
         """Keep the results of a run that is being continued under a number: until it ends again, it has none."""
@@ -412,12 +410,11 @@ def _numbered(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _value(path: Path, key: str) -> Any:
-    """Return a value of the record in a file; None if the file cannot be read, or is damaged."""
-    try:
-        return read_record(path).get(key)
-    except (OSError, ValueError):
-        return None
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file; {} if the file cannot be read, or is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_record(path)
+    return {}
 
 
 class RunLock:
@@ -475,10 +472,7 @@ class RunLock:
     @staticmethod
     def holder(run: Path) -> dict[str, Any] | None:
         """Return host, pid and start time of the process that has the lock, or was killed while it had it."""
-        try:
-            holder = read_record(run / _LOCK)
-        except (OSError, ValueError):
-            return None
+        holder = _record(run / _LOCK)
         return holder if None not in map(holder.get, ("host", "pid", "started")) else None
 
     @staticmethod

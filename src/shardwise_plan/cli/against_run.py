@@ -91,11 +91,7 @@ def _write_device_file(path: Path, device: device_specs.Device, facts: Mapping[s
 
 
 def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> Plan:
-    """Return what is predicted of a run on a cluster.
-
-    Raises:
-        ConfigError: the cluster has other ranks, or the run is of a model whose shapes are not known.
-    """
+    """Return what is predicted of a run on a cluster, which must have its ranks."""
     ranks = run.start.get("ranks")
     if not isinstance(ranks, int) or ranks != cluster.world:
         raise ConfigError(

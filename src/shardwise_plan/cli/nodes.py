@@ -327,8 +327,8 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
         sentence += f"; {late}, {units.counted(safe.cluster.nodes, 'node')} are needed"
     if objective == "time":
         return plan, sentence
-    more = [nodes for nodes in nodes_of.counts if enough.nodes < nodes <= _MOST_MORE * enough.nodes]
-    best = min([plan, *filter(None, map(nodes_of.plan, more))], key=lambda plan: objective_of(plan, objective))
+    larger = [nodes for nodes in nodes_of.counts if enough.nodes < nodes <= _MOST_MORE * enough.nodes]
+    best = min([plan, *filter(None, map(nodes_of.plan, larger))], key=lambda plan: objective_of(plan, objective))
     if best is not plan:
         sentence += f"; {units.counted(best.cluster.nodes, 'node')} need the least {objective}"
     return best, sentence
@@ -367,11 +367,7 @@ def _for_a_price(nodes_of: _Nodes, budget: str, most: float, currency: str) -> t
 
 
 def _cost_in(plan: Plan, currency: str, budget: str) -> float:
-    """Return what a training costs in a currency.
-
-    Raises:
-        ConfigError: the price of its device is not known in this currency.
-    """
+    """Return what a training costs in a currency, which must be that of its device's price."""
     price = plan.cluster.device.price
     if plan.cost is None or price is None or price.currency != currency:
         named = "which is not known" if price is None else f"which is in {price.currency}"

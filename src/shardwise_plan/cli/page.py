@@ -112,8 +112,8 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
 
 def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[dict[str, Any]]:
     """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
-    found = answer.result.plans
-    longest = max(plan.calendar.seconds for plan in found)
+    plans = answer.result.plans
+    longest = max(plan.calendar.seconds for plan in plans)
     unit, suffix = next((unit for unit in _UNITS if longest >= 2 * unit[0]), _UNITS[-1])
     device, price = chosen.cluster.device, chosen.cluster.device.price
     name_of_price = "device-hours" if price is None else f"price in {price.currency}"
@@ -132,15 +132,15 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
             plan.memory.total / _GIB,
             str(number),
             f"Layout {number}: " if number else "Not listed: ",
-            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, found))) if number else 3.0,
+            _LARGEST_DOT * math.sqrt(_price(plan) / max(map(_price, plans))) if number else 3.0,
         )
-        for plan in sorted(found, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
+        for plan in sorted(plans, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
         for number in [numbers.get(id(plan), "")]
     ]
     legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
     legend.append(("rest", "others"))
     band: list[float] = []
-    if any(plan.is_tight for plan in found):
+    if any(plan.is_tight for plan in plans):
         band = [(device.memory * (1 - share) - chosen.reserve) / _GIB for share in (TIGHT, 0)]
         legend.append(("full", "may not fit: less than a tenth of the memory is free"))
     note = f"To the right: time on the calendar. Upward: memory of a device. Area: {name_of_price}. Rings: not listed."

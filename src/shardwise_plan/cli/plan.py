@@ -173,8 +173,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None and not arguments.plot.suffix:
         raise ConfigError(f"--plot ({arguments.plot}) must end in its format, such as .png or .svg")
     if len(devices) > 1:
-        one = {name for name in _OPTIONS if name not in ("why", "write", "plot", "html", "all")}
-        _require_alone(arguments, f"--device ({arguments.device}), of several devices,", *one)
+        single = {name for name in _OPTIONS if name not in ("why", "write", "plot", "html", "all")}
+        _require_alone(arguments, f"--device ({arguments.device}), of several devices,", *single)
         compare_devices(arguments, devices, answered)
         return
     chosen = answered(devices[0])

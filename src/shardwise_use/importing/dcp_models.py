@@ -54,11 +54,11 @@ def open_folder(folder: Path, maker: str) -> DcpFolder:
     """
     if not (folder / METADATA).exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        other = "is a Hugging Face folder: leave out --from" if has_weights(names) else ""
+        hint = "is a Hugging Face folder: leave out --from" if has_weights(names) else ""
         if any(re.fullmatch(r"mp_rank_.*|iter_\d+|latest_checkpointed_iteration\.txt", name) for name in names):
-            other = "is a checkpoint of Megatron-LM: give --from megatron"
-        if other:
-            raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {other}")
+            hint = "is a checkpoint of Megatron-LM: give --from megatron"
+        if hint:
+            raise ConfigError(f"{folder} must be a checkpoint of {maker}, and {hint}")
     opened = DcpFolder.open(folder)
     found = next((name for name, pattern in _MAKERS if any(map(pattern.fullmatch, opened.tensors))), None)
     if found != maker:
@@ -186,7 +186,7 @@ def _optimizer_keys(where: str, groups: Mapping[str, Mapping[str, Any]]) -> dict
 
 def _patterns(names: Iterable[str], all_names: Iterable[str]) -> list[str]:
     """Patterns of these names and of no other: of all layers in one, where they can be."""
-    wanted = set(names)
-    patterns = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in wanted})
+    chosen = set(names)
+    patterns = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in chosen})
     reached = {name for name in all_names if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    return patterns if reached == wanted else sorted(wanted)
+    return patterns if reached == chosen else sorted(chosen)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shardwise import __version__
@@ -38,6 +39,14 @@ from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.optim.learning_rate import RateAtStep, rate_at
+
+
+def described_model(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
+    """The file that `--config` names, or that of its folder, and the model in it; `ignore` as of `read_model`."""
+    path = config_file / CONFIG if config_file.is_dir() else config_file
+    if not path.is_file():
+        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
+    return path, read_model(Root.of(path), ignore)
 
 
 def rate_keys(

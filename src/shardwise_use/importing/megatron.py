@@ -123,8 +123,8 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
         raise ConfigError(problems)
     if not ranks:
         names = [file.name for file in folder.iterdir()]
-        other = "".join(f", and {way}" for way in [converter(str(folder), names)] if way)
-        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{other}")
+        hint = "".join(f", and {way}" for way in [converter(str(folder), names)] if way)
+        raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
     return ranks
 
 

@@ -289,8 +289,8 @@ def _progress(
 ) -> tuple[ForeignProgress, list[str]]:
     """The progress that common.pt tells, and sentences on what has no counterpart."""
     args = vars(common["args"])
-    held = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
-    groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *held[:1]], "param_groups"), [])
+    records = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
+    groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *records[:1]], "param_groups"), [])
     updates = [*_found(common.get("optimizer"), "common_step"), *(group.get("step") for group in groups)]
     step, batch, length = int(common["iteration"]), int(args["global_batch_size"]), int(args["seq_length"])
     samples = int(args["consumed_train_samples"])

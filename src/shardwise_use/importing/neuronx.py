@@ -35,11 +35,11 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import read_model, token_ids
+from shardwise.checkpoint.format.model_files import token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel
+from shardwise_use.importing.hugging_face import ForeignModel, described_model
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
 from shardwise_use.importing.tensor_parallel_shards import Shards, drift, rank_paths, require_ranks
 from shardwise_use.importing.torch_dcp import LazyTensor
@@ -77,10 +77,7 @@ def open_neuronx(
         ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
         everything that is wrong; or its files are not safe to open.
     """
-    described = config_file / "config.json" if config_file.is_dir() else config_file
-    if not described.is_file():
-        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
-    config = read_model(Root.of(described), ignore)
+    described, config = described_model(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)

@@ -157,8 +157,8 @@ def model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bo
     windows = _windows(heads.get("sliding_window"), len(blocks))
     model_type = _MODEL_TYPES.get((first["name"], norms, any(windows)))
     # Rotary positions are scaled in all blocks without a window, or in none.
-    wanted = [_scaled(first, None if window else _scaling(blocks, windows)) for window in windows]
-    if model_type is None or len(epsilons) > 1 or len({*windows} - {0}) > 1 or blocks != wanted:
+    expected = [_scaled(first, None if window else _scaling(blocks, windows)) for window in windows]
+    if model_type is None or len(epsilons) > 1 or len({*windows} - {0}) > 1 or blocks != expected:
         raise ConfigError(
             f"{where} must be a model of Llama, Qwen 3, OLMo 2 or OLMo 3: no family here has blocks {first['name']!r} "
             f"with norms of queries and keys {norms}, windows {sorted({*windows} - {0})}, eps {sorted(epsilons)} and "

@@ -148,19 +148,19 @@ def _names(path: Path, groups: Groups, values: Mapping[str, Any]) -> tuple[dict[
 
 def _joined(shards: Sequence[tuple[Path, Any]], shape: Sequence[int], name: str) -> LazyTensor:
     """The tensor of this shape, in float32, of the rows that data-parallel ranks have, without those of padding."""
-    wanted = (-(-shape[0] // len(shards)), *shape[1:])
+    expected = (-(-shape[0] // len(shards)), *shape[1:])
     for path, value in shards:
         tensor = pickled.followed(value, path)
         found = list(tensor.shape) if isinstance(tensor, Tensor) and tensor.is_floating_point() else "no numbers"
-        if found != list(wanted):
+        if found != list(expected):
             raise ConfigError(
-                f"{path}: {name} ({found}) must be {list(wanted)}, of {list(shape)} over DP {len(shards)}: files are "
+                f"{path}: {name} ({found}) must be {list(expected)}, of {list(shape)} over DP {len(shards)}: files are "
                 f"missing, or of another checkpoint; {LEAVE}"
             )
 
     # A file is mapped into memory while a box of it is read: there are many of them.
     def part(path: Path, value: Any) -> LazyTensor:
-        return LazyTensor(wanted, torch.float32, lambda box: pickled.followed(value, path)[box.slices].float())
+        return LazyTensor(expected, torch.float32, lambda box: pickled.followed(value, path)[box.slices].float())
 
     return LazyTensor.cat([part(*shard) for shard in shards]).rows(0, shape[0])
 

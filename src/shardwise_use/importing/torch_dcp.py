@@ -283,9 +283,9 @@ class DcpFolder:
             return
         shape = tuple(entry.size)
         boxes = [Box(tuple(part.offsets), tuple(part.sizes)) for part in entry.chunks]
-        whole = Box.whole(shape)
-        if sum(box.numel for box in boxes) != whole.numel or any(
-            box.numel and box.intersect(whole) != box for box in boxes
+        full_box = Box.whole(shape)
+        if sum(box.numel for box in boxes) != full_box.numel or any(
+            box.numel and box.intersect(full_box) != box for box in boxes
         ):
             raise ConfigError(f"{self.where}: the chunks of {name} must tile its shape {list(shape)}: save it again")
         chunks = [chunk(box.start, box) for box in boxes if box.numel]

@@ -22,11 +22,9 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import read_model
-from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, described_model
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
@@ -67,10 +65,7 @@ def open_torchtitan(
         ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
     """
     folder = dcp_models.open_folder(dcp_models.newest_step(source), "torchtitan")
-    path = config_file / "config.json" if config_file.is_dir() else config_file
-    if not path.is_file():
-        raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
-    config = read_model(Root.of(path), ignore)
+    path, config = described_model(config_file, ignore)
     if config.family not in _FAMILIES:
         raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")
     stored = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith(_OTHER)}

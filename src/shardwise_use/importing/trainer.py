@@ -137,10 +137,10 @@ def adamw_state(held: Any, path: Path) -> tuple[Groups, States]:
     if not (groups and states and are_groups and are_states):
         raise ConfigError(f"{path} must be the state of an optimizer after a step, and is none: {LEAVE}")
     kept = {name for state in states.values() for name in state}
-    wanted = {"step", *MOMENTS}
-    if kept != wanted or not all(state.keys() == wanted for state in states.values()):
+    needed = {"step", *MOMENTS}
+    if kept != needed or not all(state.keys() == needed for state in states.values()):
         raise ConfigError(
-            f"{path} must hold the state of AdamW ({listing(sorted(wanted))}), and it holds {listing(sorted(kept))}, "
+            f"{path} must hold the state of AdamW ({listing(sorted(needed))}), and it holds {listing(sorted(kept))}, "
             f"of another optimizer: go on where it was made, or {LEAVE}"
         )
     for group in groups:
@@ -165,21 +165,21 @@ def _by_name(
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
-    found = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
+    saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
     # Some families have the router of a layer before its experts.
     for router_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, router_first=router_first)
         if len(groups) > 1:
             # By the Trainer's rule: biases and norms, which are the vectors, do not decay.
             parameters.sort(key=lambda parameter: len(parameter.shape) == 1)
-        if [parameter.shape for parameter in parameters] == found:
+        if [parameter.shape for parameter in parameters] == saved:
             break
     else:
-        pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, found, strict=False)]
+        pairs = [(next(iter(p.parts)), p.shape, shape) for p, shape in zip(parameters, saved, strict=False)]
         differing = [f"; {name} {list(a)} is {list(b)} there" for name, a, b in pairs if a != b]
         raise ConfigError(
             f"{path} must hold the state of the {len(parameters)} parameters of the {opened.config.family} model, and "
-            f"it holds {len(states)} of {len(found)}{''.join(differing[:1])}: it is of another model, or a part was "
+            f"it holds {len(states)} of {len(saved)}{''.join(differing[:1])}: it is of another model, or a part was "
             f"frozen; {LEAVE}"
         )
     streamed: list[StreamedWeight] = []

@@ -50,14 +50,14 @@ def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
 
 def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
     """The last value that each name, or attribute of a name, is assigned; not in functions and classes."""
-    found: dict[str, ast.expr] = {}
+    assigned: dict[str, ast.expr] = {}
     for node in body:
         for inner in ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef) else ():
             if isinstance(inner, ast.Assign):
-                found |= {ast.unparse(target): inner.value for target in inner.targets}
+                assigned |= {ast.unparse(target): inner.value for target in inner.targets}
             elif isinstance(inner, ast.AnnAssign) and inner.value is not None:
-                found[ast.unparse(inner.target)] = inner.value
-    return found
+                assigned[ast.unparse(inner.target)] = inner.value
+    return assigned
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:

@@ -243,12 +243,12 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
         return {path: value}
     if set(value) - {"_CLASS_"} == {"value", "unit"}:  # a duration of OLMo-core
         return {f"{path}.{value['unit']}": value["value"]}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, inner in value.items():
         name = "class" if name == "_CLASS_" else str(name).lower().replace("-", "_")
         inner = str(inner).rpartition(".")[2] if name == "class" else inner
-        found |= _flat(inner, f"{path}.{name}".lstrip("."))
-    return found
+        settings |= _flat(inner, f"{path}.{name}".lstrip("."))
+    return settings
 
 
 def _completed(settings: dict[str, Any], place: Path) -> dict[str, Any]:

@@ -70,8 +70,8 @@ def commands(
             # The usual way to name the script's own folder.
             is_folder = statement["value"].startswith("$(") and "dirname" in statement["value"]
             _assign(variables, name, str(folder) if is_folder else statement["value"], more=bool(statement["more"]))
-        elif found := _DEFAULT.match(statement["command"]):
-            variables.setdefault(found[1], _filled(found[2], variables))
+        elif match := _DEFAULT.match(statement["command"]):
+            variables.setdefault(match[1], _filled(match[2], variables))
         else:
             words = _words(_filled(statement["command"], variables))
             # What is sourced and not there may set any name.
@@ -108,12 +108,12 @@ class _Branches:
 
     def run(self, command: str) -> bool:
         """Return whether a line runs, or may run, after a command that may begin or end a branch."""
-        found = _BRANCH.match(command)
-        word = found[1] if found else ""
-        if found and not (word == "if" and re.search(r"\bfi\s*$", command)):
+        match = _BRANCH.match(command)
+        word = match[1] if match else ""
+        if match and not (word == "if" and re.search(r"\bfi\s*$", command)):
             _, before = self._open.pop() if self._open and word != "if" else (None, False)
             if word in ("if", "elif"):
-                decided = False if before else self._decided(found[2])
+                decided = False if before else self._decided(match[2])
                 self._open.append((decided, before or (decided if before is False else None)))
             elif word == "else":
                 self._open.append((None if before is None else not before, True))
@@ -121,30 +121,30 @@ class _Branches:
 
     def _decided(self, condition: str) -> bool | None:
         """The value of tests that `&&` and `||` join; None if it is not known."""
-        first, *others = re.split(r"(&&|\|\|)", condition.rpartition("then")[0] or condition)
+        first, *further = re.split(r"(&&|\|\|)", condition.rpartition("then")[0] or condition)
         value = self._tested(first)
-        for joint, test in zip(others[::2], others[1::2], strict=True):
+        for joint, test in zip(further[::2], further[1::2], strict=True):
             stops = joint == "||"
             if value is not stops:
-                other = self._tested(test)
-                value = other if value is not None or other is stops else None
+                right = self._tested(test)
+                value = right if value is not None or right is stops else None
         return value
 
     def _tested(self, test: str) -> bool | None:
-        found = _TEST.fullmatch(test.strip(" \t;"))
-        if not found:
+        match = _TEST.fullmatch(test.strip(" \t;"))
+        if not match:
             return None
-        parts = [found[name] for name in ("only", "left", "right") if found[name]]
-        names = set(re.findall(r"\$\{?(\w+)", " ".join(parts))) | ({parts[0]} if found["flag"] == "-v" else set())
+        parts = [match[name] for name in ("only", "left", "right") if match[name]]
+        names = set(re.findall(r"\$\{?(\w+)", " ".join(parts))) | ({parts[0]} if match["flag"] == "-v" else set())
         if names & self._doubtful or not (self.knows_unset or names <= self._variables.keys()):
             return None
         words = [re.sub(r"\$(?:\w+|\{\w+\})", "", _filled(part, self._variables)).strip("\"'") for part in parts]
-        is_pattern = test.lstrip().startswith("[[") and found["right"] and re.search(r"[*?[]", words[-1])
+        is_pattern = test.lstrip().startswith("[[") and match["right"] and re.search(r"[*?[]", words[-1])
         if is_pattern or any("$" in word or "`" in word for word in words):
             return None
-        sign = found["operator"] or ""
-        if found["flag"]:
-            holds = words[0] in self._variables if found["flag"] == "-v" else bool(words[0]) == (found["flag"] == "-n")
+        sign = match["operator"] or ""
+        if match["flag"]:
+            holds = words[0] in self._variables if match["flag"] == "-v" else bool(words[0]) == (match["flag"] == "-n")
         elif sign in _COMPARISONS:
             try:
                 holds = _COMPARISONS[sign](*map(int, words))
@@ -152,7 +152,7 @@ class _Branches:
                 holds = False
         else:
             holds = (words[0] == words[1]) == (sign != "!=")
-        return holds != bool(found["negated"])
+        return holds != bool(match["negated"])
 
 
 def _text_of(script: Path) -> str:
@@ -197,7 +197,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 def _words(line: str) -> list[str]:
     try:
         # Arithmetic that is not known stays one word.
-        line = re.sub(r"\$\(\(.*?\)\)+", lambda found: found[0].replace(" ", ""), line.replace("\n", " "))
+        line = re.sub(r"\$\(\(.*?\)\)+", lambda match: match[0].replace(" ", ""), line.replace("\n", " "))
         words = shlex.split(line)
     except ValueError:
         return []

@@ -62,9 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--shift", metavar="N", type=int, default=0, help="add N to the steps of B and C: 1 if they count them from 0"
     )
     parser.add_argument(
-        "--bits",
-        action="store_true",
-        help="allow no difference in any bit, of losses, gradient norms and state hashes",
+        "--bits", action="store_true", help="allow no difference in any bit, of losses, gradient norms and state hashes"
     )
     parser.add_argument(
         "--x", metavar="AXIS", default="step", help="compare by step, by tokens or by time of training (default: step)"

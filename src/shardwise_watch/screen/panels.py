@@ -236,10 +236,7 @@ def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
     warnings = sum(event.get("event") == "warning" for event in frame.events)
-    counts = []
-    if warnings:
-        counts.append(units.counted(warnings, "warning"))
-    counts.append(frame.lost.later_starts_text)
+    counts = [units.counted(warnings, "warning") if warnings else "", frame.lost.later_starts_text]
     return drawing.heading(
         width, "events", right=Text(", ".join(filter(None, counts)), WARN).append(f"  {keys}" if keys else "", FAINT)
     )

@@ -94,21 +94,21 @@ def differing_experts(
         needed: canonical names of the model.
         stored: canonical names in the folder.
     """
-    wanted, found = _experts_of_blocks(needed), _experts_of_blocks(stored)
+    needs, kept = _experts_of_blocks(needed), _experts_of_blocks(stored)
     by_line: dict[str, list[int]] = {}
-    if wanted.keys() != found.keys():
-        line = f"{where} has experts in {_counted('block', found)}, and the model in {_counted('block', wanted)}"
-        by_line[line] = [*(wanted.keys() ^ found.keys())]
+    if needs.keys() != kept.keys():
+        line = f"{where} has experts in {_counted('block', kept)}, and the model in {_counted('block', needs)}"
+        by_line[line] = [*(needs.keys() ^ kept.keys())]
     else:
         lines: dict[str, list[int]] = {}
-        for block, experts in wanted.items():
-            if missing := experts - found[block]:
+        for block, experts in needs.items():
+            if missing := experts - kept[block]:
                 lines.setdefault(f"lacks {_counted('expert', missing)} of {{}}", []).append(block)
-            if further := found[block] - experts:
+            if further := kept[block] - experts:
                 lines.setdefault(f"has {_counted('expert', further)} of {{}}, which the model lacks", []).append(block)
         by_line = {f"{where} {line.format(_counted('block', blocks))}": blocks for line, blocks in lines.items()}
     explained = {block for blocks in by_line.values() for block in blocks}
-    is_other_kind = bool(wanted) != bool(found)
+    is_other_kind = bool(needs) != bool(kept)
 
     def is_explained(name: str) -> bool:
         match = _OF_MLP.match(name)

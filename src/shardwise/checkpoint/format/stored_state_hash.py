@@ -31,18 +31,18 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
         return [f"{folder}: the state hash in its manifest must name tensors of the checkpoint, and the seed be there"]
     place = place_in_training(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
     stored = StoredTensors(folder, manifest.tensors, manifest)
-    found = StateHash(
+    computed = StateHash(
         place, {state: {name: stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
     )
-    found_sums = found.recorded()["sums"]
+    found_sums = computed.recorded()["sums"]
     differing = [
         f"{state}/{name}" for state, names in sums.items() for name in names if names[name] != found_sums[state][name]
     ]
-    if not differing and found.text == recorded.get("hash"):
+    if not differing and computed.text == recorded.get("hash"):
         return []
     subject = "its place in the training" if not differing else listing(ordered_names(differing), most=5)
     return [
-        f"{folder}: the state hash of its files ({found.text}) must be that of the training "
+        f"{folder}: the state hash of its files ({computed.text}) must be that of the training "
         f"({recorded.get('hash')}): it differs in {subject}"
     ]
 

@@ -230,7 +230,7 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
     for name, shape in shapes.items():
         for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not _EXPERT.search(name)):
             sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
-            cut = [-(-whole // max(1, part)) for whole, length, part in sizes if length < whole]
+            cut = [-(-full // max(1, part)) for full, length, part in sizes if length < full]
             ranks += cut if len(cut) == 1 else [0]
     return max(ranks, default=0) if all(ranks) else 0
 

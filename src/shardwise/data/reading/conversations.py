@@ -123,8 +123,8 @@ def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
 
 
 def _fields(names: Collection[str], key: str) -> tuple[str, ...]:
-    others = _OTHER_FIELDS if key == "messages" and key not in names else ()
-    return next((fields for fields in others if set(fields) <= set(names)), (key,))
+    alternatives = _OTHER_FIELDS if key == "messages" and key not in names else ()
+    return next((fields for fields in alternatives if set(fields) <= set(names)), (key,))
 
 
 def _filled(value: Any, names: Collection[str] = ()) -> Any:
@@ -198,8 +198,8 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
             f"{where()}: {name} must be an object with a role and a content, not {text_files.type_name(value)}"
         )
     if "role" not in value and "from" in value:
-        others = {field: inner for field, inner in value.items() if field not in ("from", "value")}
-        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **others}
+        fields = {field: inner for field, inner in value.items() if field not in ("from", "value")}
+        value = {"role": _SHAREGPT.get(str(value["from"]), value["from"]), "content": value.get("value"), **fields}
     role = value.get("role")
     content = value.get("content")
     if role not in ROLES:

@@ -314,10 +314,10 @@ class DataSet:
             kinds.setdefault(column_kind(table.schema.field(self.column).type), []).append(name)
         if len(kinds) == 1 and kinds.keys() <= {"text", "tokens"}:
             return "tokens" in kinds
-        found = [kind if names == [_UNNAMED] else f"{kind} in {listing(names)}" for kind, names in kinds.items()]
+        described = [kind if names == [_UNNAMED] else f"{kind} in {listing(names)}" for kind, names in kinds.items()]
         raise DataError(
             f"the column {self.column!r} of {self.shown} must hold text in all splits, or lists of integers in all, "
-            f"and it holds {listing(found)} (data.text_key)"
+            f"and it holds {listing(described)} (data.text_key)"
         )
 
     def rows(self, split: str) -> Iterator[TokenRows]:

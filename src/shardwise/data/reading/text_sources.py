@@ -255,11 +255,11 @@ def user_files(path: Path, data: DataConfig) -> FileSource:
     left_out: set[Path] = set()
     if path.is_dir():
         # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
-        found = [file for file in _walk(path, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
-        left_out = _left_out(found, kind, data.text_key)
-        files = tuple(file for file in found if file not in left_out)
+        candidates = [file for file in _walk(path, _BOOKKEEPING_FOLDERS) if file.is_file() or not file.exists()]
+        left_out = _left_out(candidates, kind, data.text_key)
+        files = tuple(file for file in candidates if file not in left_out)
         if not files:
-            besides = f" but {listing((file.name for file in found), most=3)}" if found else ""
+            besides = f" but {listing((file.name for file in candidates), most=3)}" if candidates else ""
             raise DataError(
                 f"data.path ({data.path}) must hold text, .jsonl or .parquet files, and the folder has none{besides}"
             )

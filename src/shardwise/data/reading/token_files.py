@@ -127,12 +127,12 @@ class FlatTokens:
 
     def __getitem__(self, places: slice) -> npt.NDArray[Any]:
         start, stop, _ = places.indices(len(self))
-        found = [np.empty(0, dtype=self.files[0].tokens.dtype)]
+        pieces = [np.empty(0, dtype=self.files[0].tokens.dtype)]
         for number, begin in enumerate(self.begins[:-1].tolist()):
             low, high = max(0, self.first + start - begin), self.first + stop - begin
             if low < min(high, len(self.files[number].tokens)):
-                found.append(self._checked(number, slice(low, high), low))
-        return np.concatenate(found)
+                pieces.append(self._checked(number, slice(low, high), low))
+        return np.concatenate(pieces)
 
     def take(self, places: IntArray) -> npt.NDArray[Any]:
         """The tokens at `places`; a DataError names the file and the place of one beyond the vocabulary."""
@@ -182,13 +182,13 @@ class RowFiles:
         """Each file with its reading and its column; DataError if one has no rows of tokens."""
         readings = []
         for file in self.files:
-            found = token_column(file, self.data.text_key)
-            if found is None:
+            column = token_column(file, self.data.text_key)
+            if column is None:
                 raise DataError(
                     f"{file} must hold lists of token ids in {self.data.text_key!r} or 'input_ids', as "
                     f"{self.files[0]} does: leave it out, or set data.text_key"
                 )
-            readings.append((file, *found))
+            readings.append((file, *column))
         return readings
 
     @property

@@ -152,8 +152,8 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
     where = partial(text_files.line_name, file, 0, number)
     values = text_files.record_field(text_files.line_record(line, where, column, orjson.loads), where, column, "tokens")
     if not isinstance(values, list):
-        found = text_files.type_name(values)
-        raise DataError(f"{where()}: the field {column!r} must hold a list of whole numbers, not {found} {_FIX}")
+        given = text_files.type_name(values)
+        raise DataError(f"{where()}: the field {column!r} must hold a list of whole numbers, not {given} {_FIX}")
     if not {*map(type, values)} <= {int}:
         at = next(at for at, value in enumerate(values) if type(value) is not int)
         raise DataError(f"{where()}: token {at} ({json.dumps(values[at])[:40]}) must be a whole number {_FIX}")
@@ -168,6 +168,6 @@ def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     fields = text_files.with_column(schema.empty_table(), column).schema
     kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
     if kind != "tokens":
-        found = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
-        raise DataError(f"{found}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")
+        cause = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
+        raise DataError(f"{cause}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")
     return [column]

@@ -55,11 +55,7 @@ _BUILT_IN = (
 
 
 def add_template(folder: Path, name: str) -> ChatTemplate:
-    """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too.
-
-    Raises:
-        DataError: as `ChatTemplate.or_built_in`.
-    """
+    """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too."""
     template = ChatTemplate.or_built_in(folder, name)
     if template.name == BUILT_IN:
         (folder / CHAT_TEMPLATE).write_text(template.source, encoding="utf-8")

@@ -98,8 +98,8 @@ def _byte_level(
 
     # The letter of a byte in a byte-level vocabulary: its own if that can be seen, else one from 256 on.
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in seen]
-    letters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    remaining = [byte for byte in range(256) if byte not in seen]
+    letters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(remaining)}
     shown = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):

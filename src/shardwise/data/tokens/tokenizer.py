@@ -387,11 +387,7 @@ def user_tokenizer_digest(path: str) -> str:
 
 
 def special_token_ids(folder: Path) -> dict[str, int | None]:
-    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None if the tokenizer has none.
-
-    Raises:
-        DataError: as `Tokenizer.load`.
-    """
+    """`bos_token_id` and `eos_token_id`, as a model's config.json names them; None if the tokenizer has none."""
     tokenizer = Tokenizer.load(folder)
     begin = TokenizerFiles.find(folder).named("bos_token")
     return {
