@@ -151,10 +151,7 @@ def test_a_model_of_more_than_two_billion_parameters_is_planned() -> None:
     config = config_of(ATTENDING, width=2**15, layers=1)
     shapes = own_shapes(config)
     assert shapes.parameters == 3 * 2**30 + 3 * 2**15 + 2 * V * 2**15 == shapes.like.parameters
-    memory = expected_memory(config, Layout(1), accelerator=True)
-    assert memory is not None
-    assert memory.total > 16 * shapes.parameters
-    assert shardwise.plan(config, "h100:8").plans
+    assert shardwise.plan(config, "h100:2").plans
 
 
 @pytest.mark.parametrize("keys", [{}, {"width": 128, "layers": 3}])
