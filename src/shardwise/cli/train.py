@@ -203,7 +203,7 @@ def check_user_code(config: Config) -> None:
         from shardwise.models.user_model import check_user_model
 
         check_user_model(config)
-    if config.hooks.paths:
+    if config.hooks.paths and all(":" in path for path in config.hooks.paths.values()):  # else a rule refuses it
         from shardwise.train.hooks import check_hooks
 
         check_hooks(config.hooks, config.optimizer)

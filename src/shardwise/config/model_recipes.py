@@ -100,9 +100,11 @@ def remark(named: str, config: Config) -> str:
     keys = (key.partition(".") for key in _SHOWN)
     shown = " ".join(f"{section}.{key}={values[section][key]:.10g}" for section, _, key in keys)
     tokenizer = "" if config.data.tokenizer is None else f" and the tokenizer is that of {config.data.tokenizer}"
+    if config.checkpoint.load is None:
+        tokenizer += f"; its weights are new ({_keys_of_weights(named)} starts from those there)"
     return (
-        f"the model has the shape of {named}{tokenizer}; its weights are new ({_keys_of_weights(named)} starts from "
-        f"those there), and the training is {shown}: `shardwise recipes {named}` prints all keys"
+        f"the model has the shape of {named}{tokenizer}, and the training is {shown}: `shardwise recipes {named}` "
+        "prints all keys"
     )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from shardwise.config.decoders import LlamaConfig
 from shardwise.config.model import UserModelConfig
 from shardwise.config.run_config import Config
+
+_INT64 = 2**63 - 1  # the limit of keys is too low for counts of a large model
 
 
 class StandIn(LlamaConfig):
@@ -17,8 +21,8 @@ class StandIn(LlamaConfig):
     """
 
     own: UserModelConfig
-    parameters: int
-    held_bytes: int = 0
+    parameters: int = Field(le=_INT64)
+    held_bytes: int = Field(default=0, le=_INT64)
 
     def cut_over(self, tensor: int) -> StandIn:
         """This model with heads, and an inner width of its MLP, of as good as the same size that `tensor` divides."""

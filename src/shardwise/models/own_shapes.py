@@ -78,13 +78,18 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _uncounted() -> dict[Any, Any]:
-    """The FLOPs of operators that torch does not count: oneDNN's product, attention on CPUs, and grouped products."""
+    """The FLOPs of operators that torch counts wrong or not: oneDNN's product, attention on CPUs, grouped ones."""
 
     def product(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * int(math.prod(x_shape)) * int(weight_shape[0])
 
     def grouped(x_shape: Sequence[int], weight_shape: Sequence[int], *_: Any, **__: Any) -> int:
         return 2 * int(math.prod(x_shape if len(weight_shape) > 2 else x_shape[-2:])) * int(weight_shape[-1])
+
+    def convolution_backward(y: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any) -> int:
+        # Each gradient costs as much as the output. torch does not divide that of the weight by `groups`.
+        *_, transposed, _, _, asked = rest
+        return sum(asked[:2]) * int(flop_counter.conv_flop_count(list(x), list(weight), list(y), transposed))
 
     def attention(*shapes: Any, **_: Any) -> int:
         return int(flop_counter.sdpa_flop_count(*shapes[:3]))
@@ -95,6 +100,7 @@ def _uncounted() -> dict[Any, Any]:
     counted = {
         (torch.ops.mkldnn, "_linear_pointwise"): product,
         (torch.ops.aten, "_grouped_mm"): grouped,
+        (torch.ops.aten, "convolution_backward"): convolution_backward,
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"): attention,
         (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward"): attention_backward,
     }

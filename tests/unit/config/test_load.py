@@ -77,7 +77,10 @@ def test_a_section_may_be_opened_by_an_override() -> None:
         ("model.num_key_value_heads=2147483647", "model.num_key_value_heads (2147483647) must divide"),
         ("train.steps=0", "train.steps (0) must be greater than 0"),
         ("optimizer.lr=fast", "optimizer.lr ('fast') must be a number"),
-        ("optimizer.name=adam", "optimizer.name ('adam') must be adamw, lamb or muon"),
+        (
+            "optimizer.name=adam",
+            "optimizer.name ('adam') must be adamw, lamb or muon, or name a class by hooks.optimizer",
+        ),
         ("optimizer.schedule=step", "optimizer.schedule ('step') must be linear, cosine, constant, wsd or points"),
         ("optimizer.zero=4", "optimizer.zero (4) must be 0, 1, 2 or 3"),
         ("optimizer.zero=true", "optimizer.zero (true) must be 0, 1, 2 or 3"),

@@ -85,6 +85,9 @@ def test_its_tokenizer_comes_along(folder: Path) -> None:
     config = load_config(str(folder / "config.json"), ["train.steps=7"])
     assert config.data.tokenizer == str(folder)
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl"
+    loading = load_config(str(folder), [f"checkpoint.load={folder}"])
+    assert "weights" not in (said := remark(str(folder), loading))
+    assert f"is that of {folder}, and the training is train.sequence_length=" in said
     said = remark(str(folder / "config.json"), config)
     assert f"(checkpoint.load={folder} starts" in said
     assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in remark("acme/tiny@v1", config)

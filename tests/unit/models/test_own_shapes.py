@@ -70,6 +70,20 @@ class Sparse(Attending):
         return F.cross_entropy(self.head(y), targets_SB.flatten(), reduction="sum")
 
 
+class Depthwise(Attending):
+    """Each channel has a filter of its own, over four tokens or, `transposed`, from one token to four."""
+
+    def __init__(self, vocab_size: int, width: int = H, groups: int = H, transposed: bool = False) -> None:
+        super().__init__(vocab_size, layers=0)
+        kind = nn.ConvTranspose1d if transposed else nn.Conv1d
+        self.mixer = kind(width, width, 4, groups=groups, padding=0 if transposed else 3)
+
+    def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
+        x = self.embedding(ids_SB)
+        x = self.mixer(x.permute(1, 2, 0))[..., : len(ids_SB)].permute(2, 0, 1)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets_SB.flatten(), reduction="sum")
+
+
 class ReadsData(Attending):
     def forward(self, ids_SB: Tensor, targets_SB: Tensor) -> Tensor:
         return super().forward(ids_SB, targets_SB) * max(1, int(ids_SB.max()) // V)
@@ -121,6 +135,23 @@ def test_fused_attention_counts_as_much() -> None:
 def test_grouped_products_are_counted() -> None:
     """torch 2.13 counts none of them (findings/torch-grouped-mm-autocast-and-flops.sh)."""
     assert own_shapes(config_of(f"{__name__}:Sparse")).token_flops == 6 * (H * H + H * V)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("groups", [1, 4, H])
+def test_convolutions_have_the_flops_of_their_groups(groups: int, accelerator: bool) -> None:
+    """torch 2.13 does not divide a weight's gradient (findings/torch-flop-counter-grouped-convolutions.sh)."""
+    for transposed, length in (False, S + 3), (True, S):
+        keys = {"groups": groups, "transposed": transposed}
+        shapes = own_shapes(config_of(f"{__name__}:Depthwise", **keys), accelerator)
+        assert shapes.token_flops == 6 * (H * V + length * 4 * H * H // groups / S)
+
+
+def test_a_model_of_more_than_two_billion_parameters_is_planned() -> None:
+    config = config_of(ATTENDING, width=2**15, layers=1)
+    shapes = own_shapes(config)
+    assert shapes.parameters == 3 * 2**30 + 3 * 2**15 + 2 * V * 2**15 == shapes.like.parameters
+    assert shardwise.plan(config, "h100:2").plans
 
 
 @pytest.mark.parametrize("keys", [{}, {"width": 128, "layers": 3}])

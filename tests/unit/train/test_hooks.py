@@ -21,7 +21,7 @@ from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimi
 from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.dist.training import MODEL, make_config
-from tests.e2e.command import MINIATURE
+from tests.e2e.command import MINIATURE, within
 
 HERE = "tests.own_hooks"
 BERT = {**MODEL, "family": "bert"}
@@ -259,3 +259,9 @@ def test_a_run_goes_on_with_its_hooks_alone() -> None:
         (problem,) = resume_problems(stored(), stored(**{key: "a:b"}))
         assert f"hooks.{key} (a:b) must be null" in problem
     assert not resume_problems(stored(), stored(callbacks=["a:b"]))
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_name_without_a_colon_is_one_error(dry: tuple[str, ...], tmp_path: Path) -> None:
+    said = within("train", "llama2-tiny", "hooks.optimizer=lion.Lion", *dry, at=tmp_path).failed(2)
+    assert said == "shardwise: hooks.optimizer ('lion.Lion') must read package.module:Name\n"
