@@ -116,6 +116,7 @@ class AttemptWatch:
         return any(launcher.is_training for launcher in self._launchers.values())
 
     def end(self, why: str) -> None:
+        """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
     async def run(self, program: Callable[[Attempt], Sequence[str]]) -> AttemptOutcome:
@@ -198,6 +199,7 @@ class AttemptWatch:
         return names if absent and len(absent) < self.nodes else ""
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Read the messages of one launcher."""
         launcher: _NodeLauncher | None = None
         beat: asyncio.Task[None] | None = None
         task = asyncio.current_task()
@@ -230,6 +232,7 @@ class AttemptWatch:
             writer.close()
 
     async def _beat(self, launcher: _NodeLauncher) -> None:
+        """Show a launcher every second that this process lives."""
         with contextlib.suppress(OSError):
             while launcher.is_connected:
                 launcher.writer.write(b'{"kind": "beat"}\n')

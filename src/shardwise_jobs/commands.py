@@ -50,6 +50,7 @@ class SlurmJob:
 
 
 def require() -> None:
+    """Raise ConfigError where SLURM's commands are not on the path."""
     missing = [name for name in ("sbatch", "squeue", "scontrol") if shutil.which(name) is None]
     if missing:
         raise ConfigError(

@@ -121,6 +121,7 @@ def _hopeless(endings: Sequence[AttemptEnding]) -> str | None:
 
 
 def history_file(run_path: Path) -> Path:
+    """Path of the endings of a run's jobs."""
     return run_path / "restarts.jsonl"
 
 
@@ -130,5 +131,6 @@ def history(run_path: Path) -> list[AttemptEnding]:
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:
+    """Add an ending to the history of a run."""
     with JsonLines(history_file(run_path)) as file:
         file.write(asdict(ending))

@@ -88,6 +88,7 @@ class JobPlan:
 
 
 def job_script(job: JobPlan) -> str:
+    """Write the script that trains."""
     launch = job.config.launch
     supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]
@@ -203,6 +204,7 @@ def _shared(job: JobPlan) -> list[str]:
 
 
 def _further(options: Sequence[str]) -> list[str]:
+    """Return the lines of `launch.sbatch`."""
     parts = [option.partition("=") for option in options]
     return [header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
 

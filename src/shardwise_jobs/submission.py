@@ -46,12 +46,14 @@ class Submitted:
 
 
 def record(run_path: Path, job: str, kind: str) -> None:
+    """Note in a run's folder that a job was submitted for it."""
     facts = Submitted(job, kind, datetime.now(UTC).isoformat(timespec="seconds"), commit_text())
     with JsonLines(run_path / _JOBS) as file:
         file.write(asdict(facts))
 
 
 def submitted(run_path: Path) -> list[Submitted]:
+    """Read the jobs that were submitted for a run, in their order."""
     return instances(Submitted, run_path / _JOBS)
 
 
@@ -230,6 +232,7 @@ def _node_hours(job: JobPlan) -> str:
 
 
 def _cluster_notes() -> list[str]:
+    """Return notes on settings of the cluster that cost steps."""
     configuration = commands.configuration() if shutil.which("scontrol") else ""
     preempts = any(
         line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in configuration.splitlines()

@@ -150,6 +150,7 @@ def _distance(constants: Constants, start: Constants) -> float:
 
 
 def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
+    """Return the measured figures in short lines."""
     figures = _figures(measurements)
     lines = [
         ("matrix products, float32", f"{figures['float32_tflops']:.3g} TFLOP/s"),

@@ -145,6 +145,7 @@ def _trainer(probe: Probe) -> Trainer:
 
 
 def _slowest(seconds: Sequence[float], world: Group) -> list[float]:
+    """Return the largest of all ranks' seconds, measurement by measurement. Collective."""
     by_rank = collectives.all_gather_objects(list(seconds), world)
     return [max(times) for times in zip(*by_rank, strict=True)]
 

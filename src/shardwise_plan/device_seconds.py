@@ -66,6 +66,7 @@ class Constants:
 
 @cache
 def fitted() -> Constants:
+    """Return the constants as they were fitted."""
     return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
 
 

@@ -49,6 +49,7 @@ class _Figure:
     is_needed: bool = False
 
     def allows(self, value: Any) -> bool:
+        """Return whether a device can have this value."""
         if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
             return False
         return self.least <= value <= self.most
@@ -276,6 +277,7 @@ class Cluster:
 
 
 def device_names() -> list[str]:
+    """The devices that are described here."""
     return sorted(path.stem for path in DEVICE_FILES.glob("*.yaml"))
 
 
@@ -401,6 +403,7 @@ def _unknown_key(key: str, value: Any, where: str) -> str:
 
 
 def _value(entry: Any) -> Any:
+    """The value of a figure, which may have a source beside it."""
     return entry.get("value") if isinstance(entry, dict) else entry
 
 

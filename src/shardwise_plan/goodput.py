@@ -106,6 +106,7 @@ def best_interval(stall: float, write: float, between_failures: float) -> float:
 
 
 def _given_interval(checkpoint: CheckpointConfig, step_seconds: float) -> float | None:
+    """Return the seconds between checkpoints that the recipe gives; None if it gives none."""
     intervals = [checkpoint.every * step_seconds] if checkpoint.every else []
     if "every_minutes" in checkpoint.model_fields_set and checkpoint.every_minutes:
         intervals.append(checkpoint.every_minutes * 60)

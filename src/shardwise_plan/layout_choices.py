@@ -38,6 +38,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Choice:
+    """The keys that a layout sets."""
+
     tensor: int
     sequence: bool
     context: int
@@ -55,6 +57,7 @@ class Choice:
 
     @staticmethod
     def of(config: Config, layout: Layout) -> Choice:
+        """Return the choice that a configuration has made."""
         parallel = config.parallel
         return Choice(
             tensor=layout.tensor,
@@ -74,6 +77,7 @@ class Choice:
         )
 
     def applied(self, config: Config) -> Config:
+        """Return the configuration with this layout."""
         parallel: dict[str, object] = {
             "tensor": self.tensor,
             "sequence": self.sequence,
@@ -96,6 +100,7 @@ class Choice:
         return self.sharded(config.with_keys(parallel=parallel, train=train))
 
     def sharded(self, config: Config) -> Config:
+        """Return a configuration with this sharding over data parallelism alone."""
         optimizer: dict[str, object] = {"zero": self.zero}
         if self.reduce != config.optimizer.reduce:
             optimizer["reduce"] = self.reduce

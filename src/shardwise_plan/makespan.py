@@ -96,6 +96,7 @@ class _LevelSimulation:
         self._level = 0
 
     def end(self) -> float:
+        """Return the end of the last rank."""
         program = self._program
         levels = len(program.needs)
         if program.repeats == 0:

@@ -51,6 +51,7 @@ class Plan:
         return self.config if self.like is None else self.config.model_copy(update={"model": self.like})
 
     def text(self) -> str:
+        """Return the layout in one line."""
         return self.choice.text(self.cluster.world)
 
     @property
@@ -122,6 +123,7 @@ class Plan:
         return None if watts is None else watts * self.device_hours / 1000
 
     def timeline(self) -> Timeline:
+        """Return the passes of a step on each pipeline rank."""
         return timeline_of(self.sized, self.layout, self.cluster)
 
     def on(self, device: Device) -> Plan:

@@ -45,6 +45,7 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
 
 
 def memory_text(plan: Plan) -> str:
+    """Return whether a layout fits on each device of its cluster."""
     state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
     if plan.headroom < 0:
         state = f"does not fit: {units.size(plan.memory.total)} are needed"
@@ -53,6 +54,7 @@ def memory_text(plan: Plan) -> str:
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return the figures of a plan for `--json`."""
     calendar = plan.calendar
     price = plan.cluster.device.price
     return {

@@ -163,6 +163,7 @@ def sensitivities(plan: Plan) -> list[Sensitivity]:
 
 
 def all_worse(plan: Plan) -> Plan:
+    """Return a plan with all assumptions wrong."""
     for _, changed in _CHANGES:
         plan = changed(plan)
     return plan

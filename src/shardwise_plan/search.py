@@ -57,6 +57,7 @@ class Search:
         return self.valid - sum(self.too_large.values()) - len(self.plans) - self.equal
 
     def drop(self, reason: str, choice: Choice, size: float) -> None:
+        """Note a layout that does not fit."""
         self.too_large[reason] += 1
         if self.smallest is None or size < self.smallest[1]:
             self.smallest = (choice, size)

@@ -244,6 +244,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
 def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
 ) -> list[StageWork]:
+    """Return the work of each stage, in the order of the model."""
     model = config.known_shapes
     precision = config.precision.resolved(cluster.device.is_accelerator)
     is_left_to_compiler = config.compile.enabled and program.fused_attention
@@ -302,6 +303,7 @@ def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *
 
 
 def _sum(terms: Iterable[tuple[block_seconds.PartSeconds, int]]) -> block_seconds.PartSeconds:
+    """Return the sum of seconds, each so many times."""
     total = block_seconds.PartSeconds()
     for seconds, times in terms:
         total = total.plus(seconds, times)

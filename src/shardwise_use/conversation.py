@@ -48,6 +48,7 @@ class Transcript:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, role: str, content: str) -> None:
+        """Add a message; without a template, text."""
         if self.template is not None:
             self.messages.append({"role": role, "content": content})
         elif role == "user" and content:

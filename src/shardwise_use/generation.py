@@ -157,6 +157,7 @@ class _Cached:
 
 
 def _common_length(known: list[int], tokens: list[int]) -> int:
+    """The number of first tokens that both texts have."""
     # The usual case: one text continues the other.
     if tokens[: len(known)] == known:
         return len(known)
@@ -166,6 +167,8 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
 
 
 class _Uncached:
+    """Reads all tokens again for each new one."""
+
     def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None = None) -> None:
         self._model = model
         self._mesh = mesh

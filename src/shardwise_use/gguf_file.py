@@ -224,6 +224,7 @@ class GGUFExport:
     # ---- keys
 
     def _add_model(self, writer: Any) -> None:
+        """Add the keys of the architecture, from the facts of the model."""
         model = self.model
         writer.add_name(f"{model.family} trained with shardwise, step {self.export.step:,}")
         writer.add_context_length(model.max_position_embeddings)

@@ -91,6 +91,7 @@ class LostTime:
     _start: _RunStart = field(default_factory=_RunStart)
 
     def add(self, event: Mapping[str, Any]) -> None:
+        """Count an event of `metrics.jsonl`."""
         kind = event.get("event")
         if kind == "step":
             self._start.last = event
@@ -122,6 +123,7 @@ class LostTime:
 
     @property
     def by_cause(self) -> dict[str, float]:
+        """Lost seconds by `CAUSES`."""
         lost = dict(self._lost)
         _add_waits(lost, self._start)
         return lost
@@ -196,10 +198,12 @@ class LostTime:
 
 
 def _later(former: float, new: float) -> float:
+    """Return the later of two times, of which NaN is unknown."""
     return new if math.isnan(former) or new > former else former
 
 
 def _add_waits(lost: dict[str, float], start: _RunStart) -> None:
+    """Add the seconds that a start lost to waits and compilation."""
     lost["compile"] += start.compiling
     for cause in _WAITS:
         lost[cause] += start.waited(cause)

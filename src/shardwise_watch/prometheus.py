@@ -78,6 +78,8 @@ _Source = tuple[Mapping[str, str], Mapping[str, Any]]
 
 
 class RunCollector:
+    """Collector of a run's metrics for a registry of `prometheus_client`."""
+
     def __init__(self, run: RunView) -> None:
         self._run = run
         # The server answers each scrape in a thread of its own, and `refresh` is not safe in two at once.

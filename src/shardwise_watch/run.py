@@ -202,6 +202,7 @@ class RunView:
 
     @property
     def step(self) -> int:
+        """Number of steps that are done."""
         recorded = self.series.steps[-1] if self.series.steps else 0
         # A run that has just resumed has no step of its own, and is at that of the checkpoint.
         return max(recorded, self._last_event("resume").get("step") or 0)
@@ -213,6 +214,7 @@ class RunView:
 
     @property
     def step_seconds(self) -> float | None:
+        """Mean of `recent_step_seconds`."""
         return mean(self.recent_step_seconds)
 
     @property
@@ -262,6 +264,7 @@ class RunView:
         return events
 
     def ranks(self) -> list[RankView]:
+        """Return a view of each rank that has a file."""
         for path in (self.path / "ranks").glob("rank-*.jsonl"):
             rank = path.stem.removeprefix("rank-")
             if rank.isdecimal():
@@ -271,6 +274,7 @@ class RunView:
         return with_relative_work([view for rank, (_, view) in sorted(self._ranks.items()) if rank < count])
 
     def nodes(self, ranks: Sequence[RankView]) -> list[NodeView]:
+        """Return the machines of `ranks`."""
         return node_views(ranks, self._starts)
 
     def split_seconds(self) -> dict[str, float]:
@@ -352,6 +356,7 @@ class RunView:
         return holder is not None and holder["host"] != platform.node() and not self._is_silent()
 
     def _is_silent(self) -> bool:
+        """True if the run has written nothing for long."""
         steps_of_a_record = parsing.count_of(self.section("log").get("every")) or 1
         steps = max(SILENT_STEPS, _SILENT_RECORDS * steps_of_a_record)
         least_seconds = SILENT_SECONDS if self._trains else _SILENT_AT_THE_START
@@ -477,6 +482,7 @@ def runs_at(folder: str) -> list[RunView | Unreadable]:
 
 
 def _run_at(path: Path) -> RunView | Unreadable:
+    """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)
     except ConfigError as error:

@@ -201,6 +201,7 @@ class Curve:
 
     @property
     def known(self) -> list[Column]:
+        """Columns with a finite value."""
         return [column for column in self.columns if column is not None]
 
 
@@ -253,6 +254,7 @@ def columns_of(
 
 
 def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None without one."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -56,6 +56,7 @@ def row(run: RunView | Unreadable) -> dict[str, Any]:
 
 
 def _parent(run: RunView) -> dict[str, Any] | None:
+    """Describe where a branch began; None for another run."""
     if not run.branch:
         return None
     path = run.branch.get("parent")
@@ -68,6 +69,7 @@ def _parent(run: RunView) -> dict[str, Any] | None:
 
 
 def snapshot(run: RunView) -> dict[str, Any]:
+    """Describe a run at this moment, as `monitor` prints it."""
     last = run.last
     lost = run.lost
     ranks = run.ranks()

@@ -67,6 +67,7 @@ def canonical_tensors(
 
 
 def _by_key(model: nn.Module) -> dict[ParameterKey, tuple[nn.Parameter, Placement]]:
+    """This rank's parameters with their records, each parameter once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
     keys: dict[nn.Parameter, tuple[ParameterKey, Placement]] = {}
     for index, part in stages.items():

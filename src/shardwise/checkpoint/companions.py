@@ -150,6 +150,7 @@ def _places(config: Config, weights: Root | None) -> list[Root]:
 
 
 def _first_fitting(sources: Sequence[FilesBesideWeights], tokenizer: Path | None) -> Companions:
+    """The companions from the first source that fits the data's tokenizer."""
     notes: list[str] = []
     for source in sources:
         # Data of tokens name no tokenizer, so nothing contradicts the source.

@@ -114,6 +114,7 @@ class _PendingSave:
 
     @property
     def seconds(self) -> float:
+        """Seconds since the call."""
         return time.perf_counter() - self.started
 
     def result(self, total_bytes: int, problem: str | None, *, lost_peer: bool = False) -> Saved:
@@ -233,6 +234,7 @@ class Saver:
             self._thread.start()
 
     def wait(self) -> None:
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -276,6 +278,7 @@ class Saver:
         return numbers
 
     def _planned_files(self, slices: _StateSlices) -> Iterator[PlannedFile]:
+        """This rank's files, in the order in which their bytes are copied."""
         rank = self._mesh.world.rank
         for file in self._weights.files:
             if file.owner == rank:
@@ -305,6 +308,7 @@ class Saver:
                 buffer.put(part.of(flat))
 
     def _manifest(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the manifest that are known before the files are written."""
         config = self._config
         wrapped_class = self._optimizer.optimizer_class.__name__
         name = wrapped_class.lower() if config is None else config.optimizer.name
@@ -505,6 +509,7 @@ def _require_visible(staging: Root, entries: Sequence[FileEntry]) -> None:
 
 
 def _write_stream(folder: Root, files: Sequence[PlannedFile], blocks: Iterator[memoryview]) -> Iterator[FileEntry]:
+    """Cut a stream of bytes into files."""
     # A block may hold the end of a file and the beginning of the next one.
     block = memoryview(b"")
     for file in files:

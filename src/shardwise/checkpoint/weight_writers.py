@@ -127,6 +127,7 @@ class WeightPlan:
             yield WeightFile(name, owner, tuple(owned))
 
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
+        """The segments of an owner's files, in their order."""
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:

@@ -116,6 +116,8 @@ class TokenWriter(ArrayWriter):
 
 @dataclass(frozen=True)
 class CacheEntry:
+    """A folder of the cache."""
+
     path: Path
     manifest: dict[str, Any]
 
@@ -124,6 +126,7 @@ class CacheEntry:
         return self.path / "tokenizer"
 
     def tokens(self, part: Part) -> TokenArray:
+        """The part's tokens, mapped from the file."""
         dtype = np.dtype(self.manifest["dtype"])
         if self.manifest[part]["tokens"] == 0:
             return np.empty(0, dtype=dtype)
@@ -183,6 +186,7 @@ def has_its_bounds(entry: CacheEntry) -> bool:
 
 
 def has_its_tokenizer(entry: CacheEntry) -> bool:
+    """True if the tokenizer is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
@@ -257,10 +261,12 @@ def key_of(described: dict[str, Any]) -> str:
 
 
 def fingerprint_of(digests: Sequence[str]) -> str:
+    """The digest of digests that belongs to prepared data."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def tokenizer_digest(folder: Path) -> str:
+    """A digest of all files of a tokenizer's folder."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = file.relative_to(folder).as_posix()

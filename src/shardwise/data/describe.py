@@ -31,6 +31,8 @@ TRAINED_AT_START = "trained on the data when the run starts"
 
 @dataclass(frozen=True)
 class Glance:
+    """The result of a glance at data and tokenizer."""
+
     rows: Sequence[tuple[str, str]]
     problems: Sequence[str]
 
@@ -106,6 +108,7 @@ def glance_at_evaluation(config: Config) -> Glance:
 
 
 def _glance_at_sources(request: DataRequest) -> Glance:
+    """The rows of each source of a mixture, and the tokenizer that they share."""
     rows: dict[str, str] = {}
     problems: list[str] = []
     for name in request.data.sources_read:

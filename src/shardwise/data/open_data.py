@@ -130,6 +130,8 @@ def _prepare_sources(
 
 @dataclass(frozen=True)
 class PreparedMixture(common.PreparedData):
+    """The data of all sources, by name."""
+
     sources: Mapping[str, common.PreparedData]
 
     @property

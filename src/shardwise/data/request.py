@@ -55,6 +55,7 @@ class DataRequest:
 
     @staticmethod
     def of(config: Config) -> DataRequest:
+        """The request of the run of a configuration."""
         shapes = config.shapes
         return DataRequest(
             data=config.data,
@@ -77,14 +78,17 @@ class DataRequest:
 
     @property
     def in_pairs(self) -> bool:
+        """True if samples are pairs of sentences."""
         return "nsp" in self.objectives
 
     @property
     def samples_together(self) -> int:
+        """The samples of a block."""
         return self.block_length // self.sequence_length
 
     @property
     def needed_parts(self) -> list[Part]:
+        """The parts that training reads."""
         return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
 
     def of_source(self, name: str) -> DataRequest:

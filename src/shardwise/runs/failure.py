@@ -90,6 +90,7 @@ class FailureRecord:
         return f"{units.counted(lost, 'step')} since checkpoint {self.checkpoint:,} {'is' if lost == 1 else 'are'} lost"
 
     def lines(self, run: Path) -> list[str]:
+        """Return the block for the run in the folder `run`."""
         lines = [self.heading, *re.sub(_ADDRESS, "", self.details).splitlines()]
         if self.log is not None:
             lines.append(f"log: {run / self.log}")

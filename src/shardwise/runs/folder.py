@@ -477,6 +477,7 @@ class RunLock:
 
     @staticmethod
     def is_held(run: Path) -> bool:
+        """Return True if a process runs in this folder, or if the file system cannot tell."""
         try:
             # Without waiting, as a pipe of this name would have the reader wait for a writer.
             descriptor = os.open(run / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
@@ -577,6 +578,7 @@ class FollowedFolder:
 
 
 def _is_at(status: os.stat_result, path: Path) -> bool:
+    """Return whether a path leads to a file, and not through a link."""
     try:
         return os.path.samestat(status, path.lstat())
     except OSError:

@@ -78,6 +78,7 @@ def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/
 
 
 def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
+    """Add the GPUs that NVML reports."""
     import pynvml  # type: ignore[import-untyped]  # costly to import, for machines with a driver alone
 
     try:
@@ -136,6 +137,7 @@ def _nvidia_links(ask: Callable[..., Any], handle: Any, most_links: int) -> tupl
 
 
 def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Path) -> None:
+    """Add the chips of AWS that neuron-ls reports."""
     # Costly to import, for machines with the program alone.
     import subprocess
 

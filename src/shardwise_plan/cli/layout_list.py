@@ -20,6 +20,7 @@ from shardwise_plan.search import Search
 
 
 def show(name: str, answer: Answer, listed: Sequence[Plan]) -> None:
+    """Print the answer; `name` is that of the recipe."""
     result = answer.result
     best = recommended(listed)
     for sentence in (what_is_trained(name, best), *answer.sentences):
@@ -129,6 +130,7 @@ def notes(listed: Sequence[Plan]) -> list[str]:
 
 
 def answer_facts(answer: Answer, listed: Sequence[Plan]) -> dict[str, Any]:
+    """Return the answer for `--json`."""
     result = answer.result
     proposed = [
         {

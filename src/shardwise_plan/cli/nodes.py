@@ -59,6 +59,7 @@ class Machines:
     work: progress = field(default_factory=partial(progress, "planning", noun="choice"))
 
     def on(self, nodes: int) -> Cluster:
+        """Return the cluster of so many nodes."""
         machines = cluster(self.device, nodes)
         given = {"failures_per_year": self.failures_per_year, "restart": self.restart}
         changed = {name: value for name, value in given.items() if value is not None}
@@ -68,6 +69,7 @@ class Machines:
         return replace(machines, device=device)
 
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
+        """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
         return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
@@ -100,6 +102,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def node_counts(text: str | None) -> list[int]:
+    """Return the numbers of nodes that `--nodes` names."""
     if text is None:
         return [1]
     counts = [count for part in text.split(",") if (count := whole_number(part.strip())) is not None]

@@ -179,6 +179,7 @@ def _price(plan: Plan) -> float:
 
 
 def _told(plan: Plan, title: str) -> list[str]:
+    """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
     price = rows.cost_text(plan) or rows.hours_text(plan)
     time = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}, {price}"
@@ -188,6 +189,7 @@ def _told(plan: Plan, title: str) -> list[str]:
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
+    """Return a row for what is assumed, and for each change of it, with a cell for each proposal."""
     usual = [proposal.plan.calendar.seconds for proposal in proposed]
     table = [("as assumed", [*map(rows.duration, usual)])]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):

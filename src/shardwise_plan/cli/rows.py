@@ -82,6 +82,7 @@ def cost_text(plan: Plan) -> str:
 
 
 def figures(plan: Plan) -> tuple[str, ...]:
+    """The cells of a plan, under the head of `figure_names`."""
     cells = (
         units.step_duration(plan.time.total),
         "" if plan.mfu is None else f"{plan.mfu:.1%}",

@@ -103,6 +103,7 @@ def talk(
 
 
 def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connection | None:
+    """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
@@ -112,6 +113,8 @@ def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connecti
 
 
 class _Terminal:
+    """The person's side of a conversation."""
+
     def __init__(self, channel: Connection, arguments: argparse.Namespace, *, shows_stats: bool) -> None:
         self._channel = channel
         self._sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "seed")}

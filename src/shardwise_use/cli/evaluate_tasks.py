@@ -78,6 +78,7 @@ def evaluate_on_tasks(
 def _print(
     arguments: argparse.Namespace, folder: ModelFolder, config: Config, layout: Layout, results: dict[str, Any]
 ) -> None:
+    """Print the results: one JSON object, or the tables that `lm_eval` prints."""
     tables = [name for name in ("results", "groups") if name in results]
     if arguments.json:
         facts: dict[str, Any] = {

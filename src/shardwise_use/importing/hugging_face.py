@@ -136,6 +136,7 @@ class ForeignModel:
 
     @property
     def tensors(self) -> list[StreamedWeight]:
+        """The weights, and the optimizer's state of them."""
         return [*self.weights, *(() if self.progress is None else self.progress.states)]
 
     @property
@@ -251,6 +252,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
+    """Yield the bytes of a stored weight."""
     for box in _segments(tensors.states[MODEL][name]):
         yield tensors.read(MODEL, name, box).tobytes()
 

@@ -97,6 +97,7 @@ def combined(
 
 
 def _iteration(source: Path) -> Path:
+    """The folder with the ranks' folders."""
     tracker = source / _TRACKER
     if not tracker.is_file():
         return source
@@ -129,6 +130,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
+    """The content of a rank's file."""
     state = pickled.load(path)
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")

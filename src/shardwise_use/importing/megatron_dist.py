@@ -263,6 +263,7 @@ def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
+    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     row = math.prod(shape[1:])
 
     def load(box: Box) -> Tensor:
@@ -342,6 +343,7 @@ def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
+    """The values of a key in nested dictionaries and lists."""
     if isinstance(value, dict):
         if key in value:
             yield value[key]

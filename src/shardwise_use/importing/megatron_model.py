@@ -92,6 +92,7 @@ def canonical(shards: Shards, config: MegatronConfig, version: int = 3) -> list[
 
 
 def tensors(shards: Shards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
+    """The canonical tensors by name."""
     return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
 
@@ -120,6 +121,7 @@ def role_name(name: str, first: int) -> str | None:
 def _tensors(
     shards: Shards, config: MegatronConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor]]:
+    """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
     gate_up = functools.cache(shards.split)

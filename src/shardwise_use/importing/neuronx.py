@@ -147,6 +147,7 @@ def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
 
 
 def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, Any]) -> Found:
+    """The states of the optimizer."""
     found: Found = {}
     for path in sorted([*(source / "optim").glob("*"), *source.glob("optim.*")]):
         if match := _OPTIMIZER.fullmatch(path.name):

@@ -188,12 +188,14 @@ def _block(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Mapping[str, Any] | None:
+    """The scaling of rotary positions in the first block without a window."""
     full = (block for block, window in zip(blocks, windows, strict=True) if not window)
     scaling: Mapping[str, Any] | None = _get(next(full, None), "attention.rope.scaling")
     return scaling
 
 
 def _scaled(block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A block with another scaling of rotary positions."""
     rope = {name: value for name, value in block["attention"]["rope"].items() if name != "scaling"}
     rope |= {"scaling": scaling} if scaling else {}
     return {**block, "attention": {**block["attention"], "rope": rope}}
@@ -234,6 +236,7 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _progress(
     folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
 ) -> tuple[ForeignProgress | None, list[str]]:
+    """The progress, and sentences for the user; `module`: the fields of `train_module`."""
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")

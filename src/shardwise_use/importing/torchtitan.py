@@ -107,6 +107,7 @@ def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTens
 
 
 def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
+    """The progress, and sentences for the user."""
     if not any(name.startswith("optimizer.") for name in folder.tensors):
         return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
     step, tokens, ranks = (

@@ -162,6 +162,7 @@ class _Parameter:
 def _by_name(
     opened: ForeignModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
+    """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]

@@ -61,6 +61,7 @@ def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:
+    """The config that a function returns, if it returns one."""
     values = _assigned(function.body)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return next((value for value in reversed(returned) if _is_config(values.get(ast.unparse(value), value))), None)

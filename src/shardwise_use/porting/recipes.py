@@ -165,6 +165,7 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
 
 
 def _settings(file: str) -> tuple[str, dict[str, Any]]:
+    """The program and the settings of a file."""
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
     candidates = list(_candidates(_text(place), place, wanted))

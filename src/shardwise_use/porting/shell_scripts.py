@@ -195,6 +195,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(line: str) -> list[str]:
+    """The words of the first command of a line."""
     try:
         # Arithmetic that is not known stays one word.
         line = re.sub(r"\$\(\(.*?\)\)+", lambda match: match[0].replace(" ", ""), line.replace("\n", " "))

@@ -136,6 +136,7 @@ class _Pair:
 
     @cached_property
     def differences(self) -> dict[float, float]:
+        """|A - B| / |B| by place."""
         return {place: difference(self.loss_of_a(place), self.points_of_b[place]) for place in self.signed}
 
     def loss_of_a(self, place: float) -> float:

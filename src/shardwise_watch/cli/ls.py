@@ -84,6 +84,7 @@ def _device(device: local_devices.LocalDevice) -> tuple[str, ...]:
 
 
 def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
+    """The ranks of each run together; of other processes the numbers."""
     ranks: dict[str, list[int]] = {}
     for process in processes:
         if process.run is not None and process.rank is not None:

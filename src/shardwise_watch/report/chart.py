@@ -70,11 +70,14 @@ class Mark:
 
     @property
     def place(self) -> float:
+        """Place of the line on the axis of the steps."""
         return self.steps_before + 0.5
 
 
 @dataclass(frozen=True)
 class _PlotArea:
+    """The area of a chart: the numbers at its edges, and the pixels of numbers on it."""
+
     low_x: float
     high_x: float
     low_y: float
@@ -91,6 +94,7 @@ class _PlotArea:
 
     @property
     def bottom(self) -> int:
+        """Pixel of the lower edge."""
         return self.size.height - BOTTOM
 
     def x(self, value: float) -> float:
@@ -351,6 +355,7 @@ def look_of(number: int) -> str:
 
 
 def _curve(area: _PlotArea, curve: Curve, look: str) -> str:
+    """Draw the band, the line and the breaks of a curve."""
     parts = []
     if curve.breaks is not None:
         first, last = curve.breaks

@@ -178,6 +178,7 @@ def layout_differences(*runs: Sequence[LayoutSpan]) -> list[str] | None:
 
 
 def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
+    """Return the curve of training loss and the evaluations of a run between two steps."""
     points = [(step, loss) for step, loss in _losses(run) if first <= step <= last]
     return {
         "loss": columns([step for step, _ in points], [loss for _, loss in points]),
@@ -199,6 +200,7 @@ def _compared_losses(runs: Sequence[RunView], common: Sequence[int]) -> list[lis
 
 
 def _evaluations(run: RunView) -> list[list[Any]]:
+    """Return [step, loss] of each evaluation."""
     return [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
 
 
@@ -220,6 +222,7 @@ _Points = dict[str, dict[int, float]]
 
 
 def _set_losses(run: RunView) -> _Points:
+    """Return the losses of each evaluation set."""
     losses: _Points = {}
     for event in run.set_evaluations:
         if _known(event.get("loss")):
@@ -289,6 +292,7 @@ def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
 
 
 def _headline(run: RunView) -> dict[str, Any]:
+    """Return the numbers at the top of the page."""
     losses = finite_values(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
     evaluated = run.evaluations[-1].get("loss") if run.evaluations else None
@@ -355,6 +359,7 @@ def _events(run: RunView) -> list[dict[str, Any]]:
 
 
 def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choose the last events of each kind."""
     room: dict[str, float] = {}
     kept = []
     # From the end: of each kind the newest events have room.
@@ -400,10 +405,12 @@ def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
+    """Return a value as it was recorded if it is a finite number; else None."""
     return value if _known(value) else None
 
 
 def _amounts(value: Any) -> dict[str, Any]:
+    """Return the finite numbers of a mapping of the record."""
     if not isinstance(value, Mapping):
         return {}
     return {str(name): amount for name, amount in value.items() if _known(amount)}

@@ -201,6 +201,7 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
 
 
 def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
+    """Draw the scores of tasks, a chart for each metric."""
     scores = [report["task_curves"] for report in reports]
     charts = []
     for metric in dict.fromkeys(metric for by_metric in scores for metric in by_metric):
@@ -232,6 +233,7 @@ def _counted(value: Any) -> Any:
 
 
 def _run(report: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Collect the texts and pictures that the template shows of one run."""
     useful = report["useful_seconds"]
     lost = {} if useful is None else {"steps that count": useful, **report["lost_seconds"]}
     sent = {_AXES.get(axis, axis): amount for axis, amount in report["communication_bytes"].items() if amount}
@@ -319,6 +321,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the memory of every rank as bars, in the unit of the largest."""
     used = {rank["rank"]: rank["memory_bytes"] for rank in ranks if rank["memory_bytes"] is not None}
     if not used:
         return ""

@@ -354,4 +354,5 @@ def drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: fl
 
 
 def _dot(value: float, low: float, high: float, lowest_dot: int) -> int:
+    """Return the row of dots of a value, counted from above."""
     return max(0, min(lowest_dot, round((high - value) / (high - low) * lowest_dot)))

@@ -98,6 +98,7 @@ class Frame:
 
     @property
     def slowest(self) -> RankView | None:
+        """Rank with the most work of its own; None if ranks recorded none."""
         known = [view for view in self.ranks if view.relative is not None]
         return max(known, key=lambda view: view.relative or 0.0, default=None)
 
@@ -155,6 +156,7 @@ class _RunReader:
         self._frame: Frame | None = None
 
     def read(self, columns: int, span: Span, still: bool) -> Frame:
+        """Read the run, as `Reader.read` says."""
         if still and self._frame is not None and self._has_history:
             return replace(self._frame, curves=_curves(self._run, columns, span))
         if self._frame is not None and not self._has_history:
@@ -195,6 +197,7 @@ class _RunReader:
 
 
 def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
+    """Make the frame of a run as it is now."""
     ranks = run.ranks()
     return Frame(
         now=time.time(),

@@ -221,6 +221,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def keys(width: int, height: int) -> list[Text]:
+    """Explain the keys and the screen."""
     lines = [drawing.heading(width, "keys"), Text()]
     for key, effect in KEYS:
         lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
@@ -283,6 +284,7 @@ class _Heat:
 
     @property
     def ends(self) -> tuple[str, str]:
+        """Least and largest number, as texts."""
         return self.style.shown(min(self.known)), self.style.shown(max(self.known))
 
     def strip(self, ranks: Sequence[int], width: int) -> Text:
@@ -316,6 +318,7 @@ def strips(frame: Frame, width: int, height: int) -> list[Text]:
 
 
 def worst(frame: Frame) -> Text:
+    """Name the slowest rank, and the silent ones."""
     summary = Text()
     slowest = frame.slowest
     silent = sorted(frame.silent)

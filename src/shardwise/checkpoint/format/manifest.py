@@ -229,6 +229,7 @@ def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _array(items: Sequence[str]) -> list[str]:
+    """The parts of a canonical array's text."""
     texts: list[str] = []
     for item in items:
         texts += ["," if texts else "[", item]

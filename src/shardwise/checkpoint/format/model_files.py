@@ -53,16 +53,19 @@ class FilesBesideWeights:
 
     @property
     def generation(self) -> dict[str, Any]:
+        """The fields of `generation_config.json`."""
         if GENERATION not in self.files:
             return {}
         return json_object(self.files[GENERATION], f"{self.place}/{GENERATION}")
 
     @property
     def end_ids(self) -> list[int]:
+        """The ids that end a text."""
         return [*flat_ids(self.ids, END_ID), *flat_ids(self.generation, END_ID)]
 
     @property
     def names_ends_of_texts(self) -> bool:
+        """True if an id begins or ends a text."""
         return any(flat_ids(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID))
 
     def tokenizer(self) -> Tokenizer | None:

@@ -134,6 +134,7 @@ class StoredTensors:
         return read_range(self.folder / self.files[file], start, stop)
 
     def reader(self, file: int) -> ChunkedReader:
+        """The reader of a checkpoint's file, which is kept."""
         assert self.manifest is not None
         if file not in self.readers:
             self.readers[file] = ChunkedReader(self.folder, self.manifest.files[file])
@@ -184,6 +185,7 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
 
 
 def ordered_states(states: Iterable[str]) -> list[str]:
+    """The states by name, the model first."""
     return sorted(states, key=lambda state: (state != MODEL, state))
 
 

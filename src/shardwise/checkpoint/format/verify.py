@@ -132,6 +132,7 @@ class _LabelledPiece:
 
 
 def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
+    """For each file the pieces that the manifest expects there, by their names in the file."""
     pieces: list[dict[str, _LabelledPiece]] = [{} for _ in manifest.files]
     for state, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():

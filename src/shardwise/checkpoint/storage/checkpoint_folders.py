@@ -115,6 +115,7 @@ def glance(folder: Root, step: int | None = None) -> StepFolder:
 
 
 def require_step(manifest: Manifest, folder: Root, step: int) -> None:
+    """Raise DamageError where a manifest is of another step than its folder."""
     if manifest.step != step:
         raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
 

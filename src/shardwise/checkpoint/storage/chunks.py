@@ -76,6 +76,7 @@ class ChunkedWriter:
         self._file = file.open(size)
 
     def write(self, data: Buffer) -> None:
+        """Append any number of bytes."""
         # A view of bytes, whatever the elements of the buffer are.
         view = memoryview(data).cast("B")
         assert self._written + len(view) <= self._size, f"{self._path} gets more than {self._size} bytes"

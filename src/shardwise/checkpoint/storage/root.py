@@ -151,6 +151,7 @@ class Root:
 
     @property
     def fs(self) -> Any:
+        """The filesystem, as fsspec has it."""
         if self._remote is not None:
             return self._remote
         # The import takes long. fsspec itself keeps the object, one for each thread.

@@ -156,6 +156,7 @@ def _characters(chat: Chat) -> int:
 
 class _ChatDigest(ContentDigest):
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
+        """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
             # The digest of messages alone must stay what it was before there was more.
             extras = [dict(chat.variables), sorted(chat.not_learned)] if chat.variables or chat.not_learned else []

@@ -226,6 +226,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def inspect_rows(dataset: Rows, data: DataConfig, samples: int, files: Sequence[Path], shown: str) -> Inspection:
+    """The first rows of tokens of a data set."""
     seen: list[npt.NDArray[np.integer[Any]]] = []
     lengths: list[npt.NDArray[np.int64]] = []
     leading: list[npt.NDArray[np.integer[Any]]] = []

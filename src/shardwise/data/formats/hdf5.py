@@ -44,10 +44,12 @@ class PreparedShards(common.PreparedData):
     bounds: Sequence[int]
 
     def rows(self, part: Part) -> range:
+        """The rows of a part."""
         number = list(PART_NAMES).index(part)
         return range(self.bounds[number], self.bounds[number + 1])
 
     def count(self, part: Part) -> int:
+        """Tokens of a part, padding included."""
         return len(self.rows(part)) * self.shards.length
 
     def beginning(self, part: Part, tokens: int) -> list[int]:

@@ -28,6 +28,7 @@ _SAMPLE_CHARACTERS = 400
 
 
 def text_samples(texts: Iterable[str]) -> list[InspectedSample]:
+    """Samples that show the beginning of each text."""
     return [InspectedSample(number, text[:_SAMPLE_CHARACTERS], None) for number, text in enumerate(texts)]
 
 

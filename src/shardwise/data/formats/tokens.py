@@ -71,6 +71,7 @@ def is_flat(data: DataConfig) -> bool:
 
 
 def _shown(tokens: FlatTokens) -> str:
+    """The number, the kinds and the size of the files."""
     kinds = dict.fromkeys(file.reading or file.tokens.dtype.name for file in tokens.files)
     documents = "" if tokens.documents is None else f", {counted(len(tokens.documents) - 1, 'document')}"
     nbytes = size(sum(file.tokens.nbytes for file in tokens.files))

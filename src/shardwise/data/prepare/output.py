@@ -40,6 +40,8 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class PreparationOutcome:
+    """The result of a preparation."""
+
     manifest: Mapping[str, Any]
     was_there: bool
 
@@ -155,6 +157,7 @@ class Output:
                     path.unlink()
 
     def size(self) -> int:
+        """The bytes of all files in the work folder."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
     @contextlib.contextmanager
@@ -244,4 +247,5 @@ class Output:
 
 
 def _has_name(file: BinaryIO) -> bool:
+    """True if an open file was not removed."""
     return os.fstat(file.fileno()).st_nlink > 0

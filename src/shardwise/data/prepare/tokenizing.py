@@ -123,6 +123,8 @@ _tokenizer: Tokenizer | None = None
 
 
 class Workers:
+    """Threads or processes that share tasks."""
+
     def __init__(self, pool: Executor, count: int) -> None:
         self._pool = pool
         self._count = count
@@ -180,6 +182,7 @@ def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
+    """Prepares a new process for its tasks."""
     global _tokenizer
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()

@@ -50,6 +50,7 @@ class Conversation:
 
     @cached_property
     def texts(self) -> list[str]:
+        """The text of each message."""
         return [text_of(message) for message in self.messages]
 
 
@@ -58,6 +59,7 @@ Chat = tuple[Callable[[], str], Conversation]
 
 
 def text_of(message: Message) -> str:
+    """The text of a message, whose content may be a list of parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
@@ -218,6 +220,7 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
 
 
 def _is_text(content: Any) -> bool:
+    """True for text, and for parts of text."""
     if not isinstance(content, list):
         return isinstance(content, str)
     return all(

@@ -95,6 +95,7 @@ class SavedTables:
         return [folder / name for name in self._names(folder / _STATE, "_data_files")]
 
     def _names(self, record: Path, key: str) -> list[str]:
+        """The names that a record lists, of what must lie in its own folder."""
         values = _json(record).get(key)
         if not isinstance(values, list) or (not values and key == "splits"):
             raise DataError(f"{record} must list the data set's {key.removeprefix('_data_')}: save it again")
@@ -331,14 +332,17 @@ class DataSet:
 
     @property
     def num_rows(self) -> int:
+        """The rows of the splits that are read."""
         return sum(map(len, self._splits.values()))
 
     def where(self, split: str) -> str:
+        """The beginning of messages about a row of a split."""
         if split == _UNNAMED:
             return self.shown
         return f"{self.shown}, split {split}"
 
     def column_names(self, split: str) -> list[str]:
+        """The names of a split's columns."""
         names: list[str] = self._splits[split].column_names
         return names
 
@@ -364,6 +368,7 @@ class DataSet:
 
 
 def is_saved(path: Path) -> bool:
+    """True if `path` is a folder that `save_to_disk` wrote."""
     return (path / _SPLITS).is_file() or all((path / name).is_file() for name in (_STATE, _INFO))
 
 

@@ -154,6 +154,7 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
+    """The shape of one array of integers."""
     array = file.get(key)
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
@@ -284,6 +285,7 @@ class ShardRows:
         }
 
     def __len__(self) -> int:
+        """The number of rows."""
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:

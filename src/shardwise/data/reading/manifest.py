@@ -26,6 +26,7 @@ _FIELDS = {
 
 
 def of_prefix(prefix: Path) -> Path:
+    """The manifest of PREFIX.bin and PREFIX.idx."""
     return Path(f"{prefix}.json")
 
 

@@ -161,6 +161,7 @@ class Documents:
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
+        """The number of tokens."""
         return self.end - self.start
 
     @property
@@ -188,6 +189,7 @@ class Documents:
         return tokens
 
     def beginning(self, tokens: int) -> list[int]:
+        """The first tokens; fewer if there are no more."""
         return [int(token) for token in self.take(np.arange(min(tokens, len(self))))]
 
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:

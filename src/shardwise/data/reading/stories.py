@@ -22,6 +22,7 @@ _Choice = TypeVar("_Choice")
 
 
 def stories() -> Iterator[str]:
+    """All stories of the built-in text, in their order."""
     grammar = yaml_value(GRAMMAR.read_text(encoding="utf-8"), GRAMMAR.name)
     for number in range(STORIES):
         yield story(grammar, number)
@@ -37,6 +38,7 @@ def story(grammar: Mapping[str, Any], number: int) -> str:
 
 
 def _words(grammar: Mapping[str, Any], draw: random.Random) -> dict[str, str]:
+    """The text of each name in braces."""
     words = {name: _choice(texts, draw) for name, texts in grammar["words"].items()}
     hero = _choice(grammar["people"], draw)
     friend = _choice([person for person in grammar["people"] if person != hero], draw)

@@ -156,6 +156,7 @@ def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[
 
 
 def type_name(value: Any) -> str:
+    """The name of a value's type, for messages; `null` as JSON spells it."""
     return "null" if value is None else type(value).__name__
 
 

@@ -80,6 +80,7 @@ class TextPiece:
 
     @property
     def characters(self) -> int:
+        """The size of its text."""
         return len(self.text)
 
 
@@ -282,6 +283,7 @@ def user_files(path: Path, data: DataConfig) -> FileSource:
 
 
 def _left_out(files: Sequence[Path], kind: Kind | None, key: str) -> set[Path]:
+    """The files of a folder that are no data."""
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     has_rows = kind != "text"

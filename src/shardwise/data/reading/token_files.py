@@ -174,6 +174,7 @@ class RowFiles:
 
     @cached_property
     def files(self) -> Sequence[Path]:
+        """The files, in their order."""
         assert self.data.path is not None
         return user_files(user_path(self.data.path), self.data).files
 
@@ -193,6 +194,7 @@ class RowFiles:
 
     @property
     def column(self) -> str:
+        """The column of the first file."""
         return self.readings[0][2]
 
     def stamp(self) -> str:
@@ -201,5 +203,6 @@ class RowFiles:
         return digest_of(["rows", facts, self.data.text_key])
 
     def rows(self, _split: str) -> Iterator[TokenRows]:
+        """All rows, many at once."""
         for file, reading, column in self.readings:
             yield from file_rows(file, reading, column)

@@ -64,6 +64,7 @@ class TokenRows:
 
     @property
     def last(self) -> npt.NDArray[np.integer[Any]]:
+        """The last token of each row that has some."""
         return self.tokens[(np.cumsum(self.lengths) - 1)[self.lengths > 0]]
 
     def ended(self, end: int | None) -> TokenRows:
@@ -144,6 +145,7 @@ def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRo
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers."""
     with opened(file) as content:
         yield from ((number, line) for number, line in enumerate(content, start=1) if line.strip())
 

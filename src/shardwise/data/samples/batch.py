@@ -27,7 +27,9 @@ class Tokens(Protocol):
 
     def __len__(self) -> int: ...
 
-    def take(self, places: IntArray, /) -> npt.NDArray[Any]: ...
+    def take(self, places: IntArray, /) -> npt.NDArray[Any]:
+        """The tokens at `places`."""
+        ...
 
 
 class TokenRow(Tokens, Protocol):
@@ -228,6 +230,7 @@ class BlendedBatches(Batches):
         return int(self.order.before(source, np.array([samples // self.together]))[0]) * self.together
 
     def sources(self, samples: IntArray) -> IntArray:
+        """The number of the source of each of these samples."""
         return self.order.sources(samples // self.together)
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
@@ -288,6 +291,7 @@ class BlendedBatches(Batches):
 
 
 def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
+    """One batch of the samples of several, each at its `places`. Samples are the last dimension of all inputs."""
     inputs: dict[str, IntArray] = {}
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)
     for batch, chosen in zip(batches, places, strict=True):

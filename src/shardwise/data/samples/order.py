@@ -204,6 +204,7 @@ class BlendPattern:
         self._places = [np.flatnonzero(self._sources == source) for source in range(len(self.counts))]
 
     def sources(self, samples: IntArray) -> IntArray:
+        """The source of each of these samples."""
         return np.asarray(self._sources[samples % len(self._sources)])
 
     def before(self, source: int, samples: IntArray) -> IntArray:
@@ -231,6 +232,7 @@ class BlendPattern:
 
 
 def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
+    """Return the samples of each source in a block."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * common) for fraction in fractions]
@@ -300,6 +302,7 @@ class SourceOrder:
                 self._earlier[number + 1, source] += self.patterns[number].before(local, np.array([end - begin]))[0]
 
     def sources(self, samples: IntArray) -> IntArray:
+        """The number of the source of each of these samples."""
         sources = np.empty_like(samples)
         for number, chosen in self._by_stage(samples):
             local = self.patterns[number].sources(samples[chosen] - self._begins[number])

@@ -46,9 +46,11 @@ class Packs:
 
     @property
     def sizes(self) -> IntArray:
+        """The number of members of each pack."""
         return np.diff(self.begins)
 
     def shuffled(self, seed: int, epoch: int = 0) -> Packs:
+        """The packs in the order of an epoch of `SampleOrder`."""
         if not len(self):
             return self
         order = SampleOrder(len(self), seed).indices(epoch * len(self), len(self))

@@ -69,6 +69,7 @@ class ChunkIndex:
         return len(self._first_chunks) - 1
 
     def find(self, chunks: IntArray) -> Chunks:
+        """The chunks of these numbers."""
         document: IntArray = np.searchsorted(self._first_chunks, chunks, side="right") - 1
         first_chunk, stop_chunk = self.siblings(document)
         low = self._document_bounds[document] + (chunks - first_chunk) * self.length

@@ -256,6 +256,7 @@ class StreamBatches(Batches):
         return joined(parts, places, samples)
 
     def _block(self, sample: int) -> StreamBlock:
+        """The block that has a sample."""
         for block in self._kept:
             if block.start.samples <= sample < block.stop.samples:
                 return block

@@ -238,6 +238,7 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> frozenset[str]:
+        """The names that the template has, of fields and of variables."""
         return frozenset(self.code.names())
 
     @cached_property

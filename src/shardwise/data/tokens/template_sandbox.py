@@ -74,6 +74,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def joined(self, *values: Any) -> str:
+        """The text of jinja2's operator `~`."""
         texts = [str(value) for value in values]
         self.count(sum(map(len, texts)))
         return "".join(texts)

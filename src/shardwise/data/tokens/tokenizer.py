@@ -374,6 +374,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
 
 
 def announce_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
+    """Announces the note of a tokenizer, if it has one."""
     if announce is not None and tokenizer.note is not None:
         announce(tokenizer.note)
 

@@ -328,6 +328,7 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _piece_model(file: Path) -> Any:
+    """The parsed file."""
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2
@@ -378,6 +379,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def read_bytes(file: Path) -> bytes:
+    """The content of a file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
