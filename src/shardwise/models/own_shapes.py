@@ -88,8 +88,8 @@ def _uncounted() -> dict[Any, Any]:
 
     def convolution_backward(y: Sequence[int], x: Sequence[int], weight: Sequence[int], *rest: Any, **_: Any) -> int:
         # Each gradient costs as much as the output. torch does not divide that of the weight by `groups`.
-        *_, transposed, _, _, asked = rest
-        return sum(asked[:2]) * int(flop_counter.conv_flop_count(list(x), list(weight), list(y), transposed))
+        transposed, asked = rest[4], rest[7]
+        return int(sum(asked[:2]) * flop_counter.conv_flop_count(list(x), list(weight), list(y), transposed))
 
     def attention(*shapes: Any, **_: Any) -> int:
         return int(flop_counter.sdpa_flop_count(*shapes[:3]))

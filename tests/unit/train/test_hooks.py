@@ -1,6 +1,7 @@
 """Hooks: a reader, a loss, an optimizer and callbacks of the user's own train; what is wrong with one is a sentence."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shardwise.launch import stop_requests
 from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer
 from shardwise_watch.run import RunView
 from tests import own_hooks
+from tests.arch.source import ROOT
 from tests.dist.training import MODEL, make_config
 from tests.e2e.command import MINIATURE, within
 
@@ -265,3 +267,9 @@ def test_a_run_goes_on_with_its_hooks_alone() -> None:
 def test_a_name_without_a_colon_is_one_error(dry: tuple[str, ...], tmp_path: Path) -> None:
     said = within("train", "llama2-tiny", "hooks.optimizer=lion.Lion", *dry, at=tmp_path).failed(2)
     assert said == "shardwise: hooks.optimizer ('lion.Lion') must read package.module:Name\n"
+
+
+def test_the_page_names_a_class_for_any_recipe(tmp_path: Path) -> None:
+    page = (ROOT / "docs/hooks.md").read_text("utf-8")
+    (command,) = re.findall(r"`shardwise (train llama2-tiny\s+hooks\.optimizer=\S+)`", page)
+    within(*command.split(), "--dry-run", at=tmp_path).succeeded()
