@@ -92,6 +92,11 @@ class _Stream:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _captures(graph: Recorded, *, stream: _Stream, capture_error_mode: str) -> Recorded:
+    assert capture_error_mode == "thread_local", "other threads, as NCCL's watchdog, may call CUDA meanwhile"
+    return graph
+
+
 def captured(sections: dict[str, Any]) -> tuple[bool, int]:
     """Whether steps of replayed passes have the numbers and bits of ordinary ones, and the number of replays."""
     results, replays = [], 0
@@ -101,7 +106,7 @@ def captured(sections: dict[str, Any]) -> tuple[bool, int]:
             Recorded.gradients = tuple(bucket.gradients for bucket in trainer.optimizer.buckets)
             cuda: Any = torch.cuda
             replaced = {"CUDAGraph": Recorded, "Stream": _Stream, "current_stream": _Stream, "stream": lambda s: s}
-            replaced["graph"] = lambda graph, stream: graph
+            replaced["graph"] = _captures
             before = {name: getattr(cuda, name) for name in replaced}
             for name, value in replaced.items():
                 setattr(cuda, name, value)

@@ -1,12 +1,17 @@
 """`train.switches`: each leaves every number and bit of a training as it is."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from shardwise import LAMB
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.distributed import devices
+from shardwise.distributed.mesh import Group
+from shardwise.optim.gradient_norms import ElementRun, ModelNorms
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from tests.dist import dense, switches
 from tests.dist.checkpoints import make_trainer
@@ -34,11 +39,22 @@ def test_an_update_in_the_backward_pass_has_the_same_bits(ranks: Any, world: int
 
 
 def test_switches_for_cuda_do_nothing_elsewhere() -> None:
-    assert switches.both({}, "cuda_graphs") == switches.both({}, "flash_attention_3") == (True, 0)
+    assert switches.both({}, "cuda_graphs") == (True, 0)
+    assert switches.both({"precision": {"mode": "bfloat16"}}, "flash_attention_3") == (True, 0)
 
 
 def test_a_gpu_without_flash_attention_3_refuses_it() -> None:
     with pytest.raises(ConfigError, match=r"needs torch 2\.11 and the module flash_attn_interface: No module named"):
+        devices.use_flash_attention_3(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("found", [(8, 0), (10, 0)])
+def test_another_gpu_refuses_flash_attention_3(found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found)
+    capability = f"{found[0]}\\.{found[1]}"
+    message = rf"train\.switches \(flash_attention_3\) must be left out on a GPU of compute capability {capability}:"
+    with pytest.raises(ConfigError, match=message):
         devices.use_flash_attention_3(torch.device("cuda"))
 
 
@@ -47,11 +63,128 @@ def test_a_loss_that_is_not_finite_is_told_with_the_weights_that_it_changed() ->
     trainer = make_trainer(config)
     with torch.no_grad():
         next(trainer.model.parameters()).fill_(float("nan"))
-    with pytest.raises(RunError, match="weights are updated: go on from a checkpoint, without update_in_backward"):
+    with pytest.raises(RunError, match="weights are updated: go on from a checkpoint, without update_in_backward") as e:
         trainer.step()
+    assert "must be finite; on rank 0, its loss is nan. Some weights" in str(e.value)
+    assert str(e.value).endswith("(`shardwise explain loss-not-finite`)")
 
 
-def test_an_optimizer_that_clips_refuses() -> None:
-    optimizer = ZeroRedundancyOptimizer(make_model().parameters(), torch.optim.AdamW, lr=1e-3)
-    with pytest.raises(ConfigError, match="needs max_norm=None, stage 0 or 1"):
+@pytest.mark.parametrize("log_every", [None, 2])
+def test_weights_are_read_where_their_norm_is(log_every: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(make_config(optimizer={"max_norm": None}, train={"switches": ("update_in_backward",)}))
+    trainer.log_every = log_every
+    takes: list[Any] = []
+    plain = ModelNorms.measure
+    monkeypatch.setattr(ModelNorms, "measure", lambda norms, *takes_: takes.extend(takes_) or plain(norms, *takes_))
+    records = [trainer.step() for _ in range(2)]
+    assert takes.count(ElementRun.weights) == (2 if log_every is None else 1)
+    assert [record.param_norm is None for record in records] == [log_every is not None, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"max_norm": 1.0}, r"max_norm \(1\.0\)"),
+        ({"stage": 2}, r"stage \(2\)"),
+        ({"offload": True}, r"offload \(True\)"),
+        ({"optimizer_class": LAMB}, r"optimizer_class \(LAMB\)"),
+    ],
+)
+def test_an_optimizer_that_needs_all_gradients_refuses(options: dict[str, Any], wrong: str) -> None:
+    given = {"optimizer_class": torch.optim.AdamW, "lr": 1e-3, "max_norm": None, **options}
+    model = make_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), model=model, **given)
+    with pytest.raises(ConfigError, match=f"^{wrong} must be changed for .* which needs max_norm=None, stage 0 or 1"):
         optimizer.update_in_backward()
+
+
+class Unlucky(torch.autograd.Function):
+    """The memory runs out in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+
+def make_own(options: dict[str, Any]) -> tuple[nn.Sequential, ZeroRedundancyOptimizer]:
+    """A model in 16 buckets or so, as a loop of one's own has it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)])
+    kept = {"optimizer_class": torch.optim.SGD, "lr": 0.1, "max_norm": None, "bucket_mib": 1e-4, **options}
+    return model, ZeroRedundancyOptimizer(model.parameters(), model=model, **kept)
+
+
+def passes(model: nn.Sequential, optimizer: ZeroRedundancyOptimizer, *, is_unlucky: bool = False) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(Group.world().rank))
+    with optimizer.accumulate(last=True):
+        y = model[0](x)
+        model[1:](Unlucky.apply(y) if is_unlucky else y).square().sum().backward()
+
+
+def train_own(is_ahead: bool, options: dict[str, Any]) -> tuple[float, list[torch.Tensor]]:
+    model, optimizer = make_own(options)
+    for _ in range(2):
+        if is_ahead:
+            optimizer.update_in_backward()
+        passes(model, optimizer)
+        norm = float(optimizer.gradient_norm())
+        optimizer.step()
+    return norm, [p.detach().clone() for p in model.parameters()]
+
+
+def both_loops(options: dict[str, Any]) -> bool:
+    (norm, weights), (other_norm, other_weights) = train_own(False, options), train_own(True, options)
+    return norm == other_norm and all(map(torch.equal, weights, other_weights))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"optimizer_class": torch.optim.AdamW, "fused": True, "lr": 1e-2}, {"average": False}]
+)
+def test_loops_of_ones_own_over_ranks_have_the_same_bits(ranks: Any, options: dict[str, Any]) -> None:
+    assert ranks(2).run(both_loops, options) == [True, True]
+
+
+@pytest.mark.parametrize("is_unlucky", [False, True])
+def test_a_dropped_step_is_an_error_and_the_next_one_is_whole(is_unlucky: bool) -> None:
+    model, optimizer = make_own({})
+    optimizer.update_in_backward()
+    with pytest.raises(torch.OutOfMemoryError) if is_unlucky else nullcontext():
+        passes(model, optimizer, is_unlucky=is_unlucky)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) in place of step\(\) must be left out .* load a checkpoint"):
+        optimizer.zero_grad()
+    for p in model.parameters():
+        assert p.grad is not None
+        assert not p.grad.any()
+    before = [p.detach().clone() for p in model.parameters()]
+    passes(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters())), "the switch ended with the dropped step"
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_dropped_before_its_backward_pass_is_no_error() -> None:
+    model, optimizer = make_own({})
+    optimizer.update_in_backward()
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    passes(model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_changes_gradients_after_an_update_is_an_error() -> None:
+    model, optimizer = make_own({})
+    optimizer.update_in_backward()
+    passes(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(1\.0\) must be left out with update_in_backward\(\)"):
+        optimizer.clip_grad_norm_(1.0)
+    model, optimizer = make_own({})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.zeros(()))
+    optimizer.update_in_backward()
+    passes(model, optimizer)
+    with pytest.raises(RuntimeError, match=r"a GradScaler must be left out with update_in_backward\(\)"):
+        scaler.step(optimizer)

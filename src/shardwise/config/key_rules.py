@@ -24,6 +24,7 @@ _MASKS = "with model.family {=model.family}, which masks tokens"
 _MASKS_NONE = "must be left out: model.family {=model.family} predicts the next token and masks none"
 
 _REFUSED: dict[Switch, RuleTable] = {
+    "flash_attention_3": {"": ("{precision.mode=float32}, as its kernels take 16-bit numbers",)},
     "update_in_backward": {
         "": ("{optimizer.max_norm}, which needs all gradients first", "{optimizer.offload}", "{hooks.optimizer}"),
         "optimizer.cuts_gradients": ("optimizer.zero ({=optimizer.zero}), which reduces in each micro-batch",),
@@ -32,8 +33,7 @@ _REFUSED: dict[Switch, RuleTable] = {
     "cuda_graphs": {
         "": ("{data.reset_attention_mask}", "{data.mixture}", "{precision.matmul}", "{train.bitwise}", "{hooks.loss}"),
         "optimizer.cuts_gradients": ("optimizer.zero ({=optimizer.zero}), which communicates in each pass",),
-        "may_have_experts": ("experts, or a model of your own",),
-        "model.has_dropout": ("dropout",),
+        "may_have_experts": ("model.family ({=model.family}), which has experts, or may have them",),
         "model.predicts_masked_tokens": ("model.family ({=model.family})",),
     },
 }
@@ -130,12 +130,17 @@ _RULES: RuleTable = {
 }
 
 
-def key_problems(config: Config) -> list[str]:
-    """The rules of keys of several sections that a configuration breaks."""
+def key_problems(config: Config, micro_batches: int | None) -> list[str]:
+    """The rules of keys of several sections that a configuration breaks; `micro_batches`: those of a rank a step."""
     problems = broken(_RULES, config)
     for switch in config.train.switches:
         reasons = broken(_REFUSED.get(switch, {}), config)
+        drops = {"cuda_graphs": "_dropout", "flash_attention_3": "attention_dropout"}.get(switch, "none")
+        keys = dict.fromkeys(key for kind, key in getattr(config.shapes, "keys", {}).items() if kind.endswith(drops))
+        reasons += [f"model.{key} ({rate})" for key in keys if (rate := getattr(config.shapes, key))]
         reasons += [config.parallel.keys_text] * (switch == "cuda_graphs" and config.parallel.ranks > 1)
+        one = f"train.global_batch ({config.train.global_batch}), a rank's one micro-batch: the last is not replayed"
+        reasons += [one] * (switch == "cuda_graphs" and micro_batches == 1)
         problems += [f"train.switches ({switch}) must be left out with {reason}" for reason in reasons]
     hooks = config.hooks
     problems += [

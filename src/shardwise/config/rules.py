@@ -74,7 +74,7 @@ def check_layout(config: Config, world: int, *, is_new: bool = False) -> Layout:
     if config.precision.matmul is not None:
         problems += fp8_problems(config.model, parallel, config.train)
     problems += config.data.late_stage_problems(config.train.steps)
-    problems += length_problems(config.model, config.train, config.optimizer) + key_problems(config)
+    problems += length_problems(config.model, config.train, config.optimizer) + key_problems(config, micro_batches)
     problems += _trace_problems(config.log, config.train, config.checkpoint.resume, is_new) + config.log.name_problems()
     if layout is not None:
         problems += _rank_problems(config.log, parallel, layout) + bitwise_problems(config, layout)

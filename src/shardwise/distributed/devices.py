@@ -213,6 +213,9 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
 def use_flash_attention_3(device: torch.device) -> None:
     """Let FlashAttention 3 (arXiv:2407.08608) compute attention on CUDA; ConfigError if it is not there."""
     if device.type == "cuda":
+        if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) != (9, 0):
+            where = f"compute capability {found[0]}.{found[1]}: its kernels are for 9.0, such as an H100"
+            raise ConfigError(f"train.switches (flash_attention_3) must be left out on a GPU of {where}")
         try:
             torch.nn.attention.activate_flash_attention_impl("FA3")
         except (AttributeError, ImportError, RuntimeError, ValueError) as error:
@@ -240,7 +243,7 @@ class CapturedCall:
             return result
         if self._calls == 4:
             self._kept = {name: tensor.clone() for name, tensor in tensors.items()}
-            with torch.cuda.graph(self._graph, stream=self._stream):
+            with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._result = function(self._kept)
         for name, tensor in tensors.items():
             self._kept[name].copy_(tensor)

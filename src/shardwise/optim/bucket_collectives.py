@@ -118,6 +118,7 @@ class Reductions:
     def reset(self) -> None:
         """Begin a new step; the buckets are reset too."""
         self.overlaps = False
+        self.update_reduced = None
         self._under_way.clear()
         self._passes.clear()
 
@@ -192,8 +193,7 @@ class Gathers:
 
     def wait(self) -> None:
         """Wait until all parameters are complete."""
-        while self._pending:
-            self._pending.pop(next(iter(self._pending))).wait()
+        self._wait_for(list(self._pending))
 
     @contextmanager
     def behind_forward(
@@ -223,7 +223,6 @@ class Gathers:
                 hook.remove()
 
     def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
-        if self._pending:
-            for bucket in buckets:
-                if bucket in self._pending:
-                    self._pending.pop(bucket).wait()
+        for bucket in buckets:
+            if bucket in self._pending:
+                self._pending.pop(bucket).wait()

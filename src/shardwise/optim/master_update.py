@@ -33,11 +33,20 @@ class Update:
     def __init__(self, inner: torch.optim.Optimizer, model: ModelSlices) -> None:
         self._inner = inner
         self._model = model
-        self._in_forward_order = [(number, bucket) for number, group in enumerate(model.groups) for bucket in group]
+        numbers = [(bucket, number) for number, group in enumerate(model.groups) for bucket in group]
         # Buckets were filled from the last parameter to the first, and equal ones keep their order.
-        self._in_forward_order.reverse()
-        self._in_forward_order.sort(key=lambda entry: entry[1].order)
-        self._all = self._in_forward_order
+        numbers.reverse()
+        self._in_forward_order = dict(sorted(numbers, key=lambda entry: entry[0].order))
+        self._due = self._in_forward_order.copy()
+
+    def refuse_ahead(self, what: str) -> None:
+        """Make all buckets due again; RuntimeError on `what` if this step has updated some of them `ahead`."""
+        due, self._due = self._due, self._in_forward_order.copy()
+        if ahead := len(self._due) - len(due):
+            raise RuntimeError(
+                f"{what} must be left out with update_in_backward(), which has updated {ahead} of {len(self._due)} "
+                "buckets: load a checkpoint, and leave out one of the two"
+            )
 
     def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
@@ -54,45 +63,43 @@ class Update:
         yield from self._update(factor, number)
         for outer, inner in zip(groups, self._inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._in_forward_order = self._all
+        self._due = self._in_forward_order.copy()
 
     def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> list[Bucket]:
         """Do the `step` of one bucket, which needs no other one, and return it; the step itself leaves it out then."""
-        others = [entry for entry in self._in_forward_order if entry[1] is not bucket]
-        self._in_forward_order = [entry for entry in self._in_forward_order if entry[1] is bucket]
+        others, self._due = self._due, {bucket: self._due.pop(bucket)}
         updated = list(self.step(groups, factor, number))
-        self._in_forward_order = others
+        self._due = others
         return updated
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, SliceOptimizer):
-            buckets = [bucket for _, bucket in self._in_forward_order]
-            for bucket in buckets:
+            for bucket in self._due:
                 bucket.master.grad = scaled_gradient(bucket, factor)
             self._inner.step_slices(self._model)
-            for bucket in buckets:
+            for bucket in self._due:
                 bucket.master.grad = None
                 yield bucket
             return
         divisor = _divisor(factor, self._model.device)
         for group, bucket in self._buckets_with_options():
             is_divided = divides_gradients(self._inner, group)
-            bucket.master.grad = scaled_gradient(bucket, 1.0 if is_divided else factor)
+            # The norm still reads what an update ahead has used, and a class may divide in place.
+            copies = divisor is not None and len(self._due) < len(self._in_forward_order)
+            bucket.master.grad = scaled_gradient(bucket, 1.0 if is_divided else factor, copies=copies)
             with dividing_gradients(self._inner, divisor) if is_divided else nullcontext():
                 self._step_alone(group, bucket.master)
             bucket.master.grad = None
             yield bucket
 
     def _buckets_with_options(self, without: Collection[int] = ()) -> Iterator[tuple[dict[str, Any], Bucket]]:
-        """Yield each bucket with its parameter group, whose options are the same for every bucket.
-
-        Groups whose number is in `without` are left out.
+        """Yield each due bucket, but for groups `without`, with its parameter group, whose options all buckets share.
 
         Afterwards the group has the options that the update of its last bucket left: what the class keeps there, such
         as a count of steps, is the same after each.
         """
         options = list(map(options_of, self._inner.param_groups))
-        for number, bucket in self._in_forward_order:
+        for bucket, number in self._due.items():
             if number not in without:
                 group = self._inner.param_groups[number]
                 group.update(copy.deepcopy(options[number]))
@@ -111,12 +118,10 @@ class Update:
             group["params"] = all_masters
 
 
-def scaled_gradient(bucket: Bucket, factor: Tensor | float) -> Tensor:
-    """Return `factor` times a bucket's reduced gradients, in the dtype of its masters; may use the gradients up."""
-    gradient = bucket.gradient.to(bucket.master.dtype)
-    if isinstance(factor, float) and factor == 1.0:
-        return gradient
-    return gradient.mul_(factor)
+def scaled_gradient(bucket: Bucket, factor: Tensor | float, *, copies: bool = False) -> Tensor:
+    """Return `factor` times a bucket's reduced gradients, in the masters' dtype; may use them up, unless it copies."""
+    gradient = bucket.gradient.to(bucket.master.dtype, copy=copies)
+    return gradient if isinstance(factor, float) and factor == 1.0 else gradient.mul_(factor)
 
 
 def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
@@ -145,7 +150,7 @@ class HostUpdate(Update):
     """
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
-        buckets = [bucket for _, bucket in self._in_forward_order]
+        buckets = list(self._due)
         if not buckets:
             return
         stream = torch.Stream(buckets[0].values.device)

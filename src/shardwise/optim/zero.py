@@ -314,21 +314,24 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._reductions.ready(parameter)
 
     @torch.no_grad()
-    def update_in_backward(self) -> Tensor:
-        """Update buckets of the next step as soon as they are reduced, with the options of now. Collective.
+    def update_in_backward(self) -> None:
+        """Update each bucket of the next step as its reduction in `accumulate(last=True)` ends, by the options of then.
 
-        On an accelerator that runs beside the backward pass. Its last buckets wait for `step`, and so do parameters of
-        which tensor-parallel ranks have copies. Returns the norm `[]` of all parameters before the update.
+        Elsewhere it does nothing. On an accelerator updates run beside the backward pass. The last buckets, and those
+        of which tensor-parallel ranks have copies, wait for `step`, and take its options. Once a bucket is updated,
+        `zero_grad`, `clip_grad_norm_` and a scaler's `step` raise RuntimeError.
         """
-        is_sliced = issubclass(self._inner_class, SliceOptimizer)
-        if is_sliced or self.cut.stage > 1 or (self.grad_clipping and self.max_norm is not None):
-            raise ConfigError("update_in_backward() needs max_norm=None, stage 0 or 1, and an elementwise class")
+        stage, offload = self._sharding.stage, self._sharding.offload
+        given = {"max_norm": self.grad_clipping and self.max_norm, "stage": stage > 1 and stage, "offload": offload}
+        given["optimizer_class"] = issubclass(self._inner_class, SliceOptimizer) and self.optimizer_class.__name__
+        if wrong := ", ".join(f"{name} ({value})" for name, value in given.items() if value):
+            needs = "max_norm=None, stage 0 or 1, offload=False and an elementwise class"
+            raise ConfigError(f"{wrong} must be changed for update_in_backward(), which needs {needs}")
         self._adopt_changes()
         self._update_stream = devices.side_stream(self._device)
         if self._update_stream is not None and self._before_changes is not None:
             self._update_stream.wait_event(self._before_changes)
         self._reductions.update_reduced = self._update_reduced
-        return self._model.measure(None, ElementRun.weights)[1]
 
     def _update_reduced(self, bucket: Bucket) -> None:
         pieces = (piece for p in bucket.parameters for piece in of_or_whole(p, tensor=self.tensor).pieces)
@@ -397,9 +400,13 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """L2 norms `[]` of the whole model's gradient (before `step` clips) and parameters; reduces gradients first."""
         norms = self._reduce(measures_weights=True)
         if not self._has_weight_norm:
-            norms[1] = self._model.measure(None, ElementRun.weights)[1]
+            norms[1] = self.weight_norm()
             self._has_weight_norm = True
         return norms[0], norms[1]
+
+    def weight_norm(self) -> Tensor:
+        """The second of `norms`, `[]`, of the weights that the optimizer has now. Collective."""
+        return self._model.measure(None, ElementRun.weights)[1]
 
     def gradient_norm(self) -> Tensor:
         """The first of `norms`, `[]`, for steps that need not read all parameters for the second."""
@@ -429,6 +436,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if error_if_nonfinite and not torch.isfinite(gradient_norm):
             raise RuntimeError(f"the gradient norm ({gradient_norm.item()}) of the whole model must be finite")
         if max_norm is not None:
+            self._updates.refuse_ahead(f"clip_grad_norm_({max_norm})")
             factor = clipping_factor(gradient_norm, max_norm)
             self.gradient_norm().mul_(factor)
             for bucket in self.buckets:
@@ -472,6 +480,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         gradient_norm = self.gradient_norm() if scaled else self._final_norm()
         factor: Tensor | float = self._scale
         if scaled:
+            self._updates.refuse_ahead("a GradScaler")
             scale = checks.require_scaled(self.grad_scale, self.buckets, clipped=self._clipped)
             if not torch.isfinite(gradient_norm):
                 self.zero_grad()
@@ -522,6 +531,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
             gradients.summed = False
         self._norms = None
         self._clipped = False
+        self._updates.refuse_ahead("zero_grad() in place of step()")
 
     @property
     def inner(self) -> torch.optim.Optimizer:

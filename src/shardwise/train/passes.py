@@ -118,7 +118,7 @@ class Passes:
             return self._loss_terms(sums, counts.wait(), len(micro_batches))
 
     def _replayed(self, micro_batches: list[MicroBatch], counts: Pending) -> list[Tensor]:
-        """Add the gradients of micro-batches of the whole model by one graph; return their sums of losses, each [K]."""
+        """Add gradients of micro-batches by one graph, all of it BACKWARD to the clock; return sums of losses [K]."""
         assert self._captured is not None
 
         def both_passes(tensors: dict[str, Tensor]) -> Tensor:
@@ -148,6 +148,7 @@ class Passes:
 
     def over_ranks(self, losses_NK: Tensor) -> Tensor:
         """The terms of the global batch's losses from those of `run`, whose sum is rounded once. Collective."""
+        self._rank_losses_NK = losses_NK.clone()
         # Each replica has the losses of its samples, and in a pipeline only the last stage has them.
         if self._mesh.dp.grain is None:
             losses = collectives.all_reduce_(losses_NK, self._mesh.replicas)
@@ -172,20 +173,22 @@ class Passes:
         The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
         """
         must = f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite"
-        if "update_in_backward" in self._config.train.switches:
-            return RunError(f"{must}, and weights are updated: go on from a checkpoint, without update_in_backward")
-        self._optimizer.zero_grad()
-        with self._optimizer.local_gradients(), self._optimizer.gathered():
-            rank_loss = float(self.run(micro_batches, step, last=False).sum())
-            faults = collectives.all_gather_objects(find_non_finite(self._model, rank_loss), self._mesh.world)
         place = "each rank's own part is: their sum overflowed"
+        fix = "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
+        if "update_in_backward" in self._config.train.switches:
+            # Weights are others by now: only the loss that this rank had is left.
+            found = find_non_finite(nn.Module(), float(self._rank_losses_NK.sum()))
+            place = "each rank's own loss is"
+            fix = "Some weights are updated: go on from a checkpoint, without update_in_backward"
+        else:
+            self._optimizer.zero_grad()
+            with self._optimizer.local_gradients(), self._optimizer.gathered():
+                found = find_non_finite(self._model, float(self.run(micro_batches, step, last=False).sum()))
+        faults = collectives.all_gather_objects(found, self._mesh.world)
         # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
         for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
             place = f"on rank {rank}, {text}"
-        return RunError(
-            f"{must}; {place}. No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set "
-            f"optimizer.max_norm{see('training#loss-not-finite')}"
-        )
+        return RunError(f"{must}; {place}. {fix}{see('training#loss-not-finite')}")
 
     def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)

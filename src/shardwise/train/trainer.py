@@ -117,16 +117,17 @@ class Trainer(Training):
         lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        before = self.optimizer.update_in_backward() if "update_in_backward" in self.config.train.switches else None
+        is_ahead = "update_in_backward" in self.config.train.switches
+        if is_ahead:
+            self.optimizer.update_in_backward()
+        before = [self.optimizer.weight_norm()] if is_ahead and reads_all else []
         self.progress.phase = "forward and backward"
         losses_NK = self.passes.run(micro_batches, step)
         self.progress.phase = "gradient reduction"
         losses_NK = self.passes.over_ranks(losses_NK)
         flags = None if rank_flags is None else rank_flags()
         with clock.phase(OPTIMIZER):
-            norms = self.optimizer.norms() if reads_all and before is None else (self.optimizer.gradient_norm(),)
-        if before is not None:
-            norms = (norms[0], before)
+            norms = self.optimizer.norms() if reads_all and not before else (self.optimizer.gradient_norm(), *before)
         numbers = self.meters.read(losses_NK, norms, flags, reads_all=reads_all)
         loss = sum(numbers.losses)
         if not (math.isfinite(loss) and math.isfinite(numbers.gradient_norm)):

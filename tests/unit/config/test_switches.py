@@ -6,6 +6,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, load_config
 
 IN_BACKWARD = ("train.switches=[update_in_backward]", "optimizer.max_norm=null")
+FLASH = ("train.switches=[flash_attention_3]", "precision.mode=mixed")
 GRAPHS = ("train.switches=[cuda_graphs]",)
 
 
@@ -22,7 +23,14 @@ GRAPHS = ("train.switches=[cuda_graphs]",)
         (1, (*GRAPHS, "train.bitwise=true"), "train.bitwise (true)"),
         (1, (*GRAPHS, "hooks.loss=torch:sum"), "hooks.loss (torch:sum)"),
         (2, (*GRAPHS, "optimizer.zero=3"), "optimizer.zero (3), which communicates in each pass"),
-        (1, (*GRAPHS, "model.attention_dropout=0.1"), "dropout"),
+        (1, (*GRAPHS, "model.attention_dropout=0.1"), "model.attention_dropout (0.1)"),
+        (
+            2,
+            (*GRAPHS, "train.global_batch=4", "train.micro_batch=2"),
+            "train.global_batch (4), a rank's one micro-batch",
+        ),
+        (1, (*FLASH, "model.attention_dropout=0.1"), "model.attention_dropout (0.1)"),
+        (1, (*FLASH, "precision.mode=float32"), "precision.mode (float32), as its kernels take 16-bit numbers"),
         (2, (*GRAPHS, "parallel.tensor=2"), "parallel.tensor (2)"),
     ],
 )
@@ -36,7 +44,10 @@ def test_what_does_not_go_with_a_switch(world: int, overrides: tuple[str, ...], 
 
 @pytest.mark.parametrize(
     ("recipe", "problem"),
-    [("bert-tiny", "model.family (bert)"), ("olmoe-tiny", "experts, or a model of your own")],
+    [
+        ("bert-tiny", "model.family (bert)"),
+        ("olmoe-tiny", "model.family (olmoe), which has experts, or may have them"),
+    ],
 )
 def test_models_that_no_graph_holds(recipe: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
