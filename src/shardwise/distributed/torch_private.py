@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from datetime import timedelta
 from pathlib import Path
 from threading import RLock
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardwise.base.errors import nearest_name
 
@@ -280,12 +281,19 @@ def call_forward_hooks(module: nn.Module) -> None:
         hook(module, (), None)
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """True if calls of the module, or of all modules, have hooks before or after their forward."""
-    every = torch.nn.modules.module
-    return any(
-        (module._forward_pre_hooks, module._forward_hooks, every._global_forward_pre_hooks, every._global_forward_hooks)
-    )
+def calls_only_forward(module: nn.Module, kind: type[nn.Module]) -> TypeGuard[Any]:
+    """True if a call of the module runs the forward of `kind` and nothing else: no wrapper's, hooks' or compiler's."""
+    if torch.compiler.is_compiling() or getattr(module.forward, "__func__", None) is not kind.forward:
+        return False
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return not (any(hooks) or module._compiled_call_impl or torch.nn.modules.module._has_any_global_hook())
+
+
+def others_keep_tensors() -> bool:
+    """True if a selective checkpoint, or hooks of saved tensors that are the user's, may keep what is computed now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    is_users = hooks and not str(hooks[0].__module__).startswith(("shardwise.", "torch.utils.checkpoint"))
+    return bool(is_users) or any("checkpoint" in type(mode).__module__ for mode in _get_current_dispatch_mode_stack())
 
 
 def call_without_overrides(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -170,8 +170,8 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         + _head_norms(workload)
     )
     # Copies take the place of what rotation made, and of QKV's output unless a norm keeps it. Else it works in place.
-    apart = (model.query_key_norm, model.interleaved_heads, workload.has_parts, workload.gathers_keys)
-    is_rotated = model.rotates(layer) and (workload.config.compile.enabled or any(apart)) and not workload.copies_heads
+    is_copied = any((model.query_key_norm, model.interleaved_heads, workload.has_parts, workload.gathers_keys))
+    is_rotated = model.rotates(layer) and (workload.config.compile.enabled or is_copied) and not workload.copies_heads
     core_input, core_input_saved, core = _core(workload, layer, copied=is_rotated or model.query_key_norm is not None)
     if model.norms_input:
         saves_input = model.norm_kind == "layer_norm" or workload.accelerator or a == _FLOAT32

@@ -115,6 +115,7 @@ class _Moved(torch.autograd.Function):
         return journey.moved(x, per_token, parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         journey, per_token, parts = ctx.call
         return journey.moved(grads[0], per_token, parts), None, None, None

@@ -473,6 +473,7 @@ class _AddingLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # Recompute gives the backward pass a detached weight, which has no `grad`.
         ctx.weight = weight
+        ctx.owns_input = getattr(weight, "owns_input", False) and not torch_private.others_keep_tensors()
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -483,7 +484,7 @@ class _AddingLinear(torch.autograd.Function):
         x_TI = x.reshape(-1, x.shape[-1])
         dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
         # From here on the input's memory is free, where this layer alone has it.
-        is_free = getattr(ctx.weight, "owns_input", False) and not torch_private.graph_is_kept()
+        is_free = ctx.owns_input and not torch_private.graph_is_kept()
         out = x_TI.detach() if is_free else None
         dx = torch.mm(dy_TO, weight, out=out).view(x.shape) if ctx.needs_input_grad[0] else None
         db = dy_TO.sum(0) if ctx.needs_input_grad[2] else None

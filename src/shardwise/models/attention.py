@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
-from shardwise.distributed.torch_private import has_fused_attention
+from shardwise.distributed.torch_private import calls_only_forward, has_fused_attention, others_keep_tensors
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
@@ -215,8 +215,8 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return q, k and v, normalised if there is a norm, each `[S, B, heads, d]`; or one tensor of all heads."""
-        if self.joins_heads:
-            return (cast(GQAQKVColumnParallelLinear, self.qkv).joined(x).unflatten(-1, (-1, self.head_dim)),)
+        if self.joins_heads and calls_only_forward(self.qkv, GQAQKVColumnParallelLinear):
+            return (self.qkv.joined(x).unflatten(-1, (-1, self.head_dim)),)
         q, k, v = self.heads(x)
         if self.norm is not None:
             q, k = self.norm(q, k)
@@ -230,7 +230,7 @@ class Attention(nn.Module):
             tables = (cos.to(projected[0].dtype), sin.to(projected[0].dtype))
         keeps = not (context.gathers_keys or context.cache or context.parts)
         if len(projected) == 1:
-            if keeps and tables is not None and not torch.compiler.is_compiling():
+            if keeps and tables is not None and not others_keep_tensors():
                 rotated = RotateJoined.apply(*projected, self.widths, *tables)  # type: ignore[no-untyped-call]
                 return cast(Tensor, self.core(*rotated, context))
             projected = projected[0].split(self.widths, dim=2)

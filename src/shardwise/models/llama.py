@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import DecoderConfig
-from shardwise.distributed.torch_private import graph_is_kept, has_forward_hooks
+from shardwise.distributed.torch_private import calls_only_forward, graph_is_kept, others_keep_tensors
 from shardwise.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from shardwise.layers.norm import RMSNorm
 from shardwise.layers.recompute import compose
@@ -44,7 +44,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, act: Gate) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.act = act
-        ctx.is_leaf = gate_up.is_leaf
+        ctx.others_keep = others_keep_tensors()
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[act](gate).mul_(up)
 
@@ -56,7 +56,7 @@ class _Gated(torch.autograd.Function):
             gate, up = gate_up.chunk(2, dim=-1)
             return torch.autograd.grad(ACTIVATIONS[ctx.act](gate) * up, gate_up, dy, create_graph=True)[0], None
         # Nothing else reads a product's output: its gradient takes its memory.
-        gradient = gate_up.clone() if ctx.is_leaf or graph_is_kept() else gate_up.detach()
+        gradient = gate_up.clone() if ctx.others_keep or graph_is_kept() else gate_up.detach()
         gate, up = gradient.chunk(2, dim=-1)
         d_activated = dy * up
         if ctx.act == "silu":
@@ -104,14 +104,16 @@ class GatedMLP(nn.Module):
     def enter(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up, or one tensor of both."""
         # The compiler makes one kernel of single operations.
-        if self.gated is None or torch.compiler.is_compiling():
+        if self.gated is None or not calls_only_forward(self.gate_up, MergedColumnParallelLinear):
             return cast(tuple[Tensor, ...], self.gate_up(x))
         return (self.gate_up.joined(x),)
 
     def leave(self, *sides: Tensor) -> Tensor:
         """Return the output, of what `enter` returned."""
-        # A hook of the user's may keep the input.
-        cast(Any, self.down_proj.weight).owns_input = not has_forward_hooks(self.down_proj)
+        # A hook of the user's may keep the input, and a wrapper read it again.
+        is_alone = calls_only_forward(self.down_proj, RowParallelLinear)
+        for weight in (self.down_proj.weight,) if is_alone else self.down_proj.parameters():
+            cast(Any, weight).owns_input = is_alone
         activated = self.gated if len(sides) == 1 and self.gated else lambda gate, up: self.act(gate) * up
         return cast(Tensor, compose(self.down_proj, activated, *sides, drops=self.drops_activated))
 
@@ -199,7 +201,7 @@ class LlamaBlock(Block):
 
     def _feed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Return `mlp(norm(x))`; what the norm returned is free before the last product."""
-        if isinstance(self.mlp, SparseMLP):
+        if not calls_only_forward(self.mlp, GatedMLP):
             return cast(Tensor, compose(self.mlp, norm, x, drops=self.drops_normed))
         return self.mlp.leave(*compose(self.mlp.enter, norm, x, drops=self.drops_normed))
 
