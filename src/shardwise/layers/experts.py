@@ -24,7 +24,7 @@ from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.expert_rows import Journey, rows_of_each, weighted_sums
+from shardwise.layers.expert_rows import Journey, SumsByToken, rows_of_each, weighted_sums
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -273,8 +273,7 @@ def _grouped_sum(
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
     y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
-    by_token: Tensor = y.new_zeros(experts.numel(), y.shape[1]).index_copy(0, rows, y).unflatten(0, experts.shape)
-    return by_token.sum(1)
+    return cast(Tensor, SumsByToken.apply(y, rows, experts.shape[1], len(experts)))  # type: ignore[no-untyped-call]
 
 
 class _WithoutIdle(torch.autograd.Function):

@@ -91,7 +91,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
         rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
-    rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
+    rows = [replace(row, keys={key: keys[key] for key in row.keys}, reason=_note(row, keys)) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
@@ -102,6 +102,13 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
     return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+
+
+def _note(row: Row, keys: Mapping[str, Any]) -> str:
+    is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
+    if is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5:
+        return "torchtitan shortens a decay to the steps after the warmup"
+    return row.reason
 
 
 def _tokens_of(keys: Mapping[str, Any]) -> int | None:
@@ -226,7 +233,10 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
                 named = str(settings.get(_FILE))
                 for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
                     # What the command line has counts instead of the file's.
-                    settings = next(_candidates(_text(file), file, "")) | settings
+                    try:
+                        settings = _completed(_flat(tomllib.loads(_text(file))), file) | settings
+                    except ValueError as error:
+                        raise ConfigError(f"--{_FILE} ({file}) cannot be read: it must be TOML ({error})") from None
                     del settings[_FILE]
                 yield _completed(settings, place)
     except ConfigError:

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _price_before(file: Path) -> Price | None:
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = re.search(r'<meta name="price" content="([^"]+)">', text)
-    return None if found is None else Price.of(found[1], f"the price in {file}")
+    return None if found is None else Price.of(found[1], f"--price replaces the price in {file}, which")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:
