@@ -28,10 +28,7 @@ def rows_of_each(experts: Tensor, count: int) -> Tensor:
 
 
 class SumsByToken(torch.autograd.Function):
-    """Adds the rows y `[n, …]` of each token in the order of its choices: CUDA's `index_add` adds in any order.
-
-    `places`, `[n]`, are those of the rows' choices among all `count · per_token`. The host waits for nothing.
-    """
+    """Adds rows of choices at `places`, `[n, …]`, by token and in the order of these; CUDA's `index_add` has none."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, places: Tensor, per_token: int, count: int) -> Tensor:
@@ -71,11 +68,7 @@ class Journey:
 
     @staticmethod
     def of(experts: Tensor, counts: Tensor, group: Group, *, once: bool) -> Journey:
-        """Plan the way of all tokens. Communicates: an all-to-all of two numbers for each rank.
-
-        Args:
-            counts: rows of each expert of the model.
-        """
+        """Plan the way of all tokens to experts of `counts` rows. Communicates: two numbers for each rank."""
         count = len(counts) // group.size
         ranks = experts // count
         if once:
@@ -231,14 +224,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
-    """Return `down(weight · silu(gate) · up)` of rows, `[n, H]`, and write gate and up to `joined`.
+    """Return `down(weight · silu(gate) · up)` of rows x, `[n, H]`, and write gate and up to `joined`, `[n, 2w]`.
 
-    Args:
-        x: `[n, H]`.
-        weight: of each row, `[n, 1]`.
-        joined: `[n, 2w]`.
-        to_width: gate and up projection, `[2w, H]`.
-        to_hidden: down projection, `[H, w]`.
+    Weights of rows are `[n, 1]`, the projection of gate and up `[2w, H]`, and the down projection `[H, w]`.
     """
     gate, up = joined.copy_(_product(x, to_width)).chunk(2, dim=-1)
     return _product(F.silu(gate).mul_(up).mul_(weight), to_hidden)

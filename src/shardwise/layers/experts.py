@@ -241,14 +241,10 @@ class Experts(placement.PlacedModule):
 def sum_of_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, rows: int | None = None
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, `[T, H]`.
+    """Return the weighted sum of each token's experts, `[T, H]`, of tokens and arguments as in `weighted_sums`.
 
     Args:
-        x: tokens `[T, H]`.
-        weights: `[T, k]`.
-        experts: numbers of experts, `[T, k]`, ascending, in which order a token's terms are added.
-        gate_up: gate and up projection of each expert, `[N, 2F, H]`.
-        down: down projection of each expert, `[N, H, F]`.
+        experts: numbers of experts, `[T, k]`, ascending.
         rows: number of choices below N, which have an expert here; None: all.
     """
     if _has_grouped_products(x, gate_up, down):

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _price_before(file: Path) -> Price | None:
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = re.search(r'<meta name="price" content="([^"]+)">', text)
-    return None if found is None else Price.of(found[1], f"--price replaces the price in {file}, which")
+    return None if found is None else Price.of(found[1], f"give --price: that in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:

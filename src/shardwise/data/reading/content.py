@@ -200,11 +200,7 @@ def unpacked_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class FileReading:
-    """The way in which a file is read.
-
-    Attributes:
-        packing: program that packed the file; None if none did.
-    """
+    """The way in which a file is read; `packing`: the program that packed it, None if none did."""
 
     kind: Kind
     packing: str | None = None
