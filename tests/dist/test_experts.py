@@ -345,6 +345,30 @@ def reductions(family: str, log_every: int, expert: int) -> list[tuple[int, int,
     return found
 
 
+def error_of_many_experts() -> float:
+    """Of the outputs at EP 2, in bfloat16 by autocast, relative to those of all experts on one rank."""
+    routing, group = Routing(512, 4, normalized=False), shared_mesh(1, expert=2).experts
+    with made_with(Execution(experts=group)):
+        cut = Experts(16, 8, routing, group=Group(), dtype=torch.bfloat16)
+    whole = Experts(16, 8, routing, group=Group(), dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, part in zip(whole.parameters(), cut.parameters(), strict=True):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            is_cut = part.shape != parameter.shape
+            part.copy_(parameter.chunk(2)[group.group.rank] if is_cut else parameter)
+    x = torch.randn(64, 1, 16, generator=torch.Generator().manual_seed(group.group.rank)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = cut(x), whole(x)
+    assert found.dtype == wanted.dtype
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def test_more_experts_than_bfloat16_counts(ranks: Any) -> None:
+    """It rounds whole numbers from 257 on; these have the weights' dtype on the way."""
+    assert max(run(ranks, 2, error_of_many_experts)) < 0.01
+
+
 def test_loads_are_added_up_once_a_step(ranks: Any) -> None:
     """For the record of a logged step over all ranks, else for biases alone; and each step begins anew."""
     rows = 8 * 16 * 3

@@ -117,7 +117,7 @@ def _from_other(source: str, overrides: list[str], target: Path | None) -> int:
 
     def cells(row: Any) -> list[str]:
         keys = " ".join(f"{key}={setting_text(value)}" for key, value in row.keys.items())
-        return [f"→ {keys}{' (its default)' if row.is_default else ''}"]
+        return [f"→ {keys}{' (its default)' if row.is_default else row.reason and f' ({row.reason})'}"]
 
     block(f"{program.title}: carried over", carried, cells)
     block(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import accumulate
 from typing import Any, cast
 
@@ -26,6 +25,22 @@ def rows_of_each(experts: Tensor, count: int) -> Tensor:
     """Return the rows of each of `count` experts, `[N]` of int64; unlike `bincount`, the host does not wait for it."""
     chosen = experts.flatten()
     return torch.zeros(count, dtype=torch.int64, device=experts.device).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+class SumsByToken(torch.autograd.Function):
+    """Adds rows of choices at `places`, `[n, …]`, by token and in the order of these; CUDA's `index_add` has none."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, places: Tensor, per_token: int, count: int) -> Tensor:
+        tokens = places // per_token
+        ctx.save_for_backward(tokens)
+        rows = rows_of_each(tokens, count)
+        sums = F.embedding_bag(places.argsort(), y.flatten(1), rows.cumsum(0) - rows, mode="sum")
+        return sums.unflatten(1, y.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None, None
 
 
 @dataclass(frozen=True)
@@ -53,11 +68,7 @@ class Journey:
 
     @staticmethod
     def of(experts: Tensor, counts: Tensor, group: Group, *, once: bool) -> Journey:
-        """Plan the way of all tokens. Communicates: an all-to-all of two numbers for each rank.
-
-        Args:
-            counts: rows of each expert of the model.
-        """
+        """Plan the way of all tokens to experts of `counts` rows. Communicates: two numbers for each rank."""
         count = len(counts) // group.size
         ranks = experts // count
         if once:
@@ -78,13 +89,14 @@ class Journey:
         Returns:
             Those that arrive, `[U, k]` or `[U, 1]`. Numbers of experts begin at 0 on each rank; those of others are N.
         """
-        pairs = (weights, self.experts.to(weights.dtype))
+        pairs = (weights.float(), self.experts.float())  # bfloat16 rounds numbers above 256
         choices = torch.cat(pairs, 1) if self.once else torch.stack(pairs, -1).flatten(0, 1)
         per_token = self.experts.shape[1] if self.once else 1
         arrived = cast(Tensor, _Moved.apply(choices, self, per_token, 1))  # type: ignore[no-untyped-call]
-        weights, numbers = arrived.squeeze(1).chunk(2, dim=1)
+        values, numbers = arrived.squeeze(1).chunk(2, dim=1)
         experts = numbers.detach().long()
-        return weights, torch.where(experts // self.count == self.group.rank, experts % self.count, self.count)
+        here = torch.where(experts // self.count == self.group.rank, experts % self.count, self.count)
+        return values.to(weights.dtype), here
 
     def sums_back(self, y: Tensor) -> Tensor:
         """Send results back, and add those of a token in the order of its experts, then the parts: → `[T, H]`."""
@@ -97,12 +109,7 @@ class Journey:
         y = collectives.all_to_all(rows, self.group, *sizes) if self.group.size > 1 else rows
         if parts:
             return y[:, None].expand(-1, parts, *y.shape[1:])
-        total = y.new_zeros(self.experts.numel() // (1 if y.is_cuda else per_token), *y.shape[1:])
-        if y.is_cuda:
-            # `index_add` adds in any order there.
-            total = reduce(torch.add, total.index_copy_(0, self.places, y).unflatten(0, (-1, per_token)).unbind(1))
-        else:
-            total.index_add_(0, self.places // per_token, y)
+        total: Tensor = SumsByToken.apply(y, self.places, per_token, self.experts.numel() // per_token)  # type: ignore[no-untyped-call]
         return collectives.tree_sum(total.transpose(0, 1))
 
 
@@ -181,7 +188,9 @@ class _WeightedSums(torch.autograd.Function):
         d_weight = x.new_empty(joined.shape[:2], dtype=dtype)
         parts = len(joined)
         views = range(len(ctx.counts) // len(down))
-        d_gate_up, d_down = ([torch.zeros_like(whole) for _ in views] for whole in (gate_up, down))
+        d_gate_up, d_down = ([torch.empty_like(whole) for _ in views] for whole in (gate_up, down))
+        for view, expert in (divmod(number, len(down)) for number, count in enumerate(ctx.counts) if not count):
+            d_gate_up[view][expert] = d_down[view][expert] = 0.0
         for number, run in runs_of_experts(ctx.counts):
             view, expert = divmod(number, len(down))
             token = tokens[run]
@@ -216,14 +225,9 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
-    """Return `down(weight · silu(gate) · up)` of rows, `[n, H]`, and write gate and up to `joined`.
+    """Return `down(weight · silu(gate) · up)` of rows x, `[n, H]`, and write gate and up to `joined`, `[n, 2w]`.
 
-    Args:
-        x: `[n, H]`.
-        weight: of each row, `[n, 1]`.
-        joined: `[n, 2w]`.
-        to_width: gate and up projection, `[2w, H]`.
-        to_hidden: down projection, `[H, w]`.
+    Weights of rows are `[n, 1]`, the projection of gate and up `[2w, H]`, and the down projection `[H, w]`.
     """
     gate, up = joined.copy_(_product(x, to_width)).chunk(2, dim=-1)
     return _product(F.silu(gate).mul_(up).mul_(weight), to_hidden)

@@ -24,7 +24,7 @@ from shardwise.distributed.placement import Init, Piece
 from shardwise.layers.balance import RouterLosses
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.execution import execution
-from shardwise.layers.expert_rows import Journey, rows_of_each, weighted_sums
+from shardwise.layers.expert_rows import Journey, SumsByToken, rows_of_each, weighted_sums
 from shardwise.layers.linear import LayerOptions, ParameterMaker
 
 
@@ -241,14 +241,10 @@ class Experts(placement.PlacedModule):
 def sum_of_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, rows: int | None = None
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, `[T, H]`.
+    """Return the weighted sum of each token's experts, `[T, H]`, of tokens and arguments as in `weighted_sums`.
 
     Args:
-        x: tokens `[T, H]`.
-        weights: `[T, k]`.
-        experts: numbers of experts, `[T, k]`, ascending, in which order a token's terms are added.
-        gate_up: gate and up projection of each expert, `[N, 2F, H]`.
-        down: down projection of each expert, `[N, H, F]`.
+        experts: numbers of experts, `[T, k]`, ascending.
         rows: number of choices below N, which have an expert here; None: all.
     """
     if _has_grouped_products(x, gate_up, down):
@@ -273,8 +269,7 @@ def _grouped_sum(
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
     y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
-    by_token: Tensor = y.new_zeros(experts.numel(), y.shape[1]).index_copy(0, rows, y).unflatten(0, experts.shape)
-    return by_token.sum(1)
+    return cast(Tensor, SumsByToken.apply(y, rows, experts.shape[1], len(experts)))  # type: ignore[no-untyped-call]
 
 
 class _WithoutIdle(torch.autograd.Function):

@@ -112,7 +112,6 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         layers=len(routings),
         experts=routings[0].experts,
         replicas=mesh.replicas,
-        scaler=None,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
     )

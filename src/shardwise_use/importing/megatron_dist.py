@@ -330,15 +330,19 @@ def _progress(
 
 def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
     """Add the keys of the balance of loads of experts to `keys`; sentences on what has no counterpart."""
-    kinds, rates = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff")
-    pairs = zip(kinds, rates, strict=True) if isinstance(kinds, list) and isinstance(rates, list) else [(kinds, rates)]
-    used = {_BALANCE[kind]: rate for kind, rate in pairs if rate and kind in _BALANCE}
-    used["z"] = args.get("moe_z_loss_coeff")
-    keys |= {f"optimizer.router_{kind}_loss": float(rate) for kind, rate in used.items() if rate}
-    is_local = "batch" in used and "global_aux_loss" not in str(kinds)
+    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    kinds, rates = (value if isinstance(value, list) else [value] for value in map(args.get, names))
+    if len(kinds) != len(rates):
+        raise ConfigError(f"{names[1]} ({rates}) must have one value for each of {names[0]} ({kinds})")
+    used = {"z": float(args.get("moe_z_loss_coeff") or 0)}
+    for kind, rate in zip(kinds, rates, strict=True):
+        if kind in _BALANCE:
+            used[_BALANCE[kind]] = used.get(_BALANCE[kind], 0.0) + float(rate or 0)
+    keys |= {f"optimizer.router_{kind}_loss": rate for kind, rate in used.items() if rate}
+    is_local = any(kind == "aux_loss" and rate for kind, rate in zip(kinds, rates, strict=True))
     notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if is_local else []
     unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
-    unlike += ["moe_router_load_balancing_type"] if kinds == "sinkhorn" else []
+    unlike += ["moe_router_load_balancing_type"] if "sinkhorn" in kinds else []
     return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +91,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
         rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
-    rows = [replace(row, keys={key: keys[key] for key in row.keys}) for row in rows]
+    rows = [replace(row, keys={key: keys[key] for key in row.keys}, reason=_note(row, keys)) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
@@ -102,6 +102,12 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
     return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+
+
+def _note(row: Row, keys: Mapping[str, Any]) -> str:
+    is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
+    is_cut = is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5
+    return "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
 
 
 def _tokens_of(keys: Mapping[str, Any]) -> int | None:
@@ -169,7 +175,7 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
     candidates = list(_candidates(_text(place), place, wanted))
-    scores = [(max(_scores(settings).values()), settings) for settings in candidates]
+    scores = [(_marks(settings, _program(settings)), settings) for settings in candidates]
     best = max(scores, key=lambda item: item[0], default=(0, {}))[0]
     if best == 0:
         programs = listing((program.title for program in PROGRAMS.values()), "or")
@@ -180,7 +186,7 @@ def _settings(file: str) -> tuple[str, dict[str, Any]]:
     settings = [settings for score, settings in scores if score == best][-1]
     program = _program(settings)
     found = {_program(other) for score, other in scores if score > 1 or score == best}
-    found |= {name for name in PROGRAMS if len(_marks(settings, name) - PROGRAMS[program].names) > 1}
+    found |= {name for name in PROGRAMS if _marks(settings.keys() - PROGRAMS[program].names, name) > 1}
     if len(found) > 1:
         titles = listing(sorted(PROGRAMS[name].title for name in found))
         raise ConfigError(f"--from ({file}) must be of one program, and it has settings of {titles}: keep those of one")
@@ -197,17 +203,12 @@ def _text(place: Path) -> str:
         raise ConfigError(f"--from ({place}) must be a text in UTF-8: it holds other bytes") from None
 
 
-def _marks(settings: Mapping[str, Any], program: str) -> set[str]:
-    return {name for name in settings if name in PROGRAMS[program].marks}
+def _marks(settings: Iterable[str], program: str) -> int:
+    return len(PROGRAMS[program].marks.intersection(settings))
 
 
-def _scores(settings: Mapping[str, Any]) -> dict[str, int]:
-    return {name: len(_marks(settings, name)) for name in PROGRAMS}
-
-
-def _program(settings: Mapping[str, Any]) -> str:
-    scores = _scores(settings)
-    return max(scores, key=lambda name: scores[name])
+def _program(settings: Iterable[str]) -> str:
+    return max(PROGRAMS, key=lambda name: _marks(settings, name))
 
 
 def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]:
@@ -227,7 +228,10 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
                 named = str(settings.get(_FILE))
                 for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
                     # What the command line has counts instead of the file's.
-                    settings = next(_candidates(_text(file), file, "")) | settings
+                    try:
+                        settings = _completed(_flat(tomllib.loads(_text(file))), file) | settings
+                    except ValueError as error:
+                        raise ConfigError(f"--{_FILE} ({file}) cannot be read: it must be TOML ({error})") from None
                     del settings[_FILE]
                 yield _completed(settings, place)
     except ConfigError:

@@ -95,8 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _price_before(file: Path) -> Price | None:
     """The price in a report that is there."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    match = re.search(r'<meta name="price" content="([^"]+)">', text)
-    return None if match is None else Price.of(match[1], f"the price in {file}")
+    found = re.search(r'<meta name="price" content="([^"]+)">', text)
+    return None if found is None else Price.of(found[1], f"give --price: that in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import ZeroRedundancyOptimizer
 from shardwise.config.routing import Routing
@@ -92,6 +93,53 @@ def test_grouped_products_compute_the_same(case: str) -> None:
     for gradient, same in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
         # Another library adds in another order, and terms of other signs are larger than their sum.
         assert (gradient - same).abs().max() <= 2e-6 * same.abs().max()
+
+
+class Results(TorchDispatchMode):
+    """Names, and numbers of elements of the results, of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        results = found if isinstance(found, tuple | list) else (found,)
+        self.calls += [(str(func), result.numel()) for result in results if isinstance(result, Tensor)]
+        return found
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped products")
+def test_grouped_products_hold_no_row_of_another_rank() -> None:
+    """Of 64 tokens with 8 choices each, a rank of 8 has one: sums of rows need as many rows as tokens."""
+    tokens, per_token, width = 64, 8, 4
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.full((tokens, per_token), N)
+    experts[:, 0] = torch.randint(N, (tokens,), generator=generator)
+    experts[:4, 1:3] = torch.tensor([1, 3])
+    experts = experts.sort(dim=1).values
+    experts[-1] = N
+    shapes = [(tokens, H), tuple(experts.shape), (N, 2 * width, H), (N, H, width)]
+    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    rows = int((experts < N).sum())
+    with Results() as results:
+        found = _grouped_sum(given[0], given[1], experts, given[2], given[3], rows)
+        gradients = torch.autograd.grad(found, given, torch.ones_like(found))
+    assert max(size for _, size in results.calls) <= 2 * width * rows < tokens * per_token * H
+    wanted = sum_of_experts(given[0], given[1], experts, given[2], given[3])
+    same = torch.autograd.grad(wanted, given, torch.ones_like(wanted))
+    for one, other in zip((found, *gradients), (wanted, *same), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradients_of_experts_with_rows_are_written_once() -> None:
+    experts = CHOICES["one token"]
+    x, weights, gate_up, down = inputs(experts)
+    y = sum_of_experts(x, weights, experts, gate_up, down)
+    with Results() as results:
+        torch.autograd.grad(y, (x, weights, gate_up, down), torch.ones_like(y))
+    cleared = [size for name, size in results.calls if "zero" in name]
+    assert not {gate_up.numel(), down.numel()} & {*cleared}
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:

@@ -54,6 +54,33 @@ def test_a_command_line_counts_before_the_toml_that_it_names(
     assert f"{others / 'titan.toml'}) cannot be read" in capsys.readouterr().err
 
 
+def test_a_config_file_that_is_a_script_is_refused_in_a_sentence(
+    others: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = others / "run"
+    script.write_text(f"torchrun -m torchtitan.train --job.config_file {script} --training.steps 5\n", encoding="utf-8")
+    assert main(["recipes", "--from", str(script)]) == 2
+    said = capsys.readouterr().err
+    assert f"--job.config_file ({script}) cannot be read: it must be TOML (" in said
+
+
+def test_torchtitan_shortens_a_decay_to_the_steps_after_the_warmup(
+    others: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its message: "Warmup (200) + decay (240) steps exceed total steps (300). Adjusting decay steps to 100."."""
+    toml, script = others / "titan.toml", others / "run.sh"
+    toml.write_text(toml.read_text().replace("warmup_steps = 200", "warmup_steps = 200\ndecay_ratio = 0.8"))
+    script.write_text(f"torchrun -m torchtitan.train --job.config_file {toml} --training.steps 300\n", encoding="utf-8")
+    assert main(["recipes", "--from", str(script)]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.decay_steps=99 (torchtitan shortens a decay to the steps after the warmup)" in said
+    for steps, decay in {1000: 799, 999: 798, 990: 789, 3000: 2399}.items():
+        script.write_text(script.read_text().rpartition(" ")[0] + f" {steps}\n", encoding="utf-8")
+        assert recipe_of(str(script)).sections["optimizer"]["decay_steps"] == decay
+        main(["recipes", "--from", str(script)])
+        assert ("torchtitan shortens" in capsys.readouterr().out) == (steps == 990)
+
+
 def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(
     others: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from tests.monitor_runs import Mesh, Start, write_run
 from tests.unit.watch.test_report import HOSTILE, Text, numbers, report, with_evaluations
 
@@ -62,6 +63,9 @@ def test_the_cost_is_that_of_all_devices(
     amount, currency = found["cost"]["amount"], found["cost"]["currency"]
     assert f"cost, {currency}{amount:.2f}{found['device_hours']:.3g} device-hours at {shown}" in page.text
     assert Text(report(run)).text.count(f"device-hours at {shown}") == 1, "that of the report which is replaced"
+    (run / "report.html").write_text('<meta name="price" content="2.5">', encoding="utf-8")
+    assert main(["report", str(run)]) == 2
+    assert f"give --price: that in {run / 'report.html'} (2.5) must name its currency" in capsys.readouterr().err
     (run / "report.html").unlink()
     assert numbers(capsys, str(run))["cost"] is None
     config = (run / "config.yaml").read_text().replace("log: {", f"log: {{price: {price}, ")

@@ -144,6 +144,17 @@ def opened(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
             yield stream
 
 
+def _window(path: Path | HubFile) -> str:
+    """Return the window that the first frame of a file of zstd asks for, if it is too large (RFC 8878 §3.1.1.1)."""
+    with path.open("rb") as file:
+        head = file.read(HEAD)
+    flags, exponent, eighths = head[4], head[5] >> 3, head[5] & 7
+    at = 5 + (0, 1, 2, 4)[flags & 3]
+    content = int.from_bytes(head[at : at + (1 << (flags >> 6))], "little")
+    size = content if flags & 32 else (8 + eighths) << (exponent + 7)
+    return f", not {size >> 20:,} MiB" if head[:4] == b"\x28\xb5\x2f\xfd" and size > 2**27 else ""
+
+
 @contextmanager
 def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
     """Turns what libraries raise about a packed file, while it is read, into a DataError."""
@@ -159,7 +170,8 @@ def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
         if getattr(error, "errno", None) or not is_damaged:
             raise
         if "too much memory" in str(error):
-            raise DataError(f"{path} must have a window of at most 128 MiB: unpack it by `zstd -d --long=31`") from None
+            said = f"{path} must have a window of at most 128 MiB{_window(path)}"
+            raise DataError(f"{said}: unpack it by `zstd -d --long=31`") from None
         raise DataError(
             f"{path} is cut off or damaged, {packing} cannot unpack it ({error}): fetch or copy it again"
             f"{see('data#file-cut-off')}"
@@ -188,11 +200,7 @@ def unpacked_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class FileReading:
-    """The way in which a file is read.
-
-    Attributes:
-        packing: program that packed the file; None if none did.
-    """
+    """The way in which a file is read; `packing`: the program that packed it, None if none did."""
 
     kind: Kind
     packing: str | None = None

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,6 +144,30 @@ def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypa
     opened = open_megatron(write_dist(made, tmp_path / "megatron", "buffers"))
     assert opened.progress is None
     assert "--dist-ckpt-optim-fully-reshardable" in opened.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rates", "total"),
+    [
+        (["aux_loss", "global_aux_loss"], [0.01, 0.02], 0.03),
+        ("aux_loss", [0.01], 0.01),
+        (["aux_loss"], 0.01, 0.01),
+        (["none"], [0.01], None),
+        (["aux_loss", "seq_aux_loss"], [0.01], "moe_aux_loss_coeff ([0.01]) must have one value for each of"),
+        (["aux_loss", "seq_aux_loss"], 0.01, "moe_aux_loss_coeff ([0.01]) must have one value for each of"),
+    ],
+)
+def test_balance_losses_add_where_they_mean_one_key(kinds: Any, rates: Any, total: Any, tmp_path: Path) -> None:
+    args = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": rates}
+    _, made = source(tmp_path, "mixtral", 1, **args)
+    folder = write_dist(made, tmp_path / "megatron")
+    if isinstance(total, str):
+        with pytest.raises(ConfigError, match=re.escape(total)):
+            open_megatron(folder)
+        return
+    opened = open_megatron(folder)
+    assert progress_of(opened).keys.get("optimizer.router_batch_loss") == total
+    assert any("of each micro-batch there" in note for note in opened.notes) == (total is not None)
 
 
 def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
