@@ -291,7 +291,7 @@ def calls_only_forward(module: nn.Module, kind: type[nn.Module]) -> TypeGuard[An
 
 def others_keep_tensors() -> bool:
     """True if a selective checkpoint, or hooks of saved tensors that are the user's, may keep what is computed now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     is_users = hooks and not str(hooks[0].__module__).startswith(("shardwise.", "torch.utils.checkpoint"))
     return bool(is_users) or any("checkpoint" in type(mode).__module__ for mode in _get_current_dispatch_mode_stack())
 

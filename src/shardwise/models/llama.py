@@ -203,7 +203,7 @@ class LlamaBlock(Block):
         """Return `mlp(norm(x))`; what the norm returned is free before the last product."""
         if not calls_only_forward(self.mlp, GatedMLP):
             return cast(Tensor, compose(self.mlp, norm, x, drops=self.drops_normed))
-        return self.mlp.leave(*compose(self.mlp.enter, norm, x, drops=self.drops_normed))
+        return cast(Tensor, self.mlp.leave(*compose(self.mlp.enter, norm, x, drops=self.drops_normed)))
 
 
 class Llama(CausalLM[DecoderConfig]):
