@@ -76,7 +76,7 @@ class Program:
         return self.marks | self.defaults.keys()
 
 
-PROGRAMS = {
+PROGRAMS: dict[str, Program] = {
     name: Program(**{**entry, "marks": frozenset(entry["marks"])}) for name, entry in _RECORD["programs"].items()
 }
 

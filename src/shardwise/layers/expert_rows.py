@@ -35,7 +35,7 @@ class SumsByToken(torch.autograd.Function):
         tokens = places // per_token
         ctx.save_for_backward(tokens)
         rows = rows_of_each(tokens, count)
-        sums = F.embedding_bag(places.argsort(), y.flatten(1), rows.cumsum(0) - rows, mode="sum")
+        sums: Tensor = F.embedding_bag(places.argsort(), y.flatten(1), rows.cumsum(0) - rows, mode="sum")
         return sums.unflatten(1, y.shape[1:])
 
     @staticmethod

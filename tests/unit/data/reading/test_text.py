@@ -238,7 +238,8 @@ def test_fault_13_packed_files_that_are_cut_off_or_damaged(codec: str, tmp_path:
     content = jsonl([f"{number * number}" for number in range(5000)])
     whole = {"xz": lzma.compress, "bz2": bz2.compress}.get(codec, lambda content: packed(content, codec))(content)
     second = whole[:4] + b"\xff" * 8 + whole[12:]  # whose damaged begin Python's readers take for the end
-    for damaged in (whole[:-5], whole[:12] + b"\xff" * 200 + whole[212:], whole + second, whole + whole[:-5]):
+    damages = [whole[:-5], whole[:12] + b"\xff" * 200 + whole[212:], whole + second, whole + whole[:-5]]
+    for damaged in damages + [whole + b"\n"] * (codec in ("xz", "bz2")):
         (tmp_path / "a").write_bytes(damaged)
         assert "is cut off or damaged" in failure(tmp_path / "a")
 
