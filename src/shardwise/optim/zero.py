@@ -321,8 +321,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         of which tensor-parallel ranks have copies, wait for `step`, and take its options. Once a bucket is updated,
         `zero_grad`, `clip_grad_norm_` and a scaler's `step` raise RuntimeError.
         """
-        stage, offload = self._sharding.stage, self._sharding.offload
-        given = {"max_norm": self.grad_clipping and self.max_norm, "stage": stage > 1 and stage, "offload": offload}
+        given: dict[str, Any] = {"stage": self.cut.stage > 1 and self.cut.stage, "offload": self._sharding.offload}
+        given["max_norm"] = self.grad_clipping and self.max_norm
         given["optimizer_class"] = issubclass(self._inner_class, SliceOptimizer) and self.optimizer_class.__name__
         if wrong := ", ".join(f"{name} ({value})" for name, value in given.items() if value):
             needs = "max_norm=None, stage 0 or 1, offload=False and an elementwise class"
@@ -334,8 +334,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         self._reductions.update_reduced = self._update_reduced
 
     def _update_reduced(self, bucket: Bucket) -> None:
-        pieces = (piece for p in bucket.parameters for piece in of_or_whole(p, tensor=self.tensor).pieces)
-        if any(piece.copies.size > 1 for piece in pieces):
+        if any(piece.copies.size > 1 for p in bucket.parameters for piece in of_or_whole(p, tensor=self.tensor).pieces):
             return
         if self._update_stream is not None:
             self._update_stream.wait_stream(torch.accelerator.current_stream(self._device))
