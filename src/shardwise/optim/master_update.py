@@ -43,10 +43,8 @@ class Update:
         """Make all buckets due again; RuntimeError on `what` if this step has updated some of them `ahead`."""
         due, self._due = self._due, self._in_forward_order.copy()
         if ahead := len(self._due) - len(due):
-            raise RuntimeError(
-                f"{what} must be left out with update_in_backward(), which has updated {ahead} of {len(self._due)} "
-                "buckets: load a checkpoint, and leave out one of the two"
-            )
+            done = f"{ahead} of {len(self._due)} buckets"
+            raise RuntimeError(f"{what} must be left out with update_in_backward() ({done} done): load a checkpoint")
 
     def step(self, groups: Sequence[dict[str, Any]], factor: Tensor | float, number: int) -> Iterator[Bucket]:
         """Update all masters by `factor` times their reduced gradients; yield each bucket once its masters are new.
@@ -65,12 +63,11 @@ class Update:
             outer.update(options_of(inner))
         self._due = self._in_forward_order.copy()
 
-    def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> list[Bucket]:
-        """Do the `step` of one bucket, which needs no other one, and return it; the step itself leaves it out then."""
+    def ahead(self, groups: Sequence[dict[str, Any]], factor: float, number: int, bucket: Bucket) -> Iterator[Bucket]:
+        """Do the `step` of one bucket, which needs no other one, and yield it; the step itself leaves it out then."""
         others, self._due = self._due, {bucket: self._due.pop(bucket)}
-        updated = list(self.step(groups, factor, number))
+        yield from self.step(groups, factor, number)
         self._due = others
-        return updated
 
     def _update(self, factor: Tensor | float, number: int) -> Iterator[Bucket]:
         if isinstance(self._inner, SliceOptimizer):

@@ -318,8 +318,8 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         """Update each bucket of the next step as its reduction in `accumulate(last=True)` ends, by the options of then.
 
         Elsewhere it does nothing. On an accelerator updates run beside the backward pass. The last buckets, and those
-        of which tensor-parallel ranks have copies, wait for `step`, and take its options. Once a bucket is updated,
-        `zero_grad`, `clip_grad_norm_` and a scaler's `step` raise RuntimeError.
+        of which tensor-parallel ranks have copies, wait for `step`, and take its options. `zero_grad` ends this.
+        Once a bucket is updated, `zero_grad`, `clip_grad_norm_` and a scaler's `step` raise RuntimeError.
         """
         given: dict[str, Any] = {"stage": self.cut.stage > 1 and self.cut.stage, "offload": self._sharding.offload}
         given["max_norm"] = self.grad_clipping and self.max_norm

@@ -172,7 +172,6 @@ class Passes:
 
         The reduction has mixed the ranks' gradients, so each rank computes and examines its own once more.
         """
-        must = f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite"
         place = "each rank's own part is: their sum overflowed"
         fix = "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         if "update_in_backward" in self._config.train.switches:
@@ -188,7 +187,10 @@ class Passes:
         # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
         for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
             place = f"on rank {rank}, {text}"
-        return RunError(f"{must}; {place}. {fix}{see('training#loss-not-finite')}")
+        return RunError(
+            f"step {step}: the loss ({loss}) and the gradient norm ({gradient_norm}) must be finite; {place}. "
+            f"{fix}{see('training#loss-not-finite')}"
+        )
 
     def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)
