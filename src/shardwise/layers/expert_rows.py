@@ -35,8 +35,8 @@ class SumsByToken(torch.autograd.Function):
         tokens = places // per_token
         ctx.save_for_backward(tokens)
         rows = rows_of_each(tokens, count)
-        sums: Tensor = F.embedding_bag(places.argsort(), y.flatten(1), rows.cumsum(0) - rows, mode="sum")
-        return sums.unflatten(1, y.shape[1:])
+        sums = F.embedding_bag(places.argsort(), y.flatten(1), rows.cumsum(0) - rows, mode="sum")
+        return sums.view(count, *y.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
