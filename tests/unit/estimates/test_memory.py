@@ -1,6 +1,7 @@
 """Memory formulas against the bytes per parameter that are promised and against what autograd really keeps."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.dropout import DropoutKey
+from shardwise.models import attention
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, parameter_count
 from tests.block_stacks import block_stack
@@ -161,7 +163,11 @@ class Saved:
                 saved[storage] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # Hooks that may keep tensors would let blocks work apart.
+        with (
+            patch.object(attention, "others_keep_tensors", return_value=False),
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        ):
             hidden = model.hidden(**inputs, dropout=key)
         saved[hidden.untyped_storage().data_ptr()] = hidden
         return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
