@@ -1,44 +1,35 @@
 #!/usr/bin/env bash
-# Guess: lzma.open and bz2.open read all streams of a file, as they do for `cat a.xz b.xz`, or raise where one is damaged.
-# Seen in Python 3.10.13, 3.11.7, 3.12.1 and 3.13.0: the second stream is left out without an error where its begin is damaged, and where zeros
-# stand between two streams of xz, which the format allows ("Stream Padding", in multiples of 4). Whoever reads JSON lines
-# of several streams (pbzip2, lbzip2 and pxz make such files) trains on a part. `xz -t` and gzip.open tell the damage.
-#   xz, padded: 1000 of 2000 lines; xz, damaged: 1000 of 2000 lines; bz2, damaged: 1000 of 2000 lines
-#   gzip, padded: 2000 of 2000 lines; gzip, damaged: BadGzipFile
-# PYTHON names an interpreter (default: python3).
+# Guess: lzma.open reads all streams of a file, as it does for `cat a.xz b.xz`, also where zeros stand between them, which
+# the format allows ("Stream Padding", in multiples of 4), as gzip.open does.
+# Seen in Python 3.10.13, 3.11.7, 3.12.1 and 3.13.0: the streams behind the zeros are left out without an error. Whoever
+# reads JSON lines of such a file trains on a part. `xz -d` reads them all.
+#   xz: 2000 of 2000 lines; xz, padded: 1000 of 2000 lines; gzip, padded: 2000 of 2000 lines
+# PYTHON names an interpreter, such as python==3.11.7 (default: python3). Its own modules are used, and nothing is installed.
 set -euo pipefail
-"${PYTHON:-python3}" - <<'PY'
-import bz2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cat > "$work/run.py" <<'PY'
 import gzip
-import io
 import lzma
 import sys
+from pathlib import Path
 
+assert sys.version_info[:2] in {(3, 10), (3, 11), (3, 12), (3, 13)}, sys.version
 half = b"".join(b'{"text": "line %d"}\n' % number for number in range(1000))
 
 
-def read(module, between, damaged):
-    stream = module.compress(half)
-    second = stream[:8] + bytes([stream[8] ^ 255]) + stream[9:] if damaged else stream
-    if module is gzip and damaged:
-        second = stream[:2] + bytes([stream[2] ^ 255]) + stream[3:]
-    try:
-        with module.open(io.BytesIO(stream + between + second)) as file:
-            return f"{sum(1 for _ in file)} of 2000 lines"
-    except (OSError, lzma.LZMAError) as error:
-        return type(error).__name__
+def lines(module, between):
+    Path("packed").write_bytes(module.compress(half) + between + module.compress(half))
+    with module.open("packed") as file:
+        return sum(1 for _ in file)
 
 
 found = {
-    "xz": read(lzma, b"", False),
-    "xz, padded": read(lzma, bytes(8), False),
-    "xz, damaged": read(lzma, b"", True),
-    "bz2, damaged": read(bz2, b"", True),
-    "gzip, padded": read(gzip, bytes(8), False),
-    "gzip, damaged": read(gzip, b"", True),
+    "xz": lines(lzma, b""),
+    "xz, padded": lines(lzma, bytes(8)),
+    "gzip, padded": lines(gzip, bytes(8)),
 }
-print(sys.version.split()[0], "; ".join(f"{name}: {seen}" for name, seen in found.items()))
-whole, part = "2000 of 2000 lines", "1000 of 2000 lines"
-wanted = [whole, part, part, part, whole, "BadGzipFile"]
-assert [*found.values()] == wanted, "this has changed"
+print("; ".join(f"{name}: {count} of 2000 lines" for name, count in found.items()))
+assert [*found.values()] == [2000, 1000, 2000], "this has changed"
 PY
+cd "$work" && "${PYTHON:-python3}" run.py

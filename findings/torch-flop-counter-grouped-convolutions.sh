@@ -9,7 +9,9 @@
 #   groups 64: forward 32768, backward 2129920
 # PYTHON names an interpreter that has torch==2.13.0, a CPU build or another (default: python3).
 set -euo pipefail
-"${PYTHON:-python3}" - <<'PY'
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cat > "$work/run.py" <<'PY'
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,3 +31,4 @@ one = 2 * 64 * 4 * 64 * 64
 assert seen[0] == (one, 2 * one), seen
 assert seen[1] == (one // 64, one // 64 + one), seen
 PY
+cd "$work" && "${PYTHON:-python3}" run.py

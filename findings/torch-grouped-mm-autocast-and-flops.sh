@@ -8,11 +8,14 @@
 #   FLOPs of 512 rows, 64 to 64, forward and backward: F.linear 12582912, grouped_mm 0
 # PYTHON names an interpreter that has torch==2.13.0 (default: python3).
 set -euo pipefail
-"${PYTHON:-python3}" - <<'PY'
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cat > "$work/run.py" <<'PY'
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+assert torch.__version__.startswith("2.13.0"), torch.__version__
 x = torch.randn(512, 64, requires_grad=True)
 weights = torch.randn(2, 64, 64, requires_grad=True)
 ends = torch.tensor([200, 512], dtype=torch.int32)
@@ -39,3 +42,4 @@ print(f"FLOPs of 512 rows, 64 to 64, forward and backward: F.linear {flops[0]}, 
 assert dtypes == [torch.bfloat16, torch.float32], "autocast has changed"
 assert flops == [3 * 2 * 512 * 64 * 64, 0], "the counter has changed"
 PY
+cd "$work" && "${PYTHON:-python3}" run.py

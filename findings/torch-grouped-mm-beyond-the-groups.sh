@@ -8,10 +8,13 @@
 #   bfloat16: rows of groups right, rest 0 False, gradient of the rest 0 False, idle group's gradient 0 True
 # PYTHON names an interpreter that has torch==2.13.0 (default: python3).
 set -euo pipefail
-"${PYTHON:-python3}" - <<'PY'
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+cat > "$work/run.py" <<'PY'
 import torch
 import torch.nn.functional as F
 
+assert torch.__version__.startswith("2.13.0"), torch.__version__
 ROWS, WIDTH = 1024, 64
 
 
@@ -41,3 +44,4 @@ for dtype in (torch.float32, torch.bfloat16):
     )
     assert seen == [False, False, True], "this has changed"
 PY
+cd "$work" && "${PYTHON:-python3}" run.py
