@@ -49,6 +49,9 @@ share samples come next. The pipeline is the outermost axis, as its ranks send l
 CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
 
+ALIKE = "experts"
+"""Name, within that of replicas, of the ranks that have the same tensors of those that ranks divide among them."""
+
 
 def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:
     """Return whether texts and files name an axis of a layout with these degrees, by the name of the degree."""
