@@ -49,6 +49,8 @@ share samples come next. The pipeline is the outermost axis, as its ranks send l
 CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
 
+DIVIDING_KEYS = (TENSOR.key, "parallel.expert", PIPELINE.key)
+"""The keys of the degrees that divide the weights of a model over ranks."""
 ALIKE = "experts"
 """Name, within that of replicas, of the ranks that have the same tensors of those that ranks divide among them."""
 

@@ -86,7 +86,7 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
         first_alike = workload.first_alike[layer]
         block_kept, work = kept_and_work(workload, first_alike)
         kept += block_kept
-        feed = feed_forward(workload, workload.model.routing(layer))
+        feed = feed_forward(workload, layer)
         early = later = work
         if feed.is_early and workload.recompute == "none":
             # They are complete when what the layer saved is free, and the rows at work are too.
@@ -108,7 +108,7 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
     block = block_activations(workload, layer)
     x = workload.x_bytes
     query = workload.a * workload.tokens * workload.local.query
-    feed = feed_forward(workload, workload.model.routing(layer))
+    feed = feed_forward(workload, layer)
     mlp = _mlp_gradients(workload, feed)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
@@ -156,7 +156,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     a = workload.a
     rounds = workload.rounds_inputs
     attended = workload.tokens * local.query
-    feed = feed_forward(workload, model.routing(layer))
+    feed = feed_forward(workload, layer)
     attention = (
         workload.product_input_bytes
         + workload.input_width * attended

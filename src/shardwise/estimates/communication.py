@@ -27,7 +27,7 @@ from dataclasses import replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.feed_forward import counted_loads, kinds_on_rank, loads_of_objectives, read_loads
+from shardwise.estimates.feed_forward import read_loads, routed_backward, routed_forward, sparse_blocks
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
 from shardwise.estimates.transfer import Kind, Transfer, over_tensor
@@ -112,8 +112,7 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
         transfers.append(over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    for part, count in kinds_on_rank(workload):
-        transfers += part.forward(count)
+    transfers += routed_forward(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -129,7 +128,6 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     outputs = _outputs(workload)
     head = int(workload.has_last)
     embedding = int(workload.has_first)
-    kinds = kinds_on_rank(workload)
     transfers = []
     if workload.recompute == "full":
         # Recompute stops at the last tensor that a block saves. The sum after a block's last matrix product is
@@ -138,19 +136,17 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        for part, count in kinds:
-            transfers += part.forward(count, ", recomputed")
+        transfers += routed_forward(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        count = sum((1 if part.keeps_input else 2) * number for part, number in kinds)
+        count = 2 * workload.layers - sparse_blocks(workload).total()  # routed rows keep theirs
         transfers.append(over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    for part, count in kinds:
-        transfers += part.backward(count)
+    transfers += routed_backward(workload)
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size
         transfers.append(over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
@@ -233,11 +229,24 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
 def _objectives(workload: RankWorkload) -> list[Transfer]:
     """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
 
-    Where loads of the whole batch must be known before, a forward pass counts them. Full recompute repeats the others.
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, a forward pass counts them.
     """
-    counts_first = _counts_first(workload)
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
     forwards = 2 if workload.recompute == "full" else 1
-    transfers = loads_of_objectives(workload, forwards, counts_first=counts_first)
+    counts_first = _counts_first(workload)
+    transfers = []
+    for routing, count in sparse_blocks(workload).items():
+        loads = routing.load_bytes
+        samples = workload.config.train.micro_batch if "sequence" in losses else 0
+        batch = loads if "batch" in losses and not counts_first else 0
+        transfers += [
+            Transfer("cp", "all_reduce", layout.context, samples * loads, forwards * count, "loads of samples"),
+            Transfer(
+                layout.replicas_axis, "all_reduce", layout.replicas, batch, forwards * count, "loads of the batch"
+            ),
+        ]
     if counts_first:
         samples_sent = _samples(workload)
         transfers += [transfer for transfer in _forward(workload) if transfer != samples_sent]
@@ -250,8 +259,16 @@ def _counts_first(workload: RankWorkload) -> bool:
 
 
 def _counted(workload: RankWorkload) -> list[Transfer]:
-    """The sums after the forward passes that only count, and the weights of these passes."""
-    return [*counted_loads(workload), *_weights_of_units(workload, evaluation_bytes(workload))]
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = sum(routing.load_bytes * count for routing, count in sparse_blocks(workload).items())
+    routing = workload.model.any_routing
+    pooled = 0 if routing is None else routing.load_bytes * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+        *_weights_of_units(workload, evaluation_bytes(workload)),
+    ]
 
 
 def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
