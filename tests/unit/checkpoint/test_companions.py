@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
@@ -236,3 +236,16 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights:
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
     assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
+
+
+def test_special_tokens_of_the_tokenizer_are_the_models(tmp_path: Path) -> None:
+    """Without them transformers would end a text at Llama 2's `</s>`, id 2: in most vocabularies a letter."""
+    own = tokenizer(tmp_path / "own")
+    beginning = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|turn|>", "lstrip": False}}
+    (own / "tokenizer_config.json").write_text(json.dumps(beginning))
+    files = model_files(load_config("llama2-tiny").model, torch.float32, own)
+    assert files.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes(files[name])
+    for found in (AutoConfig.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path)):
+        assert (found.eos_token_id, found.bos_token_id) == (END, TURN)

@@ -31,14 +31,9 @@ BERT.pop("num_key_value_heads")
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A recipe that trains in a moment, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    Path("small.yaml").write_text(MINIATURE)
+def recipe(own_folder: Path) -> str:
+    """A recipe that trains in a moment."""
+    (own_folder / "small.yaml").write_text(MINIATURE)
     return "small.yaml"
 
 
