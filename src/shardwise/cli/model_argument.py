@@ -38,7 +38,8 @@ HELP = (
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 """Key of a recipe → name in errors."""
-LAYOUT_KEYS = ("parallel.tensor", "parallel.expert", "parallel.pipeline", "parallel.stages")
+DEGREE_KEYS = ("parallel.tensor", "parallel.expert", "parallel.pipeline")
+LAYOUT_KEYS = (*DEGREE_KEYS, "parallel.stages")
 """The keys of the layout of a model that is used."""
 _CONFIG = "config.json"
 _OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")

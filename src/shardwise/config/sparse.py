@@ -20,6 +20,10 @@ _Width: TypeAlias = Annotated[int, Field(gt=0, description="width of an expert")
 _Normalized: TypeAlias = Annotated[bool, Field(description="the weights of a token's experts are divided by their sum")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
+SPARSE_SIZES = (
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+"""Keys of the sizes of a sparse model: the first three are families' names of the number of experts."""
 _TRAINING_FIELDS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Fields of the balance of loads in transformers' training, which a recipe's own keys describe."""
 
@@ -32,8 +36,7 @@ class _SparseConfig(DecoderConfig):
     def _problems(self) -> list[str]:
         problems = super()._problems()
         routing = self.router_rule
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts_key = next(key for key in names if key in type(self).model_fields)
+        experts_key = next(key for key in SPARSE_SIZES[:3] if key in type(self).model_fields)
         if routing.per_token > routing.experts:
             problems.append(
                 f"model.num_experts_per_tok ({routing.per_token}) must not exceed model.{experts_key} "

@@ -11,6 +11,12 @@ from shardwise.estimates.memory import memory_of, neediest_rank
 from shardwise.estimates.rank_workload import RankWorkload
 
 
+def sentences(config: Config, layout: Layout, accelerator: bool, name: str) -> list[str]:
+    """Return a sentence on the experts of a model at the layout of this name; none for a model without."""
+    text = experts_text(config, layout, accelerator)
+    return [f"Experts of {name}: {text}."] if text else []
+
+
 def experts_text(config: Config, layout: Layout, accelerator: bool) -> str:
     """Return the experts of a model in words, with what a larger load of a rank adds; empty for a model without."""
     model = config.shapes
