@@ -53,6 +53,11 @@ EXPERT = Axis("ep", "expert", "expert-parallel degree", is_optional=True)
 CHOSEN_DEGREES = (*CHOSEN_AXES, EXPERT)
 """The records of all degrees that the user chooses."""
 
+DIVIDING_KEYS = (TENSOR.key, EXPERT.key, PIPELINE.key)
+"""The keys of the degrees that divide the weights of a model over ranks."""
+ALIKE = "experts"
+"""Name, within that of replicas, of the ranks that have the same tensors of those that ranks divide among them."""
+
 
 def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:
     """Return whether texts and files name an axis of a layout with these degrees, by the name of the degree."""

@@ -14,7 +14,8 @@ Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "
 parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
 "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
 above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two. "dp/E" are the E
-ranks that divide the experts of a block, and "dp/experts" those that have the same ones, as "dp" of other parameters.
+ranks that divide tensors among them (`LocalParameter.divided_over`), and `Layout.alike_axis` those that have the same
+ones, as "dp" of other parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.expert_transfers import experts, gradients_of_experts, read_loads, routings
+from shardwise.estimates.feed_forward import read_loads, routed_backward, routed_forward, sparse_blocks
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
 from shardwise.estimates.transfer import Kind, Transfer, over_tensor
@@ -58,7 +59,7 @@ def step_transfers(
         pipeline_rank: place of the rank in its pipeline.
         data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
         tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
-        imbalance: rows of experts that arrive at the rank over those of balanced loads.
+        imbalance: rows that routers send to the rank over those of balanced loads.
     """
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
@@ -111,7 +112,7 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
         transfers.append(over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += experts(workload, "")
+    transfers += routed_forward(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -135,17 +136,17 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += experts(workload, ", recomputed")
+        transfers += routed_forward(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers and workload.layout.sequence_parallel:
         inputs = "inputs of attention and MLP, gathered again"
-        count = 2 * workload.layers - routings(workload).total()  # experts keep theirs
+        count = 2 * workload.layers - sparse_blocks(workload).total()  # routed rows keep theirs
         transfers.append(over_tensor(workload, "all_gather", gathered, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += gradients_of_experts(workload)
+    transfers += routed_backward(workload)
     if workload.model.head_transform:
         size = workload.a * workload.predicted * workload.model.hidden_size
         transfers.append(over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
@@ -236,8 +237,8 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
     forwards = 2 if workload.recompute == "full" else 1
     counts_first = _counts_first(workload)
     transfers = []
-    for routing, count in routings(workload).items():
-        loads = _INT64 * routing.experts
+    for routing, count in sparse_blocks(workload).items():
+        loads = routing.load_bytes
         samples = workload.config.train.micro_batch if "sequence" in losses else 0
         batch = loads if "batch" in losses and not counts_first else 0
         transfers += [
@@ -260,9 +261,9 @@ def _counts_first(workload: RankWorkload) -> bool:
 def _counted(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = _INT64 * sum(routing.experts * count for routing, count in routings(workload).items())
+    of_blocks = sum(routing.load_bytes * count for routing, count in sparse_blocks(workload).items())
     routing = workload.model.any_routing
-    pooled = 0 if routing is None else _INT64 * routing.experts * ("pooled" in workload.config.optimizer.router_losses)
+    pooled = 0 if routing is None else routing.load_bytes * ("pooled" in workload.config.optimizer.router_losses)
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
@@ -414,7 +415,7 @@ def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[T
         gradients = DTYPE_BYTES[workload.precision.reduce] * elements
         axis, shard_axis, n = _shards(workload, divided)
         copies = workload.layout.replicas // divided // n
-        copies_axis = f"{axis}/{'experts' if divided == 1 and n == workload.layout.expert else 'copies'}"
+        copies_axis = workload.layout.copies_axis(n) if divided == 1 else f"{axis}/copies"
         # Parts that no other rank has are complete at once, and wait for the end of the step.
         count = workload.reductions if n > 1 else 1
         if n == 1:
@@ -445,7 +446,7 @@ def _shards(workload: RankWorkload, divided: int) -> tuple[str, str, int]:
     divided: data-parallel ranks that divide the tensors of its kind among them.
     """
     replicas = workload.layout.replicas // divided
-    axis = workload.layout.replicas_axis + ("/experts" if divided > 1 else "")
+    axis = workload.layout.alike_axis if divided > 1 else workload.layout.replicas_axis
     n = max(1, workload.shard_ranks // divided)
     return axis, axis if n == replicas else f"{axis}/{n}", n
 

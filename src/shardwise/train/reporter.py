@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.text import Text
@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
     from shardwise.train.compile.units import CapturedGraph
     from shardwise.train.evaluation import Evaluation
+
+_V = TypeVar("_V")
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -107,7 +109,7 @@ class Reporter:
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
         self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
         self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
-        self._loads: JsonLines | None = None
+        self._files: dict[str, JsonLines] = {}
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
@@ -284,12 +286,12 @@ class Reporter:
             "memory_bytes": dict(record.memory),
             "straggler": None if record.straggler is None else asdict(record.straggler),
         }
-        if record.sources:
-            facts["sources"] = {name: asdict(source) for name, source in record.sources.items()}
-        if record.experts is not None:
-            facts |= {"balance_losses": dict(record.experts.losses)} if record.experts.losses else {}
-            self._loads = self._loads or JsonLines(self.run.experts)
-            self._loads.write({"step": record.step, "loads": record.experts.loads})
+        for detail in record.details:
+            facts |= detail.facts
+            for name, entries in detail.lines.items():
+                if name not in self._files:
+                    self._files[name] = JsonLines(self.run.path / f"{name}.jsonl")
+                self._files[name].write({"step": record.step, **entries})
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
@@ -313,7 +315,7 @@ class Reporter:
             "peak_memory_bytes": record.peak_memory_bytes,
             # A run without a pipeline has no bubble; one of 0 would be a claim.
             **({} if record.timing is None else {"bubble": record.timing.mean_bubble}),
-            **({} if record.experts is None else record.experts.numbers),
+            **_joined(detail.numbers for detail in record.details),
             "loss_spike": record.loss_spike,
         }
 
@@ -448,7 +450,7 @@ class Reporter:
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
         # The trackers first: what they could not send is told in the log and the metrics.
-        for file in (self._trackers, self._rank_file, self._log, self._loads, self._metrics):
+        for file in (self._trackers, self._rank_file, self._log, *self._files.values(), self._metrics):
             if file is not None:
                 file.close()
 
@@ -558,10 +560,12 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
         "bytes": record.communication_bytes,
         "memory": {**record.memory, "peak": record.peak_memory_bytes},
         "straggler": {} if slow is None else {"relative": slow.relative, "own": slow.own},
-        "balance": {} if record.experts is None else record.experts.losses,
-        "source_loss": {name: source.loss for name, source in record.sources.items()},
-        "source_share": {name: source.share for name, source in record.sources.items()},
+        **_joined(detail.scalars for detail in record.details),
     }
+
+
+def _joined(mappings: Iterable[Mapping[str, _V]]) -> dict[str, _V]:
+    return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
