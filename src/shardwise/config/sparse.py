@@ -21,6 +21,10 @@ _Width: TypeAlias = Annotated[int, Field(gt=0, description="width of an expert")
 _Normalized: TypeAlias = Annotated[bool, Field(description="the weights of a token's experts are divided by their sum")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
+SPARSE_SIZES = (
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+"""Keys of the sizes of a sparse model: the first three are families' names of the number of experts."""
 _FEW = 8
 """Experts of a block in miniature, if a token does not have more."""
 _TRAINING_FIELDS = frozenset({"output_router_logits", "router_aux_loss_coef"})
@@ -53,8 +57,7 @@ class _SparseConfig(DecoderConfig):
 
     @property
     def _experts_key(self) -> str:
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        return next(key for key in names if key in type(self).model_fields)
+        return next(key for key in SPARSE_SIZES[:3] if key in type(self).model_fields)
 
     def in_miniature(self, width: int, alike: Callable[[int, int], int]) -> dict[str, int]:
         rule = self.router_rule
