@@ -240,6 +240,12 @@ class FamilyConfig(Section):
         return None
 
     @property
+    def routings(self) -> dict[int, Routing]:
+        """The rules of the blocks with experts, by their numbers."""
+        rules = enumerate(map(self.routing, range(self.num_hidden_layers)))
+        return {layer: rule for layer, rule in rules if rule is not None}
+
+    @property
     def any_routing(self) -> Routing | None:
         """The rule of the blocks with experts; None: there are none."""
         if type(self).routing is FamilyConfig.routing:

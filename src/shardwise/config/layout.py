@@ -85,15 +85,9 @@ class Layout:
         """The name of the group of these ranks (`Mesh.replicas`)."""
         return replicas_name(self.data, self.context)
 
-    @property
-    def alike_axis(self) -> str:
-        """The name of the group of those ranks that have the same experts (`ExpertRanks.replicas`)."""
-        return f"{self.replicas_axis}/{ALIKE}"
-
-    def copies_axis(self, parts: int) -> str:
-        """The name of the group of those ranks that own the same one of so many parts of a bucket."""
-        # Every nth rank is one group, whatever it is for.
-        return self.alike_axis if parts == self.expert else f"{self.replicas_axis}/copies"
+    def alike_axis(self, parts: int) -> str:
+        """The name of the group of those ranks that have the same one of so many parts, of experts or of buckets."""
+        return f"{self.replicas_axis}/{ALIKE if parts == self.expert else 'copies'}"
 
     @property
     def exchanges_tokens(self) -> bool:

@@ -51,6 +51,11 @@ class _SparseConfig(DecoderConfig):
         raise NotImplementedError
 
     @property
+    def expert_width(self) -> int:
+        width: int = getattr(self, "moe_intermediate_size", self.intermediate_size)
+        return width
+
+    @property
     def _experts_key(self) -> str:
         return next(key for key in SPARSE_SIZES[:3] if key in type(self).model_fields)
 
@@ -141,10 +146,6 @@ class Qwen3MoeConfig(_SparseConfig):
     def routing(self, layer: int) -> Routing | None:
         is_sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         return self.router_rule if is_sparse else None
-
-    @property
-    def expert_width(self) -> int:
-        return self.moe_intermediate_size
 
 
 class MixtralConfig(_SparseConfig):
@@ -289,10 +290,6 @@ class Glm4MoeConfig(_SparseConfig):
 
     def routing(self, layer: int) -> Routing | None:
         return self.router_rule if layer >= self.first_k_dense_replace else None
-
-    @property
-    def expert_width(self) -> int:
-        return self.moe_intermediate_size
 
     @property
     def shared_expert_width(self) -> int:

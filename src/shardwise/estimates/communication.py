@@ -30,7 +30,7 @@ from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.feed_forward import read_loads, routed_backward, routed_forward, sparse_blocks
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
-from shardwise.estimates.transfer import Kind, Transfer, over_tensor
+from shardwise.estimates.transfer import Kind, Transfer, gathered, over_tensor, summed
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
 
@@ -107,9 +107,8 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
     """The forward pass of this rank's stages."""
     transfers = []
     if workload.has_first:
-        # Each rank looks up its part of the vocabulary; the results are summed.
-        kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-        transfers.append(over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+        # Each rank looks up its part of the vocabulary.
+        transfers.append(summed(workload, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
     transfers += routed_forward(workload)
@@ -124,7 +123,7 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
     gradient of its decoder's input, [P·B, H].
     """
-    gathered = workload.gathered_bytes
+    size = workload.gathered_bytes
     outputs = _outputs(workload)
     head = int(workload.has_last)
     embedding = int(workload.has_first)
@@ -141,34 +140,27 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
-    if workload.config.regathers and workload.layout.sequence_parallel:
+    if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
         count = 2 * workload.layers - sparse_blocks(workload).total()  # routed rows keep theirs
-        transfers.append(over_tensor(workload, "all_gather", gathered, inputs, count))
+        transfers.append(gathered(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
     transfers += routed_backward(workload)
     if workload.model.head_transform:
-        size = workload.a * workload.predicted * workload.model.hidden_size
-        transfers.append(over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
-    input_gradients = "gradients of the inputs of attention and MLP"
-    output_gradients = "gradients of the outputs of attention and MLP"
-    if workload.layout.sequence_parallel:
-        transfers += [
-            over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
-            over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
-            over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
-            over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
-        ]
-    else:
-        transfers += [
-            over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
-            over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
-        ]
+        of_decoder = workload.a * workload.predicted * workload.model.hidden_size
+        transfers.append(over_tensor(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
+    transfers += [
+        summed(workload, size, "gradient of the head's input", head),
+        gathered(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
+        summed(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
+        gathered(workload, size, "gradient of the embedding output", embedding),
+    ]
     if workload.token_parts:
         elements = workload.head_gradient_elements
         elements += sum(parameter.elements for bucket in bucket_shapes(workload) for _, parameter in bucket.parameters)
-        size = DTYPE_BYTES[workload.precision.parameter] * elements
-        transfers.append(Transfer("cp", "all_reduce", workload.layout.context, size, 1, "gradients of all parameters"))
+        of_all = DTYPE_BYTES[workload.precision.parameter] * elements
+        ranks = workload.layout.context
+        transfers.append(Transfer("cp", "all_reduce", ranks, of_all, 1, "gradients of all parameters"))
     return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
 
 
@@ -209,20 +201,11 @@ def _outputs(workload: RankWorkload) -> int:
 
 
 def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer]:
-    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block.
-
-    Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
-    on every rank and an output is all-reduced.
-    """
-    gathered = workload.gathered_bytes
-    layers = workload.layers
-    if not workload.layout.sequence_parallel:
-        return [
-            over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
-        ]
+    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block."""
+    size, layers = workload.gathered_bytes, workload.layers
     return [
-        over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
-        over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+        gathered(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
+        summed(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
 
@@ -330,9 +313,8 @@ def _head(workload: RankWorkload) -> list[Transfer]:
     transfers = [
         over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
         over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        gathered(workload, workload.gathered_bytes, "input of the head"),
     ]
-    if workload.layout.sequence_parallel:
-        transfers.append(over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
     if workload.model.head_transform:
         size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
         transfers.append(over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
@@ -415,7 +397,7 @@ def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[T
         gradients = DTYPE_BYTES[workload.precision.reduce] * elements
         axis, shard_axis, n = _shards(workload, divided)
         copies = workload.layout.replicas // divided // n
-        copies_axis = workload.layout.copies_axis(n) if divided == 1 else f"{axis}/copies"
+        copies_axis = workload.layout.alike_axis(n) if divided == 1 else f"{axis}/copies"
         # Parts that no other rank has are complete at once, and wait for the end of the step.
         count = workload.reductions if n > 1 else 1
         if n == 1:
@@ -446,7 +428,7 @@ def _shards(workload: RankWorkload, divided: int) -> tuple[str, str, int]:
     divided: data-parallel ranks that divide the tensors of its kind among them.
     """
     replicas = workload.layout.replicas // divided
-    axis = workload.layout.alike_axis if divided > 1 else workload.layout.replicas_axis
+    axis = workload.layout.alike_axis(divided) if divided > 1 else workload.layout.replicas_axis
     n = max(1, workload.shard_ranks // divided)
     return axis, axis if n == replicas else f"{axis}/{n}", n
 

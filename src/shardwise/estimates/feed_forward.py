@@ -14,7 +14,7 @@ from shardwise.base import units
 from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.transfer import Kind, Transfer, over_tensor
+from shardwise.estimates.transfer import Transfer, gathered, summed
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -209,22 +209,20 @@ def routed_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
     parallelism by itself; results are recomputed before it only.
     """
     transfers = []
-    is_cut = workload.layout.sequence_parallel
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    kind: Kind = "reduce_scatter" if is_cut else "all_reduce"
     row = workload.a * workload.model.hidden_size
     for routing, count in sparse_blocks(workload).items():
         traffic = _Traffic.of(workload, routing)
         results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
-        chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token if is_cut else 0
+        chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
         token = row + _choices(workload, routing)
         transfers += [
             _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
             _over_experts(workload, token * traffic.sent, f"tokens and choices{suffix}", count),
             _over_experts(workload, results, f"results of tokens{suffix}", count),
-            over_tensor(workload, "all_gather", chosen, f"weights and numbers of chosen experts{suffix}", count),
-            over_tensor(workload, "all_gather", shared * is_cut, f"input of the shared expert{suffix}", count),
-            over_tensor(workload, kind, shared, f"output of the shared expert{suffix}", count),
+            gathered(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
+            gathered(workload, shared, f"input of the shared expert{suffix}", count),
+            summed(workload, shared, f"output of the shared expert{suffix}", count),
         ]
     return transfers
 
@@ -232,23 +230,21 @@ def routed_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
 def routed_backward(workload: RankWorkload) -> list[Transfer]:
     """The backward pass of `routed_forward`: each tensor goes the other way; the numbers of tokens are known."""
     transfers = []
-    is_cut = workload.layout.sequence_parallel
-    kind: Kind = "reduce_scatter" if is_cut else "all_reduce"
     row = workload.a * workload.model.hidden_size
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
     for routing, count in sparse_blocks(workload).items():
         traffic = _Traffic.of(workload, routing)
         arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * traffic.arriving
         weights = _FLOAT32 * workload.tokens * routing.per_token
-        again = shared if is_cut and workload.config.regathers else 0
         transfers += [
             _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
             _over_experts(workload, arrived, "gradients of tokens and choices", count),
-            over_tensor(workload, kind, weights, "gradients of weights of chosen experts", count),
-            over_tensor(workload, kind, shared, "gradient of the shared expert's input", count),
-            over_tensor(workload, "all_gather", shared * is_cut, "gradient of the shared expert's output", count),
-            over_tensor(workload, "all_gather", again, "input of the shared expert, gathered again", count),
+            summed(workload, weights, "gradients of weights of chosen experts", count),
+            summed(workload, shared, "gradient of the shared expert's input", count),
+            gathered(workload, shared, "gradient of the shared expert's output", count),
         ]
+        if workload.config.regathers:
+            transfers.append(gathered(workload, shared, "input of the shared expert, gathered again", count))
     return transfers
 
 
@@ -259,21 +255,16 @@ def _choices(workload: RankWorkload, routing: Routing) -> int:
 
 def read_loads(workload: RankWorkload) -> Transfer:
     """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
-    rules = _rules(workload.model)
+    rules = workload.model.routings.values()
     numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
 
 
-def _rules(model: FamilyConfig) -> list[Routing]:
-    """The rules of all routers of a model."""
-    return [rule for rule in map(model.routing, range(model.num_hidden_layers)) if rule is not None]
-
-
 def routed_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
     """The experts of a model in words, by the name of the row; none for a dense model."""
-    if not (rules := _rules(model)):
+    rule = model.any_routing
+    if rule is None:
         return []
-    experts = rules[0].experts
-    held = "all" if layout.expert == 1 else experts // layout.expert
-    blocks = units.counted(len(rules), "block")
-    return [("experts", f"{rules[0].per_token} of {experts} for each token in {blocks}, {held} on each rank")]
+    held = "all" if layout.expert == 1 else rule.experts // layout.expert
+    blocks = units.counted(len(model.routings), "block")
+    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {held} on each rank")]

@@ -37,19 +37,16 @@ class ExpertTotals:
         self._mesh = mesh
 
     @staticmethod
-    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> ExpertTotals | None:
-        """Return the totals of this rank's part of a model; None if the whole model has no experts."""
+    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
+        """Return the totals of this rank's part of a model; none if the whole model has no experts."""
         if config.is_own:
-            own = dict(enumerate(experts_of(model)))
-            routings = {number: layer.router.routing for number, layer in own.items()}
-            return ExpertTotals(own, routings, mesh) if own else None
-        numbers = range(config.num_hidden_layers if config.any_routing else 0)
-        routings = {number: routing for number in numbers if (routing := config.routing(number)) is not None}
-        if not routings:
-            return None
-        # Another rank has other blocks: the name tells which these are.
-        layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
-        return ExpertTotals(layers, routings, mesh)
+            layers = dict(enumerate(experts_of(model)))
+            routings = {number: layer.router.routing for number, layer in layers.items()}
+        else:
+            # Another rank has other blocks: the name tells which these are.
+            layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
+            routings = config.routings
+        return [ExpertTotals(layers, routings, mesh)] if routings else []
 
     def take(self) -> Tensor:
         """Return the totals of all blocks over all ranks, `[L, N + K]` in float32. Collective over all ranks.

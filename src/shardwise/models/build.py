@@ -104,14 +104,13 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         return None
     from shardwise.layers.balance import Balance
 
-    model = config.known_shapes
-    routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
+    routings = config.known_shapes.routings
     return Balance(
         **coefficients,
         samples=config.train.global_batch,
         length=config.train.sequence_length,
         layers=len(routings),
-        experts=routings[0].experts,
+        experts=next(iter(routings.values())).experts,
         replicas=mesh.replicas,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
@@ -132,8 +131,7 @@ def totals_of(config: Config, model: nn.Module, mesh: Mesh) -> list[ExpertTotals
         return []
     from shardwise.layers.expert_totals import ExpertTotals
 
-    totals = ExpertTotals.of(model, config.model, mesh)
-    return [] if totals is None else [totals]
+    return ExpertTotals.of(model, config.model, mesh)
 
 
 def products_add(config: Config, device: torch.device) -> bool:

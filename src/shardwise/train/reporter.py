@@ -10,10 +10,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
     from shardwise.train.compile.units import CapturedGraph
     from shardwise.train.evaluation import Evaluation
-
-_V = TypeVar("_V")
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -315,7 +313,7 @@ class Reporter:
             "peak_memory_bytes": record.peak_memory_bytes,
             # A run without a pipeline has no bubble; one of 0 would be a claim.
             **({} if record.timing is None else {"bubble": record.timing.mean_bubble}),
-            **_joined(detail.numbers for detail in record.details),
+            **{name: number for detail in record.details for name, number in detail.numbers.items()},
             "loss_spike": record.loss_spike,
         }
 
@@ -560,12 +558,8 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
         "bytes": record.communication_bytes,
         "memory": {**record.memory, "peak": record.peak_memory_bytes},
         "straggler": {} if slow is None else {"relative": slow.relative, "own": slow.own},
-        **_joined(detail.scalars for detail in record.details),
+        **{prefix: numbers for detail in record.details for prefix, numbers in detail.scalars.items()},
     }
-
-
-def _joined(mappings: Iterable[Mapping[str, _V]]) -> dict[str, _V]:
-    return {key: value for mapping in mappings for key, value in mapping.items()}
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
