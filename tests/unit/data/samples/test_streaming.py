@@ -31,7 +31,7 @@ from shardwise.data.samples.streaming import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.sweeps import few
 from tests.unit.data import small_runs
-from tests.unit.data.small_runs import batches_of, stories
+from tests.unit.data.small_runs import batches_of, saved_rows, stories
 
 TEXTS = stories()[:120]
 GLOBAL, LENGTH = 8, 32
@@ -303,7 +303,7 @@ def test_a_bad_line_after_going_on_has_its_number(opened: Any, tmp_path: Path) -
 
 
 def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
+    saved_rows(tmp_path / "tokens", text=[[1, 2]] * 100)
     with pytest.raises(DataError, match=r"arrow holds token ids in 'text', not text: set data\.streaming=false, and"):
         opened(tmp_path / "tokens")
     data = config(None, tokenizer, dataset="acme/tiny").data
