@@ -68,6 +68,10 @@ def make_config(model: dict[str, Any], **sections: dict[str, Any]) -> Config:
     return config_from({"model": model} | base)
 
 
+OWN = make_config({"family": "package.module:Own", "vocab_size": 50})
+"""A user's own model, of which no formula knows a shape."""
+
+
 def family(config: Config) -> FamilyConfig:
     """Its model, which is of one of the families."""
     assert isinstance(config.model, FamilyConfig)

@@ -46,6 +46,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"names \(1\) must be 3": lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q",)),
     r"init \(0.01\) must be a shardwise.Init": lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
     r"columns of w \(10\) .* size \(4\)": lambda: placement.Piece.columns("w", (4, 10), FOUR, Init.constant(0)),
+    # Most often because a column-parallel layer gathers its output, as it does by default.
+    r"a layer's input \(16\) must be that of this rank's weight \(32\): .*gather_output=False": lambda: (
+        RowParallelLinear(32, 8, input_is_parallel=True)(ColumnParallelLinear(8, 16)(torch.zeros(3, 1, 8)))
+    ),
 }
 
 
@@ -53,15 +57,6 @@ REFUSED: dict[str, Callable[[], object]] = {
 def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         REFUSED[message]()
-
-
-def test_an_input_of_another_width_is_refused_with_what_the_layer_takes() -> None:
-    """Most often because a column-parallel layer gathers its output, as it does by default."""
-    first = ColumnParallelLinear(8, 16)
-    second = RowParallelLinear(32, 8, input_is_parallel=True)
-    text = r"a layer's input \(16\) must be that of this rank's weight \(32\): .*gather_output=False"
-    with pytest.raises(ValueError, match=text):
-        second(first(torch.zeros(3, 1, 8)))
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm])
@@ -115,6 +110,8 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert row.input_is_parallel
     assert [ParallelEmbedding(10, 4, index).padding_idx for index in (3, -1)] == [3, 9]
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
+    merged = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
+    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(merged)
 
 
 WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
@@ -180,11 +177,6 @@ def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
     assert tied.pieces[0].box == untied.pieces[0].box, "the head's rows are not the embedding's"
 
 
-def test_layers_say_what_they_are() -> None:
-    layer = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
-    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(layer)
-
-
 def test_a_keyword_that_no_layer_takes_is_refused() -> None:
     """Swallowed, it would train another model than was asked for."""
     wrong: dict[str, Any] = {"sequence_parallel": True}
@@ -206,9 +198,8 @@ def test_a_keyword_that_no_layer_takes_is_refused() -> None:
 def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
     foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
-    with pytest.raises(
-        ArgumentError, match=r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
-    ):
+    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
+    with pytest.raises(ArgumentError, match=told):
         ColumnParallelLinear(4, 8, **foreign)
     loss_arguments: dict[str, Any] = {"tp_group": object()}
     with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
@@ -238,9 +229,8 @@ def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multipli
     told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
     derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
     assert derived._copies == told._copies == [1, copies, copies]
-    boxes = [
-        [(piece.box, piece.local) for piece in placement.of_or_whole(qkv.weight).pieces] for qkv in (derived, told)
-    ]
+    pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
+    boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
     assert boxes[0] == boxes[1]
 
 
@@ -356,8 +346,7 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
     """And without it, or with one of another dtype, autograd adds."""
     layer = ColumnParallelLinear(8, 6, group=Group(), dtype=torch.bfloat16)
     x = torch.randn(4, 2, 8).bfloat16().requires_grad_()
-    bias = layer.bias
-    assert bias is not None
+    bias = cast(nn.Parameter, layer.bias)
     wanted = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, bias])
     let_products_add([layer.weight])
     for dtype in (torch.bfloat16, torch.float32):
@@ -370,12 +359,8 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
             bias.grad = None
             layer(x).square().sum().backward()
         handle.remove()
-        assert x.grad is not None
-        assert layer.weight.grad is not None
-        assert bias.grad is not None
-        assert torch.equal(x.grad, wanted[0])
-        assert torch.equal(layer.weight.grad, 2 * wanted[1].to(dtype))
-        assert torch.equal(bias.grad, wanted[2])
+        found = x.grad, layer.weight.grad, bias.grad
+        assert all(map(torch.equal, found, (wanted[0], 2 * wanted[1].to(dtype), wanted[2])))
         assert len(hooks) == 2
 
 

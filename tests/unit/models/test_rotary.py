@@ -52,10 +52,10 @@ def modeling_llama() -> Any:
     return transformers.models.llama.modeling_llama  # imported now, as it is slow
 
 
-def models(name: str, **sizes: Any) -> tuple[LlamaConfig, Any]:
+def models(name: str) -> tuple[LlamaConfig, Any]:
     scaling = SCALINGS[name]
-    theirs = transformers.LlamaConfig(**SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling and dict(scaling))
-    ours = LlamaConfig(family="llama", **SIZES | sizes, rope_theta=1000.0, rope_scaling=scaling)
+    theirs = transformers.LlamaConfig(**SIZES, rope_theta=1000.0, rope_scaling=scaling and dict(scaling))
+    ours = LlamaConfig(family="llama", **SIZES, rope_theta=1000.0, rope_scaling=scaling)
     return ours, modeling_llama().LlamaRotaryEmbedding(theirs)
 
 
@@ -140,13 +140,6 @@ def test_options_of_one_type_differ() -> None:
         made.pop("yarn, mscale alone", None)  # which Hugging Face ignores
         for (a, first), (b, second) in zip(made.items(), list(made.items())[1:], strict=False):
             assert first[1] != second[1] or not torch.equal(first[0], second[0]), f"{a} and {b} are the same"
-
-
-def test_the_width_of_a_head_may_be_explicit() -> None:
-    ours, theirs = models("none", head_dim=24)
-    cos, _ = Rotary(ours).tables(8, torch.zeros(1))
-    assert cos.shape == (8, 1, 1, 12)
-    torch.testing.assert_close(cos.view(8, 12), theirs(torch.zeros(1), torch.arange(8)[None])[0][0, :, :12])
 
 
 def test_tables_are_made_once_for_a_length_and_dtype() -> None:

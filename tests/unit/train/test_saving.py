@@ -101,12 +101,3 @@ def test_fault_23_a_folder_that_another_machine_renamed_is_found_beside(tmp_path
     with mock.patch.object(Path, "readlink", return_value=tmp_path / "a (deleted)"):
         followed.follow()
     assert (tmp_path / "a").samefile(tmp_path / "b")
-
-
-def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path)
-    with made:
-        made.start()
-        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
-    told = "what is left of other checkpoints could not be removed: step-00000020: Permission denied"
-    assert told in " ".join(stream.getvalue().split())
