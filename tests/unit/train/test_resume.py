@@ -275,6 +275,8 @@ def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeyp
 
     found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).saved
     monkeypatch.setattr(Root, "rename", refuse)
-    told = "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only"
+    told = (
+        "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"
+    )
     with pytest.raises(RunError, match=told):
         resume.set_later_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)

@@ -101,9 +101,8 @@ def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileE
     (tmp_path / "file").write_bytes(broken)
     reader = ChunkedReader(Root.of(tmp_path), entry)
     assert reader.read(0, 2 * CHUNK) == data[: 2 * CHUNK]
-    with pytest.raises(
-        DamageError, match=rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
-    ):
+    told = rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
+    with pytest.raises(DamageError, match=told):
         reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
     assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
     with pytest.raises(DamageError, match=r"\(chunk 2\)"):
