@@ -42,7 +42,6 @@ _ATTENTION_TILE = 128
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
-_EXPERT_KERNELS = 20  # scores, the choice, the order of rows, and their sum, beside those of an MLP
 _ROUNDING_KERNELS = 17  # of a linear layer with fp8 products in each pass, on average: scales, roundings and copies
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
@@ -65,7 +64,7 @@ class PartSeconds:
         tensor: collectives of tensor and sequence parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
         context: collectives of context parallelism.
-        experts: all-to-alls of the rows of experts.
+        all_to_all: all-to-alls of rows.
     """
 
     matmul: float = 0.0
@@ -75,12 +74,12 @@ class PartSeconds:
     tensor: float = 0.0
     accumulation: float = 0.0
     context: float = 0.0
-    experts: float = 0.0
+    all_to_all: float = 0.0
 
     @property
     def total(self) -> float:
         computation = self.matmul + self.attention + self.memory_bound + self.launch + self.accumulation
-        return computation + self.tensor + self.context + self.experts
+        return computation + self.tensor + self.context + self.all_to_all
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
@@ -156,9 +155,12 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     passes = _memory_passes(s, device, c, program)
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
     context = _context_seconds(s, device, c, core)
-    router = _router(s, device, c)
-    exchange = _exchange_seconds(s, device, c, program)
-    kernels = program.kernels + core.kernels + (0 if s.routing is None else _EXPERT_KERNELS)
+    exchange = s.exchange(program)
+    outputs_of_router, hidden, rows, _ = exchange.scores
+    router = device_seconds.matmul(device, c, device.float32, rows, outputs_of_router, hidden)
+    # Rows travel to their weights, and the results back; nothing hides them.
+    all_to_all = 2 * device_seconds.all_to_all(device, c, exchange.group, exchange.sent_bytes)
+    kernels = program.kernels + core.kernels + exchange.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
         PartSeconds(
@@ -167,7 +169,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             memory_bound=passes.forward,
             tensor=tensor[0],
             context=context[0],
-            experts=exchange,
+            all_to_all=all_to_all,
         ),
         kernels + rounding,
         c,
@@ -181,7 +183,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             tensor=tensor[1],
             accumulation=accumulation,
             context=context[1],
-            experts=exchange,
+            all_to_all=all_to_all,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c,
@@ -208,18 +210,12 @@ class _MemoryPasses:
 
 def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
     passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
-    if s.routing is not None:
-        # Rows are put in the order of their experts, where ranks divide these once more, and their results are summed.
-        moves = (2 + 2 * (s.expert_group.ranks > 1)) * s.a * (s.rows + s.tokens) * s.model.hidden_size
-        moved = device_seconds.passes(device, c, moves)
-        passes = replace(passes, forward=passes.forward + moved, backward=passes.backward + moved)
-    if s.matmul is None:
-        return passes
-    forward, backward = _rounding_bytes(s, program)
+    forward, backward = (0, 0) if s.matmul is None else _rounding_bytes(s, program)
+    moved = device_seconds.passes(device, c, s.exchange(program).moved_bytes)
     return replace(
         passes,
-        forward=passes.forward + device_seconds.passes(device, c, forward),
-        backward=passes.backward + device_seconds.passes(device, c, backward),
+        forward=passes.forward + moved + device_seconds.passes(device, c, forward),
+        backward=passes.backward + moved + device_seconds.passes(device, c, backward),
     )
 
 
@@ -386,23 +382,6 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
 def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, count: int) -> Product:
     """Return the seconds of a piece of `count` products [m, k] × [k, n]."""
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k, count)
-
-
-def _router(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of the router's product in float32, on the tokens between the cut layers."""
-    if s.routing is None:
-        return 0.0
-    hidden = s.model.hidden_size
-    return device_seconds.matmul(device, c, device.float32, s.x_elements // hidden, s.routing.experts, hidden)
-
-
-def _exchange_seconds(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> float:
-    """Return the seconds of the all-to-alls that bring tokens to their experts, and results back; none hides them."""
-    if s.routing is None:
-        return 0.0
-    times = s.routing.visits(s.expert_group.ranks) if program.travels_once else s.routing.per_token
-    size = s.a * s.tokens * times * s.model.hidden_size
-    return 2 * device_seconds.all_to_all(device, c, s.expert_group, size)
 
 
 def _tensor_seconds(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.base.mesh_axes import layout_text
+from shardwise.base.mesh_axes import CHOSEN_AXES, CHOSEN_DEGREES, layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -60,13 +60,10 @@ class Choice:
         """Return the choice that a configuration has made."""
         parallel = config.parallel
         return Choice(
-            tensor=layout.tensor,
+            **{axis.degree: getattr(layout, axis.degree) for axis in CHOSEN_DEGREES},
             sequence=layout.sequence_parallel,
-            context=layout.context,
-            pipeline=layout.pipeline,
             schedule=parallel.schedule,
             virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
-            expert=layout.expert,
             micro_batch=config.train.micro_batch,
             recompute=config.recompute,
             zero=config.optimizer.zero,
@@ -78,15 +75,8 @@ class Choice:
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
-        parallel: dict[str, object] = {
-            "tensor": self.tensor,
-            "sequence": self.sequence,
-            "context": self.context,
-            "pipeline": self.pipeline,
-            "schedule": self.schedule,
-            "virtual_stages": self.virtual,
-            "expert": self.expert,
-        }
+        parallel: dict[str, object] = dict(self.degrees)
+        parallel |= {"sequence": self.sequence, "schedule": self.schedule, "virtual_stages": self.virtual}
         if self.regathers:
             parallel["sequence_regather"] = True
         if self.passes_keys:
@@ -109,15 +99,22 @@ class Choice:
         return config.with_keys(optimizer=optimizer)
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis that is chosen, by its name."""
+        return {axis.degree: getattr(self, axis.degree) for axis in CHOSEN_DEGREES}
+
+    def data(self, world: int) -> int:
+        """Return the data-parallel degree on `world` ranks, 0 if they are too few."""
+        return world // math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
+
+    @property
     def splits_backward(self) -> bool:
         """True if gradients of weights are computed apart from those of activations."""
         return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
 
     def text(self, world: int) -> str:
         """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
-        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
-        degrees |= {"data": world // math.prod(degrees.values()), "expert": self.expert}
-        words = [layout_text(degrees, sequence=self.sequence)]
+        words = [layout_text({**self.degrees, "data": self.data(world)}, sequence=self.sequence)]
         if self.regathers:
             words.append("gathered again")
         if self.passes_keys:
@@ -173,7 +170,7 @@ def choices(
             optimizer = config.optimizer
             sharding = (optimizer.zero, replicate, optimizer.reduce)
             first = Choice(*degrees, micro_batch, "none", *sharding, expert=expert)
-            data = world // (first.tensor * first.context * first.pipeline)
+            data = first.data(world)
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
                 continue

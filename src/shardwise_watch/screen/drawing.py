@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import Curve, column_width
+from shardwise_watch.step_metrics import OF_SOME_MODELS, SOME_MODELS, Curve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -208,14 +208,17 @@ def percent(value: object, digits: int = 1) -> str:
 
 
 def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what only some models record in a step: the experts of sparse ones."""
-    if last.get("expert_load_max") is None:
+    """Return names and texts of what only some models record in a step."""
+    if last.get(OF_SOME_MODELS[0].name) is None:
         return []
+    values = [(metric, last.get(metric.name)) for metric in OF_SOME_MODELS]
+    texts = [
+        metric.words.format(percent(value) if metric.is_share else plain(value, metric.form))
+        for metric, value in values
+    ]
     losses = last.get("balance_losses")
-    shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
-    load, idle, entropy = (last.get(f"expert_{name}") for name in ("load_max", "idle", "entropy"))
-    text = f"largest load ×{plain(load, '.2f')}, {percent(idle)} idle, entropy {plain(entropy, '.3f')}"
-    return [("experts", ", ".join([text, *shown]))]
+    texts += [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
+    return [(SOME_MODELS, ", ".join(texts))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

@@ -46,6 +46,13 @@ def plant(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], Pa
     return link
 
 
+def raises(code: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def untouched(victim: Path) -> bool:
     return not victim.exists() or victim.read_text() == "mine"
 
@@ -60,19 +67,9 @@ def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> 
         file.write(b"ours")
     assert (tmp_path / "own").read_bytes() == b"ours"
     assert untouched(victim)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe")  # nor waited for
     with pytest.raises(OSError, match="no plain file"):
         open_own(tmp_path / "pipe", os.O_RDONLY)
-
-
-def test_a_lock_stays(tmp_path: Path) -> None:
-    for _ in range(2):
-        with open_lock(tmp_path / "lock"):
-            pass
-    assert (tmp_path / "lock").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -124,13 +121,11 @@ def test_a_lock_is_one_process_s_until_its_file_is_closed(tmp_path: Path) -> Non
         assert not lock(other, wait=False, shared=True)
         mine.close()
         assert lock(other, wait=True)
+    assert (tmp_path / "lock").read_bytes() == b"", "the file stays"
 
 
 def test_a_file_system_without_locks_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", raises(errno.ENOLCK))
     with open_lock(tmp_path / "lock") as file, pytest.raises(NoLocksError, match="No locks available"):
         lock(file, wait=True)
 
@@ -159,11 +154,7 @@ def test_bytes_are_on_the_disk_before_their_name_and_the_name_before_the_return(
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", raises(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left"):
         write_atomic(tmp_path / "file", "new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -64,12 +64,13 @@ def test_override_values(text: str, value: object) -> None:
     assert parse_value(text, "test") == value
 
 
-def test_blocks_and_quotes_are_text() -> None:
+def test_files() -> None:
     assert parse_yaml("a: |\n  1\nb: >-\n  2\nc: '3'", "test") == {"a": "1\n", "b": "2", "c": "3"}
-
-
-def test_an_empty_file_is_nothing() -> None:
     assert parse_yaml("# only a comment\n", "test") is None
+    # Fault 21: aliases and levels within the bounds are read.
+    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "test") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
+    assert parse_yaml("[" * 64 + "]" * 64, "test") is not None
+    assert dump_yaml({"folder": Path("graphs")}) == "folder: graphs\n"
 
 
 def test_every_repeated_key_is_named_with_its_line() -> None:
@@ -134,15 +135,6 @@ def test_fault_21_yaml_has_bounds(text: str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "test")
     assert caught.value.problems == [problem]
-
-
-def test_fault_21_aliases_and_levels_within_the_bounds_are_read() -> None:
-    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]\n", "test") == {"a": [1, 2], "b": [[1, 2], [1, 2]]}
-    assert parse_yaml("[" * 64 + "]" * 64, "test") is not None
-
-
-def test_fault_21_a_path_is_written_as_its_text() -> None:
-    assert dump_yaml({"folder": Path("graphs")}) == "folder: graphs\n"
 
 
 @pytest.mark.parametrize("sign", ["\x1b", "\x9b", "\u2028", "\u202e", "\x85"])

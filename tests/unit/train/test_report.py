@@ -18,11 +18,11 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.base import units
+from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
-from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
@@ -198,13 +198,14 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
 
 def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
     loads = {1: (3, 1), 3: (4, 0)}
-    experts = ExpertRecord(2.0, 0.25, 0.75, {"switch": 0.5}, loads)
-    with begun(tmp_path) as (made, _):
-        made.step(record(1, experts=experts))
-        made.step(record(2, experts=experts, is_logged=False))
-        made.step(record(3, experts=replace(experts, losses={})))
-    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
     numbers = {"expert_load_max": 2.0, "expert_idle": 0.25, "expert_entropy": 0.75}
+    losses = {"switch": 0.5}
+    detail = StepDetail(numbers, {"balance_losses": losses}, {"balance": losses}, {"experts": {"loads": loads}})
+    with begun(tmp_path) as (made, _):
+        made.step(record(1, details=[detail]))
+        made.step(record(2, details=[detail], is_logged=False))
+        made.step(record(3, details=[replace(detail, facts={}, scalars={"balance": {}})]))
+    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
     assert {key: first[key] for key in {*first} - {*STEP_FIELDS}} == numbers | {"balance_losses": {"switch": 0.5}}
     assert {key: third[key] for key in {*third} - {*STEP_FIELDS}} == numbers
     by_block = {"1": [3, 1], "3": [4, 0]}
