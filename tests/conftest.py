@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.command_line import CommandLine
 from tests.screens import Log, Screen, shown_on
 from tests.workers import Workers
 
@@ -199,6 +200,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def _close_pools() -> None:
     for pool in _pools.values():
         pool.close()
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(capsys)
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ def write_run(
                 event = step_event(step, now, waited, straggler=straggler, is_spike=step == spike)
                 event |= EXPERTS if experts else {}
                 if experts:
-                    with JsonLines(directory.experts) as loads:
+                    with JsonLines(directory.path / "experts.jsonl") as loads:
                         loads.write({"step": step, "loads": loads_of(step, number)})
                 metrics.write(event | {"loss": losses.get(step, event["loss"])})
                 if step == spike:

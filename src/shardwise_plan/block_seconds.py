@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.models.parameter_counts import attended_tokens
 from shardwise_plan import device_seconds
@@ -42,7 +43,6 @@ _ATTENTION_TILE = 128
 # Kernels that the host starts; estimates, but for those of a block, which `ProgramTraits.kernels` has.
 _BACKWARD_KERNELS = 1.6  # for each kernel of the forward pass: matrix products have two, others one
 _STEPWISE_ATTENTION_KERNELS = 6  # two products, scale, mask, softmax and dropout in place of one fused kernel
-_EXPERT_KERNELS = 20  # scores, the choice, the order of rows, and their sum, beside those of an MLP
 _ROUNDING_KERNELS = 17  # of a linear layer with fp8 products in each pass, on average: scales, roundings and copies
 _HEAD_KERNELS = 20
 _EMBEDDING_KERNELS = 8
@@ -65,7 +65,7 @@ class PartSeconds:
         tensor: collectives of tensor and sequence parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
         context: collectives of context parallelism.
-        experts: all-to-alls of the rows of experts.
+        all_to_all: all-to-alls of rows.
     """
 
     matmul: float = 0.0
@@ -75,12 +75,12 @@ class PartSeconds:
     tensor: float = 0.0
     accumulation: float = 0.0
     context: float = 0.0
-    experts: float = 0.0
+    all_to_all: float = 0.0
 
     @property
     def total(self) -> float:
         computation = self.matmul + self.attention + self.memory_bound + self.launch + self.accumulation
-        return computation + self.tensor + self.context + self.experts
+        return computation + self.tensor + self.context + self.all_to_all
 
     def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
@@ -151,14 +151,17 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
     if s.passes_keys and device.is_accelerator and program.recomputes_ring:
-        core = replace(core, backward=core.forward + core.backward)  # computed again, for the keys of each rank
+        core = core._replace(backward=core.forward + core.backward)  # computed again, for the keys of each rank
 
     passes = _memory_passes(s, device, c, program)
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
-    context = _context_seconds(s, device, c, core)
-    router = _router(s, device, c)
-    exchange = _exchange_seconds(s, device, c, program)
-    kernels = program.kernels + core.kernels + (0 if s.routing is None else _EXPERT_KERNELS)
+    context = _context_seconds(s, device, c, program, core)
+    exchange = s.exchange(program)
+    outputs_of_router, hidden, rows, _ = exchange.scores
+    router = device_seconds.matmul(device, c, device.float32, rows, outputs_of_router, hidden)
+    # Rows travel to their weights, and the results back; nothing hides them.
+    all_to_all = 2 * device_seconds.all_to_all(device, c, exchange.group, exchange.sent_bytes)
+    kernels = program.kernels + core.kernels + exchange.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
         PartSeconds(
@@ -167,7 +170,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             memory_bound=passes.forward,
             tensor=tensor[0],
             context=context[0],
-            experts=exchange,
+            all_to_all=all_to_all,
         ),
         kernels + rounding,
         c,
@@ -181,7 +184,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
             tensor=tensor[1],
             accumulation=accumulation,
             context=context[1],
-            experts=exchange,
+            all_to_all=all_to_all,
         ),
         _BACKWARD_KERNELS * kernels + rounding,
         c,
@@ -191,39 +194,34 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
 
-@dataclass(frozen=True)
-class _MemoryPasses:
-    """Seconds of a block's passes over activations, without those of the attention core.
+class _Work(NamedTuple):
+    """Seconds of a part of a block.
 
     Attributes:
         forward: seconds of the forward pass.
         backward: seconds of the backward pass.
-        cheap: seconds of what selective recompute repeats: norms, activation, and rotated q and k.
+        cheap: seconds of what selective recompute repeats of it: norms, activation, and rotated q and k.
+        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
     """
 
     forward: float
     backward: float
-    cheap: float
+    cheap: float = 0.0
+    kernels: int = 0
 
 
-def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
+    """Return the seconds of a block's passes over activations, without those of the attention core."""
     passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
-    if s.routing is not None:
-        # Rows are put in the order of their experts, where ranks divide these once more, and their results are summed.
-        moves = (2 + 2 * (s.expert_group.ranks > 1)) * s.a * (s.rows + s.tokens) * s.model.hidden_size
-        moved = device_seconds.passes(device, c, moves)
-        passes = replace(passes, forward=passes.forward + moved, backward=passes.backward + moved)
-    if s.matmul is None:
-        return passes
-    forward, backward = _rounding_bytes(s, program)
-    return replace(
-        passes,
-        forward=passes.forward + device_seconds.passes(device, c, forward),
-        backward=passes.backward + device_seconds.passes(device, c, backward),
+    forward, backward = (0, 0) if s.matmul is None else _rounding_bytes(s, program)
+    moved = device_seconds.passes(device, c, s.exchange(program).moved_bytes)
+    return passes._replace(
+        forward=passes.forward + moved + device_seconds.passes(device, c, forward),
+        backward=passes.backward + moved + device_seconds.passes(device, c, backward),
     )
 
 
-def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
+def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _Work:
     """Return the seconds of passes where functions one after the other are one kernel."""
     query_key_value = s.local.query + 2 * s.local.key_value
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
@@ -238,14 +236,14 @@ def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
     cheap_bytes = norm_bytes + s.a * feed_elements
     if s.model.rotary_dim:
         cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
-    return _MemoryPasses(
+    return _Work(
         device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes),
         device_seconds.passes(device, c, backward_bytes),
         device_seconds.passes(device, c, cheap_bytes),
     )
 
 
-def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
     """Return the seconds of passes where each function is a kernel that reads its inputs and writes its output.
 
     | function                | forward                  | backward                                              |
@@ -286,7 +284,7 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants, program: Progr
         forward_bytes += s.a * (2 * query_key_value + 3 * attended)
         backward_bytes += s.a * (3 * query_key_value + 2 * attended)
     cheap = device_seconds.passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
-    return _MemoryPasses(
+    return _Work(
         cheap + device_seconds.passes(device, c, forward_bytes),
         device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
         cheap,
@@ -336,22 +334,7 @@ def _recomputed(
     return PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
 
 
-@dataclass(frozen=True)
-class _CoreSeconds:
-    """Seconds of the attention core.
-
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass.
-        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
-    """
-
-    forward: float
-    backward: float
-    kernels: int
-
-
-def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _CoreSeconds:
+def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
     """Return the seconds of softmax(q kᵀ) v.
 
     The fused core does no work on masked tokens. Step by step, softmax reads and writes the probabilities, and dropout
@@ -368,7 +351,7 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
         operations = 4.0 * heads * s.queries * attended * head_dim
         shares = program.fused_shares or (c.fused_attention, _FUSED_BACKWARD_RATE * c.fused_attention)
         seconds = operations / peak
-        return _CoreSeconds(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1], 0)
+        return _Work(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1])
     scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)
     values = device_seconds.matmul(device, c, peak, s.queries, head_dim, s.length, heads)
     transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.queries, heads)
@@ -378,31 +361,13 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
     # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
     products_backward = 4 * (scores + values + transposed) / 3
-    return _CoreSeconds(
-        scores + values + softmax_forward, products_backward + softmax_backward, _STEPWISE_ATTENTION_KERNELS
-    )
+    backward = products_backward + softmax_backward
+    return _Work(scores + values + softmax_forward, backward, kernels=_STEPWISE_ATTENTION_KERNELS)
 
 
 def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, count: int) -> Product:
     """Return the seconds of a piece of `count` products [m, k] × [k, n]."""
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k, count)
-
-
-def _router(s: BlockShape, device: Device, c: Constants) -> float:
-    """Return the seconds of the router's product in float32, on the tokens between the cut layers."""
-    if s.routing is None:
-        return 0.0
-    hidden = s.model.hidden_size
-    return device_seconds.matmul(device, c, device.float32, s.x_elements // hidden, s.routing.experts, hidden)
-
-
-def _exchange_seconds(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> float:
-    """Return the seconds of the all-to-alls that bring tokens to their experts, and results back; none hides them."""
-    if s.routing is None:
-        return 0.0
-    times = s.routing.visits(s.expert_group.ranks) if program.travels_once else s.routing.per_token
-    size = s.a * s.tokens * times * s.model.hidden_size
-    return 2 * device_seconds.all_to_all(device, c, s.expert_group, size)
 
 
 def _tensor_seconds(
@@ -437,7 +402,9 @@ def _tensor_seconds(
     return forward, backward
 
 
-def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSeconds) -> tuple[float, float]:
+def _context_seconds(
+    s: BlockShape, device: Device, c: Constants, program: ProgramTraits, core: _Work
+) -> tuple[float, float]:
     """Return what it adds, forward and backward, to get keys and values of all tokens, and to send their gradients.
 
     Passed from rank to rank, they travel while attention to those of another rank is computed.
@@ -450,7 +417,7 @@ def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSec
     if s.passes_keys:
         # Keys and values go round again in the backward pass, with their gradients.
         return ring_seconds(core.forward, gather, ranks), ring_seconds(core.backward, 2 * gather, ranks)
-    gathers_again = s.gathers_keys_again and s.recompute != "full"
+    gathers_again = program.fused_attention and s.recompute != "full"
     return gather, gather * (2 if gathers_again else 1)
 
 

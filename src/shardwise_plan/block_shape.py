@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.config import DTYPE_BYTES, DtypeName, FamilyConfig, Matmul, Recompute
+from shardwise.config import DTYPE_BYTES, Config, DtypeName, FamilyConfig, Layout, Matmul, Recompute
 from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import LocalWidths
-from shardwise_plan.device_seconds import RankGroup
-from shardwise_plan.device_specs import Device
+from shardwise_plan.device_seconds import RankGroup, group
+from shardwise_plan.device_specs import Cluster, Device
 from shardwise_plan.program_traits import ProgramTraits
 
-_ALONE = RankGroup(1, 1)
+_ROUTING_KERNELS = 20  # scores, the choice, the order of rows, and their sum, beside those of an MLP
 
 
 class Weight(NamedTuple):
@@ -27,6 +27,24 @@ class Weight(NamedTuple):
     number: int = 1
 
 
+class RowExchange(NamedTuple):
+    """The work of a pass that brings each token to the weights that a router chooses; an MLP for all tokens has none.
+
+    Attributes:
+        scores: the weight of the router's product, which is in float32 on the tokens between the cut layers.
+        moved_bytes: bytes that are read and written to put rows in the order of their weights, and to sum them.
+        sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
+        group: ranks that divide the weights among them.
+        kernels: number of kernels.
+    """
+
+    scores: Weight = Weight(0, 0, 0)
+    moved_bytes: int = 0
+    sent_bytes: float = 0.0
+    group: RankGroup = RankGroup(1, 1)
+    kernels: int = 0
+
+
 @dataclass(frozen=True)
 class BlockShape:
     """All that the time of a block depends on, for one micro-batch on one rank.
@@ -36,38 +54,61 @@ class BlockShape:
         local: widths of one rank's part.
         batch: B.
         length: S.
-        tensor: t.
+        tensor_group: the t ranks that share each token.
         sequence_parallel: True if activations are cut along the sequence too.
-        inside: ranks of the tensor-parallel group in one node.
         dtype: dtype of parameters and activations.
         gradient: dtype of gradients.
         recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
         matmul: format of the products of weights, if it is not `dtype`.
         context_group: the c ranks that share each sample.
-        gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
         passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
-        routing: rule of the block's router; None: it has an MLP.
         expert_group: ranks that divide the experts.
+        routing: rule of the block's router; None: it has an MLP.
     """
 
     model: FamilyConfig
     local: LocalWidths
     batch: int
     length: int
-    tensor: int
+    tensor_group: RankGroup
     sequence_parallel: bool
-    inside: int
     dtype: DtypeName
     gradient: DtypeName
     recompute: Recompute
-    regathers: bool = False
-    matmul: Matmul | None = None
-    context_group: RankGroup = _ALONE
-    gathers_keys_again: bool = True
-    passes_keys: bool = False
+    regathers: bool
+    matmul: Matmul | None
+    context_group: RankGroup
+    passes_keys: bool
+    expert_group: RankGroup
     routing: Routing | None = None
-    expert_group: RankGroup = _ALONE
+
+    @staticmethod
+    def of(config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits) -> BlockShape:
+        """Return the sizes of a block with an MLP."""
+        model = config.known_shapes
+        precision = config.precision.resolved(cluster.device.is_accelerator)
+        is_left_to_compiler = config.compile.enabled and program.fused_attention
+        return BlockShape(
+            model=model,
+            local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
+            batch=config.train.micro_batch,
+            length=config.train.sequence_length,
+            tensor_group=group(layout.tensor, 1, cluster.per_node),
+            sequence_parallel=layout.sequence_parallel,
+            dtype=precision.parameter,
+            gradient=precision.gradient,
+            recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
+            regathers=config.regathers,
+            matmul=config.precision.matmul,
+            context_group=group(layout.context, layout.tensor, cluster.per_node),
+            passes_keys=config.passes_keys,
+            expert_group=group(layout.expert, layout.tensor, cluster.per_node),
+        )
+
+    @property
+    def tensor(self) -> int:
+        return self.tensor_group.ranks
 
     @property
     def tokens(self) -> int:
@@ -107,6 +148,23 @@ class BlockShape:
         """T·k: rows of a rank's experts, of balanced loads."""
         return 0 if self.routing is None else self.tokens * self.routing.per_token
 
+    def exchange(self, program: ProgramTraits) -> RowExchange:
+        """Return the work that the block's router adds to a pass."""
+        if self.routing is None:
+            return RowExchange()
+        hidden = self.model.hidden_size
+        ranks = self.expert_group.ranks
+        # Where ranks divide the experts, rows are put in the order of these once more.
+        moves = 2 + 2 * (ranks > 1)
+        visits = self.routing.visits(ranks) if program.travels_once else self.routing.per_token
+        return RowExchange(
+            Weight(self.routing.experts, hidden, self.x_elements // hidden),
+            moves * self.a * (self.rows + self.tokens) * hidden,
+            self.a * self.tokens * visits * hidden,
+            self.expert_group,
+            _ROUTING_KERNELS,
+        )
+
     @property
     def feed_elements(self) -> int:
         """Elements of the MLP's inner tensor, or of those of experts."""
@@ -133,10 +191,6 @@ class BlockShape:
     def x_elements(self) -> int:
         """T/s·H: elements of x between the cut layers."""
         return self.tokens * self.model.hidden_size // (self.tensor if self.sequence_parallel else 1)
-
-    @property
-    def tensor_group(self) -> RankGroup:
-        return RankGroup(self.tensor, self.inside)
 
     @property
     def gathered_bytes(self) -> int:

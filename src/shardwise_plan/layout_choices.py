@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar, get_args
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.base.mesh_axes import layout_text
+from shardwise.base.mesh_axes import CHOSEN_AXES, CHOSEN_DEGREES, layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
@@ -60,13 +60,10 @@ class Choice:
         """Return the choice that a configuration has made."""
         parallel = config.parallel
         return Choice(
-            tensor=layout.tensor,
+            **{axis.degree: getattr(layout, axis.degree) for axis in CHOSEN_DEGREES},
             sequence=layout.sequence_parallel,
-            context=layout.context,
-            pipeline=layout.pipeline,
             schedule=parallel.schedule,
             virtual=parallel.stages_per_rank if parallel.stages_per_rank > 1 else None,
-            expert=layout.expert,
             micro_batch=config.train.micro_batch,
             recompute=config.recompute,
             zero=config.optimizer.zero,
@@ -78,15 +75,8 @@ class Choice:
 
     def applied(self, config: Config) -> Config:
         """Return the configuration with this layout."""
-        parallel: dict[str, object] = {
-            "tensor": self.tensor,
-            "sequence": self.sequence,
-            "context": self.context,
-            "pipeline": self.pipeline,
-            "schedule": self.schedule,
-            "virtual_stages": self.virtual,
-            "expert": self.expert,
-        }
+        parallel: dict[str, object] = dict(self.degrees)
+        parallel |= {"sequence": self.sequence, "schedule": self.schedule, "virtual_stages": self.virtual}
         if self.regathers:
             parallel["sequence_regather"] = True
         if self.passes_keys:
@@ -109,15 +99,23 @@ class Choice:
         return config.with_keys(optimizer=optimizer)
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis that is chosen, by its name."""
+        return {axis.degree: getattr(self, axis.degree) for axis in CHOSEN_DEGREES}
+
+    def data(self, world: int) -> int:
+        """Return the data-parallel degree on `world` ranks, 0 if they are too few."""
+        ranks: int = math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
+        return world // ranks
+
+    @property
     def splits_backward(self) -> bool:
         """True if gradients of weights are computed apart from those of activations."""
         return self.pipeline > 1 and SCHEDULES[self.schedule].splits_backward
 
     def text(self, world: int) -> str:
         """Return the choice on `world` ranks, such as `TP 8 + SP × PP 4 × DP 2, 1f1b, micro-batch 2, …`."""
-        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline}
-        degrees |= {"data": world // math.prod(degrees.values()), "expert": self.expert}
-        words = [layout_text(degrees, sequence=self.sequence)]
+        words = [layout_text({**self.degrees, "data": self.data(world)}, sequence=self.sequence)]
         if self.regathers:
             words.append("gathered again")
         if self.passes_keys:
@@ -163,7 +161,7 @@ def choices(
         base = base.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
-    for degrees, expert in _degrees(config, world, per_node, fixed):
+    for of_degrees in _degrees(config, world, per_node, fixed):
         looked(1)
         recipes = config.train.micro_batch
         powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
@@ -172,8 +170,8 @@ def choices(
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
             sharding = (optimizer.zero, replicate, optimizer.reduce)
-            first = Choice(*degrees, micro_batch, "none", *sharding, expert=expert)
-            data = world // (first.tensor * first.context * first.pipeline)
+            first = of_degrees(micro_batch, "none", *sharding)
+            data = first.data(world)
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
                 continue
@@ -187,8 +185,7 @@ def choices(
                 continue
             shardings = list(_shardings(applied, layout, per_node, fixed))
             for recompute in recomputes:
-                choice = partial(Choice, *degrees, micro_batch, recompute, expert=expert)
-                yield [[choice(*cut) for cut in cuts] for cuts in shardings], layout
+                yield [[of_degrees(micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
 
 
 def number_of_choices(config: Config, world: int, per_node: int, fixed: Collection[str]) -> int:
@@ -250,14 +247,15 @@ def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[
     return [recipes] if key in fixed else others
 
 
-_Degrees = tuple[int, bool, int, int, Schedule, int | None]
-"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
 _LEAST_CHUNK = 1024
 
 
-def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[tuple[_Degrees, int]]:
-    """Yield the degrees that divide the world and the model, experts' last; `check_layout` has further rules."""
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[partial[Choice]]:
+    """Yield choices of degrees that divide the world and the model, which the other keys complete.
+
+    `check_layout` has further rules.
+    """
     parallel = config.parallel
     model = config.known_shapes
     named_heads = asked_of(config).model.num_attention_heads or 0
@@ -276,7 +274,7 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         for expert in experts:
-                            yield (tensor, sequence, context, pipeline, schedule, virtual), expert
+                            yield partial(Choice, tensor, sequence, context, pipeline, schedule, virtual, expert=expert)
 
 
 def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.base import units
+from shardwise.base.mesh_axes import CHOSEN_DEGREES, TENSOR
 from shardwise.cli.train import check_user_code
 from shardwise.config import Config
 from shardwise.estimates import memory
@@ -19,7 +20,7 @@ def sized_own(config: Config, fixed: set[str]) -> tuple[Config, str]:
     """
     check_user_code(config)
     shapes = own_shapes(config, accelerator=True)
-    fixed |= {"parallel.pipeline", "parallel.context", "parallel.expert"}
+    fixed |= {axis.key for axis in CHOSEN_DEGREES if axis is not TENSOR}
     fixed |= set() if shapes.is_cut else {"parallel.tensor", "parallel.sequence"}
     fixed |= set() if shapes.recomputes else {"train.recompute"}
     return memory.sized_own(config, shapes, True), (

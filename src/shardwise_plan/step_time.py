@@ -169,7 +169,7 @@ def step_time(
         recompute=m * recompute.total + _counting_seconds(config, layout, works),
         tensor=m * model_work.tensor,
         context=m * model_work.context,
-        experts=m * model_work.experts,
+        experts=m * model_work.all_to_all,
         messages=m * wait * 2 * len(works),  # each stage sends one message in each direction
         bubble=max(0.0, makespan_seconds - m * busy[longest]),
         reduction=reduction,
@@ -246,26 +246,7 @@ def stage_works(
 ) -> list[StageWork]:
     """Return the work of each stage, in the order of the model."""
     model = config.known_shapes
-    precision = config.precision.resolved(cluster.device.is_accelerator)
-    is_left_to_compiler = config.compile.enabled and program.fused_attention
-    shape = BlockShape(
-        model=model,
-        local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
-        batch=config.train.micro_batch,
-        length=config.train.sequence_length,
-        tensor=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        inside=min(layout.tensor, cluster.per_node),
-        dtype=precision.parameter,
-        gradient=precision.gradient,
-        recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
-        regathers=config.regathers,
-        matmul=config.precision.matmul,
-        context_group=group(layout.context, layout.tensor, cluster.per_node),
-        gathers_keys_again=program.fused_attention,
-        passes_keys=config.passes_keys,
-        expert_group=group(layout.expert, layout.tensor, cluster.per_node),
-    )
+    shape = BlockShape.of(config, layout, cluster, program)
     arguments = cluster.device, constants, program
     embedding, head = block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
     action = constants.action if layout.pipeline > 1 else 0.0
@@ -389,9 +370,9 @@ class _StepInputs:
         # Neighbouring stages are on one node if two pipeline ranks, with all ranks of their stages, fit there.
         inside = layout.tensor * layout.replicas * 2 <= self.cluster.per_node
         if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
-            tensor_group = RankGroup(layout.tensor, min(layout.tensor, self.cluster.per_node))
+            ranks = group(layout.tensor, 1, self.cluster.per_node)
             part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
-            return part + device_seconds.collective(device, self.constants, tensor_group, float(size))
+            return part + device_seconds.collective(device, self.constants, ranks, float(size))
         parts = layout.tensor if layout.sequence_parallel else 1
         return device_seconds.message(device, self.constants, size / parts, inside=inside)
 

@@ -32,9 +32,9 @@ from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.writing import StreamedWeight, require_room
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config.rope_scaling import LENGTH
-from shardwise.config.routing import Routing
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 from shardwise_use.gguf_tokenizer import Vocabulary, vocabulary
+from shardwise_use.sparse_models import add_gguf_keys, without_number
 
 _ARCHITECTURES = {
     "gpt": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2",
@@ -47,7 +47,6 @@ _TURNS_NEIGHBOURS = ("llama", "smollm3")
 _NEEDS_HEAD = ("gptneox", "olmo2", "olmoe")
 """Architectures without a tied output head: the embedding is written twice."""
 _Change: TypeAlias = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
 _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 """Matrices that llama.cpp computes with in float32 alone; so it does with all vectors."""
 
@@ -139,21 +138,20 @@ class GGUFExport:
     # ---- tensors
 
     def _planned(self) -> list[StreamedWeight]:
-        """The tensors by llama.cpp's names; the experts of a block are one."""
+        """The tensors by llama.cpp's names; those of a block that differ by a number are one."""
         arch = next(key for key, name in self._gguf.MODEL_ARCH_NAMES.items() if name == self.architecture)
         names = self._gguf.get_tensor_name_map(arch, self.model.num_hidden_layers)
         tensors: dict[str, StreamedWeight] = {}
-        experts: dict[str, dict[int, StreamedWeight]] = {}
+        numbered: dict[str, dict[int, StreamedWeight]] = {}
         for weight in self.export.weights:
-            number = (expert := _EXPERT.fullmatch(weight.name)) and int(expert[2])
-            plain = f"{expert[1]}{expert[3]}" if expert else weight.name.replace("_correction_bias", "_correction.bias")
+            plain, number = without_number(weight.name.replace("_correction_bias", "_correction.bias"))
             name = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ConfigError(f"llama.cpp's architecture {self.architecture} has no tensor for {weight.name}")
             tensors[name] = self._tensor(weight, name)
             if number is not None:
-                experts.setdefault(name, {})[number] = tensors[name]
-        for name, parts in experts.items():
+                numbered.setdefault(name, {})[number] = tensors[name]
+        for name, parts in numbered.items():
             ordered = [parts[number] for number in sorted(parts)]
             tensors[name] = replace(
                 ordered[0], shape=(len(parts), *ordered[0].shape), read=partial(_one_by_one, ordered)
@@ -249,8 +247,7 @@ class GGUFExport:
         if any(windows) and self.architecture in ("gemma3", "olmo2"):
             writer.add_sliding_window(max(filter(None, windows)))
             writer.add_sliding_window_pattern([window is not None for window in windows])
-        if (routing := model.any_routing) is not None:
-            self._add_experts(writer, routing)
+        add_gguf_keys(writer, self._gguf, model)
 
     def _add_rotary(self, writer: Any) -> None:
         model: Any = self.model
@@ -271,22 +268,6 @@ class GGUFExport:
             writer.add_rope_scaling_orig_ctx_len(scaling.get(LENGTH) or model.max_position_embeddings)
             writer.add_rope_scaling_yarn_beta_fast(scaling.get("beta_fast") or 32)
             writer.add_rope_scaling_yarn_beta_slow(scaling.get("beta_slow") or 1)
-
-    def _add_experts(self, writer: Any, routing: Routing) -> None:
-        model: Any = self.model
-        gating = self._gguf.ExpertGatingFuncType
-        writer.add_expert_count(routing.experts)
-        writer.add_expert_used_count(routing.per_token)
-        writer.add_expert_feed_forward_length(model.expert_width)
-        writer.add_expert_gating_func(gating.SIGMOID if routing.scores == "sigmoid" else gating.SOFTMAX)
-        writer.add_expert_weights_norm(routing.normalized)
-        writer.add_expert_weights_scale(routing.scale)
-        if routing.groups > 1:
-            writer.add_expert_group_count(routing.groups)
-            writer.add_expert_group_used_count(routing.chosen_groups)
-        if self.architecture == "glm4moe":
-            writer.add_expert_shared_count(model.n_shared_experts)
-            writer.add_leading_dense_block_count(model.first_k_dense_replace)
 
     # ---- tokenizer
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.config import FamilyConfig
+from shardwise.config.sparse import SPARSE_SIZES
 
 GGUF = "gguf"
 TOLERANCE = 0.005
@@ -24,7 +25,7 @@ PLAIN = "defaults"
 _SIZES = (
     "family", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "initializer_range", "ignore", "pad_token_id", "type_vocab_size",
-    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "head_dim",
+    "head_dim", *SPARSE_SIZES,
 )  # fmt: skip
 """Keys without which no model can be described, at any value."""
 _PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}}

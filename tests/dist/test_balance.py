@@ -98,8 +98,8 @@ def step(family: str, sections: Sections, balanced: bool = True) -> Step:
     config = configuration(family, sections, balanced=balanced)
     trainer = build_trainer(config, Mesh(**config.parallel.degrees, device="cpu"), make_data(config.model.vocab_size))
     record, gradients = step_with_gradients(trainer)
-    assert record.experts is not None
-    return record.loss, dict(record.experts.losses), gradients
+    [detail] = record.details
+    return record.loss, dict(detail.scalars["balance"]), gradients
 
 
 def check(found: Sequence[Step], family: str) -> None:
@@ -176,10 +176,8 @@ def test_objectives_change_neither_the_loss_nor_an_evaluation() -> None:
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
     records = [trainer.step() for trainer in (balanced, plain)]
     assert records[0].loss == records[1].loss
-    assert records[0].experts is not None
-    assert records[1].experts is not None
-    assert records[0].experts.losses.keys() == COEFFICIENTS.keys()
-    assert not records[1].experts.losses
+    assert records[0].details[0].facts["balance_losses"].keys() == COEFFICIENTS.keys()
+    assert not records[1].details[0].facts
     # The counts of a step are never those of the next one.
     assert all(layer.losses is not None and layer.losses.rows is None for layer in experts_of(balanced.model))
 

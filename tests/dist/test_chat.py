@@ -14,7 +14,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config
 from tests.sweeps import few
-from tests.unit.data.samples.test_conversations import chats
+from tests.unit.data.samples.small_batches import chats
 
 STEPS = 4
 # Ranks, then the degrees and the micro-batch of each layout.

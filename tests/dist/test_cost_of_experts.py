@@ -13,7 +13,6 @@ from shardwise.config.routing import Routing
 from shardwise.distributed.placement import of_or_whole
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import memory_by_rank
-from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers import experts
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -52,7 +51,7 @@ def of_first_rank(routing: Routing, scores: Tensor) -> Tensor:
 @pytest.fixture(autouse=True)
 def of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The experts of each token by turns, and the first ones, are on one rank: it travels to no other."""
-    monkeypatch.setattr(RankWorkload, "visits", lambda self, routing: routing.per_token if self.is_bit_equal else 1.0)
+    monkeypatch.setattr(Routing, "visits", lambda _routing, _ranks: 1.0)
 
 
 def measured(config: Config, is_balanced: bool = True) -> ShardedStep:

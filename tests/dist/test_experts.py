@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.config import Config
 from shardwise.config.hugging_face import from_hugging_face, to_hugging_face
@@ -22,7 +23,6 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements
 from shardwise.layers.execution import Execution, made_with
-from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.layers.experts import Experts, balance_experts
 from shardwise.models.llama import Llama
 from shardwise.models.parameter_counts import local_parameters, matmul_parameter_count, parameter_count
@@ -265,7 +265,7 @@ def configuration(sections: dict[str, dict[str, Any]], family: str = "glm4_moe")
 
 def go_on(
     sections: dict[str, dict[str, Any]], folder: str | None, steps: int, target: str | None
-) -> list[tuple[float, ExpertRecord]]:
+) -> list[tuple[float, StepDetail]]:
     """The losses of some steps, from a checkpoint or from the start, and what the experts did."""
     config = configuration(sections)
     parallel = config.parallel
@@ -277,29 +277,28 @@ def go_on(
     check_replicas(trainer.model, mesh, trainer.progress.step, trainer.optimizer)
     if target is not None:
         save(trainer, target)
-    found = [(record.loss, record.experts) for record in records if record.experts is not None]
-    assert len(found) == steps
-    return found
+    return [(record.loss, *record.details) for record in records]
 
 
 @functools.cache
-def curve() -> list[tuple[float, ExpertRecord]]:
+def curve() -> list[tuple[float, StepDetail]]:
     return go_on({}, None, 4, None)
 
 
-def check(found: list[tuple[float, ExpertRecord]], wanted: list[tuple[float, ExpertRecord]]) -> None:
+def check(found: list[tuple[float, StepDetail]], wanted: list[tuple[float, StepDetail]]) -> None:
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
-    for (_, experts), (_, of_one) in zip(found, wanted, strict=True):
-        assert experts.loads == of_one.loads
-        assert experts.entropy == pytest.approx(of_one.entropy, rel=1e-6)
-        assert replace(experts, entropy=of_one.entropy) == of_one
+    for (_, detail), (_, of_one) in zip(found, wanted, strict=True):
+        assert detail.lines == of_one.lines
+        entropy = of_one.numbers["expert_entropy"]
+        assert detail.numbers["expert_entropy"] == pytest.approx(entropy, rel=1e-6)
+        assert replace(detail, numbers={**detail.numbers, "expert_entropy": entropy}) == of_one
 
 
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_training_goes_on_at_other_degrees(zero: int, tmp_path: Path, ranks: Any) -> None:
     """At EP 4, then in one process, then at EP 2, with the optimizer's state."""
     folder = None
-    found: list[tuple[float, ExpertRecord]] = []
+    found: list[tuple[float, StepDetail]] = []
     for degree, steps in ((4, 1), (1, 1), (2, 2)):
         sections = {"parallel": {"expert": degree}, "optimizer": {"zero": zero}}
         target = str(tmp_path / f"at-{degree}")
@@ -340,8 +339,8 @@ def reductions(family: str, log_every: int, expert: int) -> list[tuple[int, int,
         patched.setattr(collectives, "all_reduce_", counting)
         for _ in range(2):
             seen.clear()
-            experts = trainer.step().experts
-            found.append((seen["world"], seen["dp"], experts and sum(map(sum, experts.loads.values()))))
+            loads = [detail.lines["experts"]["loads"] for detail in trainer.step().details]
+            found.append((seen["world"], seen["dp"], sum(map(sum, loads[0].values())) if loads else None))
     return found
 
 
@@ -400,11 +399,11 @@ def test_experts_of_a_users_own_model_are_counted() -> None:
     config = make_config(model={"family": "tests.dist.test_experts:Sparse", "vocab_size": 131})
     trainer = build_trainer(config, Mesh(device="cpu"), make_data(131))
     for _ in range(2):
-        experts = trainer.step().experts
-        assert experts is not None
-        assert [len(loads) for loads in experts.loads.values()] == [4, 6]
-        assert [sum(loads) for loads in experts.loads.values()] == [8 * 16 * 2] * 2
-        assert 0.9 < experts.entropy <= 1
+        [detail] = trainer.step().details
+        by_block = detail.lines["experts"]["loads"].values()
+        assert [len(loads) for loads in by_block] == [4, 6]
+        assert [sum(loads) for loads in by_block] == [8 * 16 * 2] * 2
+        assert 0.9 < detail.numbers["expert_entropy"] <= 1
     assert all(layer.router.bias.unique().numel() > 1 for layer in trainer.model.experts)
 
 
@@ -418,12 +417,13 @@ def test_the_record_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
     real = torch.special.entr
     monkeypatch.setattr(torch.special, "entr", entr)
-    _, experts = go_on({"train": {"recompute": "full"}}, None, 1, None)[0]
+    _, detail = go_on({"train": {"recompute": "full"}}, None, 1, None)[0]
     # The first block is dense. Of 8 experts each token has 3.
-    assert list(experts.loads) == [1, 2, 3]
-    every = torch.tensor(list(experts.loads.values()))
+    loads = detail.lines["experts"]["loads"]
+    assert list(loads) == [1, 2, 3]
+    every = torch.tensor(list(loads.values()))
     assert every.sum(1).tolist() == [8 * 16 * 3] * 3
-    assert experts.load_max == pytest.approx(every.max().item() / (8 * 16 * 3 / 8))
-    assert experts.idle == 0
-    assert experts.entropy == pytest.approx(torch.cat(entropies).mean().item() / math.log(8), rel=1e-6)
-    assert experts.losses == {}
+    assert detail.numbers["expert_load_max"] == pytest.approx(every.max().item() / (8 * 16 * 3 / 8))
+    assert detail.numbers["expert_idle"] == 0
+    assert detail.numbers["expert_entropy"] == pytest.approx(torch.cat(entropies).mean().item() / math.log(8), rel=1e-6)
+    assert detail.facts == {}

@@ -77,9 +77,9 @@ def test_a_model_is_the_same_as_from_whole_tensors(folders: dict[tuple[str, int]
         # transformers opens the files too, and finds the same weights.
         for name, weight in open_folder(folder).state_dict().items():
             assert torch.equal(weight, model.state_dict()[name]), name
-        saved = tmp_path / f"{kind}-{dim}"
-        model.save_pretrained(saved)
-        assert_same_model(open_hugging_face(Root.of(folder)), tmp_path / f"imported-{kind}-{dim}", model, saved)
+        at = tmp_path / f"{kind}-{dim}"
+        model.save_pretrained(at / "saved")
+        assert_same_model(open_hugging_face(Root.of(folder)), model, at)
 
 
 def test_boxes_over_the_borders_of_parts(folders: dict[tuple[str, int], Path]) -> None:

@@ -13,7 +13,8 @@ from tests.e2e import processes
 from tests.e2e.command import Outcome, imported_first, metrics, shardwise, within
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.unit.data import hdf5_shards
-from tests.unit.data.prepare.jobs import WORDS, texts, write_jsonl
+from tests.unit.data.prepare.jobs import WORDS, texts
+from tests.unit.data.small_runs import json_lines
 
 TRAIN = ("train.steps=3", "train.global_batch=4", "train.micro_batch=2", "train.eval_every=0", "log.tensorboard=false")
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -23,7 +24,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`a.jsonl`, `b.txt`, and the vocabulary of BERT in which the words' ends go on with them."""
     folder = tmp_path_factory.mktemp("data")
-    write_jsonl(folder / "a.jsonl", texts(200))
+    json_lines(folder / "a.jsonl", texts(200))
     (folder / "b.txt").write_text("\n".join(texts(200, seed=1)))
     (folder / "vocabulary").mkdir()
     pieces = [word[:2] for word in WORDS] + [f"##{word[2:]}" for word in WORDS if len(word) > 2] + ["a", "."]
@@ -83,7 +84,7 @@ MOMENTS = ("state.json 0", "tokens.bin 200000", "tokens.idx 0")
 @pytest.mark.slow
 def test_what_sigkill_leaves_is_read_by_nobody_and_gone_on_with(at: Path, tmp_path: Path) -> None:
     """Killed at several moments, and then left alone: the same bytes as without."""
-    write_jsonl(tmp_path / "large.jsonl", texts(200, seed=2) * 20)
+    json_lines(tmp_path / "large.jsonl", texts(200, seed=2) * 20)
     variables = imported_first(SIGNAL_AT_A_MOMENT + IN_SEVERAL_PROCESSES, tmp_path)
     variables["SHARDWISE_CACHE"] = str(tmp_path / "cache")
     given = ("data", "prepare", "large.jsonl", "--format", "megatron", "--tokenizer", at / "vocabulary")
@@ -148,7 +149,7 @@ def test_bad_input_is_one_line(line: str, at: Path) -> None:
 def test_what_the_documentation_shows(at: Path, tmp_path: Path) -> None:
     """docs/data.md: from text to runs, which are not started, and a look at what was made."""
     pytest.importorskip("datasets")
-    write_jsonl(tmp_path / "wiki.jsonl", texts(400))
+    json_lines(tmp_path / "wiki.jsonl", texts(400))
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text("\n".join(texts(400, seed=1)))
     np.arange(1000, dtype="<u2").tofile(tmp_path / "train.bin")

@@ -48,6 +48,15 @@ share samples come next. The pipeline is the outermost axis, as its ranks send l
 """
 CHOSEN_AXES = tuple(axis for axis in reversed(AXES) if not axis.fills_world)
 """The axes whose degrees the user chooses, the innermost first, as texts name them."""
+EXPERT = Axis("ep", "expert", "expert-parallel degree", is_optional=True)
+"""The ranks, of those of data and context parallelism, that divide the experts of a block: no axis of the mesh."""
+CHOSEN_DEGREES = (*CHOSEN_AXES, EXPERT)
+"""The records of all degrees that the user chooses."""
+
+DIVIDING_KEYS = (TENSOR.key, EXPERT.key, PIPELINE.key)
+"""The keys of the degrees that divide the weights of a model over ranks."""
+ALIKE = "experts"
+"""Name, within that of replicas, of the ranks that have the same tensors of those that ranks divide among them."""
 
 
 def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:
@@ -83,8 +92,8 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
         degree = degrees[axis.degree]
         if ones or degree > 1:
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
-    expert = degrees.get("expert", 1)
-    return " × ".join(words) + (f" (EP {expert})" if expert > 1 else "")
+    text = " × ".join(words)
+    return f"{text} ({EXPERT.name.upper()} {degrees[EXPERT.degree]})" if is_named(EXPERT, degrees) else text
 
 
 def keys_text(degrees: Mapping[str, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -57,7 +57,7 @@ def canonical_tensors(
         assembled: dict[str, Tensor] = {}
         if new and rank == ranks.rank:
             parameter, record = local[key]
-            assembled = _assemble(take(parameter), _holders(record), pieces[key])
+            assembled = _assemble(take(parameter), record.holders, pieces[key])
         # The other stages receive into empty tensors.
         for name, (shape, dtype) in new.items():
             values = assembled.get(name)
@@ -83,9 +83,7 @@ def _pieces_by_rank(
     # The ranks of a model go through its groups in the order of its parameters, so that their exchanges match.
     by_groups: dict[tuple[Group, Group], dict[ParameterKey, list[Piece]]] = {}
     for key, (_, record) in local.items():
-        # A group cannot be sent to another process, and nobody needs it there.
-        pieces = [replace(piece, copies=Group(), experts=None) for piece in record.pieces]
-        by_groups.setdefault(_holders(record), {})[key] = pieces
+        by_groups.setdefault(record.holders, {})[key] = record.pieces_to_send
     pieces_by_rank: dict[ParameterKey, list[list[Piece]]] = {}
     for (cut, divided), pieces_by_key in by_groups.items():
         gathered = collectives.all_gather_objects(collectives.all_gather_objects(pieces_by_key, cut), divided)
@@ -93,12 +91,6 @@ def _pieces_by_rank(
         for key in by_rank[0]:
             pieces_by_rank[key] = [pieces_of_rank[key] for pieces_of_rank in by_rank]
     return pieces_by_rank
-
-
-def _holders(record: Placement) -> tuple[Group, Group]:
-    """The ranks over which a parameter's tensors are cut, and those that hold tensors of its kind of other experts."""
-    experts = record.pieces[0].experts
-    return record.group, Group() if experts is None else experts.group
 
 
 def _assemble(

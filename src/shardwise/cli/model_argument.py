@@ -17,6 +17,7 @@ from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import reason_of, user_path, write_files
 from shardwise.base.hardware import accelerators
 from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_url, tokenizer_names
+from shardwise.base.mesh_axes import DIVIDING_KEYS
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
@@ -38,7 +39,7 @@ HELP = (
 )
 ARGUMENTS = {"checkpoint.load": "CHECKPOINT"}
 """Key of a recipe → name in errors."""
-LAYOUT_KEYS = ("parallel.tensor", "parallel.expert", "parallel.pipeline", "parallel.stages")
+LAYOUT_KEYS = (*DIVIDING_KEYS, "parallel.stages")
 """The keys of the layout of a model that is used."""
 _CONFIG = "config.json"
 _OTHER_FIELDS = ("torch_dtype", "bos_token_id", "eos_token_id")
@@ -311,11 +312,11 @@ def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
     """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     parallel = sections["parallel"]
-    # Ranks that divide experts read the same text.
-    replicas = parallel.get("expert", 1) if isinstance(parallel.get("expert", 1), int) else 1
-    samples = _micro_batches(parallel) * max(1, replicas)
-    sections["train"] |= {"sequence_length": 1, "global_batch": samples, "micro_batch": 1}
+    sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(parallel), "micro_batch": 1}
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
+    config = config_from(sections)
+    # Where one copy of the model takes more ranks than compute one text, these read the same one.
+    sections["train"]["global_batch"] *= config.parallel.model_ranks // config.parallel.ranks
     return config_from(sections)
 
 

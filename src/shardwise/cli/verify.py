@@ -251,7 +251,7 @@ class Verified:
         ]
         if self.config.is_bit_equal:
             bounds.append(f"gradient norms, weights and optimizer state after steps {middle} and {train.steps} equal")
-        return [
+        rows = [
             ("model", f"{self.name} in miniature: {_sizes(self.config.model)}"),
             (
                 "training",
@@ -260,19 +260,14 @@ class Verified:
             ),
             ("reference", f"one process on {device}: loss {losses[0]:.6f} at step 1, {losses[-1]:.6f} at the last"),
             ("bounds", "; ".join(bounds)),
-            *self._choices,
         ]
-
-    @property
-    def _choices(self) -> list[tuple[str, str]]:
-        """The sentence on the choices of experts, if they are compared."""
-        if not self.result.choices:
-            return []
-        text = (
-            f"{self.result.choices:,} choices of a token's expert; only nearly equal scores may be ordered otherwise, "
-            "and such a layout is compared with the choices of one process"
-        )
-        return [("experts", text)]
+        if self.result.choices:
+            text = (
+                f"{self.result.choices:,} choices of a token's expert; only nearly equal scores may be ordered "
+                "otherwise, and such a layout is compared with the choices of one process"
+            )
+            rows.append(("experts", text))
+        return rows
 
 
 def _within(tolerance: float) -> str:

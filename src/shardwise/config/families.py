@@ -7,6 +7,7 @@ This module does not import `annotations` from `__future__`: pydantic would eval
 again for every class that inherits it.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -239,6 +240,12 @@ class FamilyConfig(Section):
         return None
 
     @property
+    def routings(self) -> dict[int, Routing]:
+        """The rules of the blocks with experts, by their numbers."""
+        rules = enumerate(map(self.routing, range(self.num_hidden_layers)))
+        return {layer: rule for layer, rule in rules if rule is not None}
+
+    @property
     def any_routing(self) -> Routing | None:
         """The rule of the blocks with experts; None: there are none."""
         if type(self).routing is FamilyConfig.routing:
@@ -254,6 +261,13 @@ class FamilyConfig(Section):
     def shared_expert_width(self) -> int:
         """Width of the expert that all tokens use, in blocks with experts; 0: there is none."""
         return 0
+
+    def in_miniature(self, width: int, alike: Callable[[int, int], int]) -> dict[str, int]:
+        """Return the sizes of keys that few families have, in a small model whose MLPs have this width.
+
+        alike: takes a size and the least one, and returns a size that the same degrees divide.
+        """
+        return {}
 
     @property
     def extends_positions(self) -> bool:

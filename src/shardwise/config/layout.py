@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_multiples, see
 from shardwise.base.mesh_axes import (
+    ALIKE,
     AXES,
     CHOSEN_AXES,
     PIPELINE,
@@ -83,6 +84,15 @@ class Layout:
     def replicas_axis(self) -> str:
         """The name of the group of these ranks (`Mesh.replicas`)."""
         return replicas_name(self.data, self.context)
+
+    def alike_axis(self, parts: int) -> str:
+        """The name of the group of those ranks that have the same one of so many parts, of experts or of buckets."""
+        return f"{self.replicas_axis}/{ALIKE if parts == self.expert else 'copies'}"
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """True if ranks compute tokens of each other, and then unequal numbers of them."""
+        return self.expert > 1
 
     @cached_property
     def inside_a_stage(self) -> tuple[int, bool, int, int]:

@@ -3,6 +3,7 @@
 As in `config/families.py`, `annotations` are not imported from `__future__`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -20,6 +21,12 @@ _Width: TypeAlias = Annotated[int, Field(gt=0, description="width of an expert")
 _Normalized: TypeAlias = Annotated[bool, Field(description="the weights of a token's experts are divided by their sum")]
 _Epsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the mean square in RMSNorm")]
 
+SPARSE_SIZES = (
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+"""Keys of the sizes of a sparse model: the first three are families' names of the number of experts."""
+_FEW = 8
+"""Experts of a block in miniature, if a token does not have more."""
 _TRAINING_FIELDS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 """Fields of the balance of loads in transformers' training, which a recipe's own keys describe."""
 
@@ -32,11 +39,9 @@ class _SparseConfig(DecoderConfig):
     def _problems(self) -> list[str]:
         problems = super()._problems()
         routing = self.router_rule
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts_key = next(key for key in names if key in type(self).model_fields)
         if routing.per_token > routing.experts:
             problems.append(
-                f"model.num_experts_per_tok ({routing.per_token}) must not exceed model.{experts_key} "
+                f"model.num_experts_per_tok ({routing.per_token}) must not exceed model.{self._experts_key} "
                 f"({routing.experts})"
             )
         return problems
@@ -44,6 +49,21 @@ class _SparseConfig(DecoderConfig):
     @property
     def router_rule(self) -> Routing:
         raise NotImplementedError
+
+    @property
+    def expert_width(self) -> int:
+        width: int = getattr(self, "moe_intermediate_size", self.intermediate_size)
+        return width
+
+    @property
+    def _experts_key(self) -> str:
+        return next(key for key in SPARSE_SIZES[:3] if key in type(self).model_fields)
+
+    def in_miniature(self, width: int, alike: Callable[[int, int], int]) -> dict[str, int]:
+        rule = self.router_rule
+        few = min(rule.experts, max(_FEW, rule.per_token))
+        experts = rule.experts if rule.groups > 1 else alike(rule.experts, few)
+        return {"moe_intermediate_size": width, self._experts_key: experts}
 
     def routing(self, layer: int) -> Routing | None:
         return self.router_rule
@@ -126,10 +146,6 @@ class Qwen3MoeConfig(_SparseConfig):
     def routing(self, layer: int) -> Routing | None:
         is_sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         return self.router_rule if is_sparse else None
-
-    @property
-    def expert_width(self) -> int:
-        return self.moe_intermediate_size
 
 
 class MixtralConfig(_SparseConfig):
@@ -274,10 +290,6 @@ class Glm4MoeConfig(_SparseConfig):
 
     def routing(self, layer: int) -> Routing | None:
         return self.router_rule if layer >= self.first_k_dense_replace else None
-
-    @property
-    def expert_width(self) -> int:
-        return self.moe_intermediate_size
 
     @property
     def shared_expert_width(self) -> int:

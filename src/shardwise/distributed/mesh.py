@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
-from shardwise.base.mesh_axes import AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
+from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
@@ -425,7 +425,7 @@ class Mesh:
             raise ValueError(f"expert ({degree}) must divide the ranks of data and context parallelism ({ranks.size})")
         place = ranks.rank % degree
         alike = tuple(range(place, ranks.size, degree))
-        return ExpertRanks(ranks.split(degree), Group() if len(alike) == 1 else ranks.pick(alike, "experts"))
+        return ExpertRanks(ranks.split(degree), Group() if len(alike) == 1 else ranks.pick(alike, ALIKE))
 
     def _replicas(self) -> Group:
         name = replicas_name(self.dp.size, self.cp.size)

@@ -229,6 +229,17 @@ class Placement:
         """Elements that belong to the model: the local tensor without its padding."""
         return sum(piece.box.numel for piece in self.pieces)
 
+    @property
+    def holders(self) -> tuple[Group, Group]:
+        """The ranks over which its tensors are cut, and those that hold tensors of their kind of other experts."""
+        experts = self.pieces[0].experts
+        return self.group, Group() if experts is None else experts.group
+
+    @property
+    def pieces_to_send(self) -> list[Piece]:
+        """The pieces without their groups, which cannot be sent to another process."""
+        return [replace(piece, copies=Group(), experts=None) for piece in self.pieces]
+
 
 # ---- the record on a parameter
 

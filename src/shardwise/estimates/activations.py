@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.config.routing import SUMS, Routing
+from shardwise.estimates.feed_forward import FeedForward, feed_forward
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -58,13 +58,13 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
-        experts: likewise while the experts of the last block have complete gradients of their weights.
+        early: likewise while the first gradients of weights of the last block are complete (`FeedForward.is_early`).
         later: likewise from the moment at which another gradient of a weight of the last block is complete.
     """
 
     kept: int
     peak: int
-    experts: int = 0
+    early: int = 0
     later: int = 0
 
 
@@ -86,17 +86,16 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
         first_alike = workload.first_alike[layer]
         block_kept, work = kept_and_work(workload, first_alike)
         kept += block_kept
-        routing = workload.model.routing(layer)
-        experts = later = work
-        if routing is not None and routing.per_token < routing.experts and workload.recompute == "none":
-            # Those of experts are complete together, when what the layer saved is free, and the rows at work are too.
+        feed = feed_forward(workload, layer)
+        early = later = work
+        if feed.is_early and workload.recompute == "none":
+            # They are complete when what the layer saved is free, and the rows at work are too.
             block = block_activations(workload, first_alike)
-            rows = _rows_at_work(workload, routing) - _shared_expert(workload)
-            experts = _mlp_gradients(workload, layer) - rows + workload.gathered_bytes - block.mlp
+            early = _mlp_gradients(workload, feed) - feed.at_work + workload.gathered_bytes - block.mlp
             weight = workload.model.hidden_size * (workload.local.query + 2 * workload.local.key_value)
-            qkv = workload.x_bytes + workload.gathered_bytes + _weight_gradient(workload, weight)
+            qkv = workload.x_bytes + workload.gathered_bytes + workload.weight_gradient(weight)
             later = max(_core_gradients(workload), qkv - block.core_input_saved - block.core) - block.mlp
-        blocks.append(BlockStack(kept, kept + work, kept + experts, kept + later))
+        blocks.append(BlockStack(kept, kept + work, kept + early, kept + later))
     return blocks
 
 
@@ -109,7 +108,8 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
     block = block_activations(workload, layer)
     x = workload.x_bytes
     query = workload.a * workload.tokens * workload.local.query
-    mlp = _mlp_gradients(workload, layer)
+    feed = feed_forward(workload, layer)
+    mlp = _mlp_gradients(workload, feed)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
     match workload.recompute:
@@ -127,8 +127,7 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
             return kept, max(mlp, core - kept_mlp, hidden_mask)
         case "full":
             recomputed = block.saved - (x if block.saves_input else 0)
-            routing = workload.model.routing(layer)
-            x += 0 if routing is None else _FLOAT32 * workload.tokens * routing.per_token + _amounts(routing)
+            x += feed.recorded
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
@@ -140,14 +139,10 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     | attention | input of QKV, gathered unless it is gathered again   | T·H or T/s·H      |
     |           | attention output, the output projection's input      | T·q/t             |
     |           | norms of q and k: statistics                         | see `_head_norms` |
-    | core      | q, k and v, and what the core saves beside them      | see `_core`       |
-    | MLP       | input of the first layer, as that of QKV             | T·H or T/s·H      |
-    |           | gated: gate and up, silu(gate)·up                    | 3·T·F/t           |
-    |           | gated, by parts: silu(gate)                          | T·F/t             |
-    |           | else: input of the activation, and input of the last | 2·T·F/t           |
-    |           | mask of dropout between the two, one byte each       | T·F/t             |
-    | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
+    | core      | q, k and v, and what the core saves beside them      | see `_core`       |
+    | MLP       | see `FeedForward.saved`                              |                   |
+    | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
 
     With `precision.matmul` fp8 the inputs of the four linear layers are rounded copies, of one byte an element or, by
     parts, of `a`: a core that saves its output saves it beside the copy, and so does ReLU.
@@ -161,7 +156,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     a = workload.a
     rounds = workload.rounds_inputs
     attended = workload.tokens * local.query
-    feed = a * workload.tokens * local.intermediate
+    feed = feed_forward(workload, layer)
     attention = (
         workload.product_input_bytes
         + workload.input_width * attended
@@ -186,91 +181,11 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         core_input=core_input,
         core_input_saved=core_input_saved,
         core=core,
-        mlp=_mlp(workload, layer, feed) + norms - (workload.x_bytes if model.parallel_residual else 0),
+        mlp=feed.saved + norms - (workload.x_bytes if model.parallel_residual else 0),
         normed=_normed(workload),
         rotated=(is_rotated and model.query_key_norm is None) * a * workload.tokens * (local.query + rotated_keys),
-        activated=_activated(workload, layer, feed),
+        activated=feed.activated,
     )
-
-
-def _activated(workload: RankWorkload, layer: int, feed: int) -> int:
-    """Return the bytes of results that an activation, and a router, compute again from what they keep."""
-    model = workload.model
-    if model.routing(layer) is not None:
-        shared = workload.a * workload.tokens * model.shared_expert_width // workload.layout.tensor
-        return shared + (0 if workload.config.regathers else _own_input(workload))
-    return 0 if workload.rounds_inputs or (model.activation == "relu" and not model.gated) else feed
-
-
-def _mlp(workload: RankWorkload, layer: int, feed: int) -> int:
-    """Return the bytes that the MLP with its dropout saves; feed: bytes of its inner width, [T·F/t]."""
-    model = workload.model
-    routing = model.routing(layer)
-    if routing is not None:
-        return _experts(workload, routing)
-    inner = (2 + workload.has_parts if model.gated else 1) * feed
-    if model.activation == "relu" and not (workload.inner_mask_elements or workload.rounds_inputs):
-        inner -= feed
-    last_input = workload.input_width * workload.tokens * workload.local.intermediate
-    masks = workload.inner_mask_elements + workload.mask_elements
-    return workload.product_input_bytes + inner + last_input + masks
-
-
-def _experts(workload: RankWorkload, routing: Routing) -> int:
-    """Return the bytes that a router and the experts of a block save, with balanced loads; R rows are T·k.
-
-    | part   | saved                                                                 | elements            |
-    |--------|-----------------------------------------------------------------------|---------------------|
-    | input  | as that of an MLP; U tokens that came from other ranks, their places  | T·H or T/s·H; U·H; U|
-    |        | with sequence parallelism those of router and shared expert           | T/s·H; T·H          |
-    | router | its input and weight in float32, if they have another dtype           | T/s·H + N·H         |
-    |        | scores and weights, float32; where these are divided, also their sum  | T·(N + k); T·(k + 1)|
-    |        | with z-loss logits and their sum; with losses the sum of sigmoids     | T·(N + 1); T        |
-    |        | chosen experts, int64                                                 | T·k                 |
-    | rows   | gate and up; in grouped products all rows and each function's output  | R·2F/t; R·(3F/t + H)|
-    |        | weight; place and token, int64                                        | R; 2·R              |
-    | shared | as a gated MLP of its width, without its input                        | 3·T·F'/t            |
-    """
-    model = workload.model
-    a = workload.a
-    tokens = workload.tokens
-    rows = workload.rows(routing)
-    tensor = workload.layout.tensor
-    routed = workload.tokens_between
-    scores = _FLOAT32 * routed * (routing.experts + (routing.per_token + 1) * routing.normalized)
-    scores += _FLOAT32 * tokens * routing.per_token
-    if a != _FLOAT32:
-        scores += _FLOAT32 * (routed + routing.experts) * model.hidden_size
-    scores += _own_input(workload)
-    losses = workload.config.optimizer.router_losses
-    shares = routing.scores == "sigmoid" and bool(losses)
-    scores += _FLOAT32 * routed * ((routing.experts + 1) * ("z" in losses) + shares)
-    chosen = _INT64 * routed * routing.per_token + _amounts(routing)
-    per_row = 2 * a * model.expert_width // tensor + a + 2 * _INT64
-    saved = workload.gathered_bytes + scores + chosen + rows * per_row
-    if workload.groups_products:
-        saved += rows * a * (3 * model.expert_width // tensor + model.hidden_size)
-    elif workload.tokens_travel:
-        saved += workload.arriving(routing) * (a * model.hidden_size + _INT64)
-    return saved + _shared_expert(workload)
-
-
-def _shared_expert(workload: RankWorkload) -> int:
-    """Return the bytes that the expert of all tokens saves."""
-    width = workload.model.shared_expert_width
-    gathers = width > 0 and workload.layout.sequence_parallel and not workload.config.regathers
-    inner = 3 * workload.a * workload.tokens * width // workload.layout.tensor
-    return inner + (workload.gathered_bytes if gathers else 0)
-
-
-def _own_input(workload: RankWorkload) -> int:
-    """Return the bytes of the input of a router in float32, where that of its experts is gathered."""
-    return workload.x_bytes if workload.layout.sequence_parallel and workload.a == _FLOAT32 else 0
-
-
-def _amounts(routing: Routing) -> int:
-    """Return the bytes of what a block adds to the totals of its step: rows of each expert, and its sums."""
-    return _INT64 * routing.experts + len(SUMS) * _FLOAT32
 
 
 def _normed(workload: RankWorkload) -> int:
@@ -455,68 +370,30 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
 # ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
-def _mlp_gradients(workload: RankWorkload, layer: int) -> int:
+def _mlp_gradients(workload: RankWorkload, feed: FeedForward) -> int:
     """Return the most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
-    At silu(gate)·up by parts, of fp8 products or compiled, and at ReLU without dropout behind it: two, [2·T·F/t].
+    Where `FeedForward.holds_two`: two of its inner width, [2·T·F/t].
 
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.
     """
     model, layout = workload.model, workload.layout
-    a, x = workload.a, workload.x_bytes
-    feed = a * workload.tokens * workload.local.intermediate
-    elements = workload.local.intermediate * model.hidden_size
-    weights = _weight_gradient(workload, elements)
-    routing = model.routing(layer)
-    if routing is not None:
-        # The experts' gradients are complete together, and are added one after the other, that of the down projections
-        # first.
-        held = routing.experts // layout.expert * model.expert_width // layout.tensor
-        feed = _rows_at_work(workload, routing) - _shared_expert(workload)  # whose backward pass comes before
-        elements = held * model.hidden_size
-        down, gate_up = (_weight_gradient(workload, n * elements) for n in (1, 2))
-        # In bit-equal sums the rows of each rank give a gradient by themselves.
-        sources = layout.expert if workload.is_bit_equal else 1
-        weights = max(2 * a * elements + down, gate_up, 3 * sources * a * elements)
-    last = feed + weights
+    x = workload.x_bytes
+    last = feed.at_work + feed.weight_gradients
     if layout.sequence_parallel:
         last += workload.gathered_bytes
     if workload.drops_hidden:
         last += (0 if layout.sequence_parallel else x) - workload.mask_elements
     if model.norms_output:
         last += 0 if layout.sequence_parallel else x
-    single = workload.config.compile.enabled or workload.has_parts or workload.rounds_inputs
-    needs_two = routing is None and model.gated and single
-    needs_two = needs_two or (model.activation == "relu" and not workload.inner_mask_elements)
-    most = max(last, 2 * feed) if needs_two else last
+    most = max(last, 2 * feed.at_work) if feed.holds_two else last
     if model.norm_place == "input":
         return x + most
     norm = 4 * _FLOAT32 * workload.x_elements if _norms_copy_input(workload) else 0
     return x + max(most - norm_bytes(workload), norm)
-
-
-def _weight_gradient(workload: RankWorkload, elements: int) -> int:
-    """Return the bytes of a new gradient that is added; where a micro-batch's are freed, it goes to the bucket."""
-    is_copied = workload.frees_gradients and workload.config.reduce == "micro_batch"
-    return workload.a * elements if is_copied else workload.gradient_bytes(elements)
-
-
-def _rows_at_work(workload: RankWorkload, routing: Routing) -> int:
-    """Return the bytes of rows in the backward pass of experts, [R·(2F/t + H)] of grouped products.
-
-    Elsewhere the rows of one expert are at work, [5F/t + 3·H] for each, with the gradients of its weights, [3·H·F/t],
-    beside the gradient of x, [T·H], or those of tokens that came from other ranks and of their results, [2·U·H].
-    """
-    hidden = workload.model.hidden_size
-    width = workload.model.expert_width // workload.layout.tensor
-    rows = workload.rows(routing)
-    if workload.groups_products:
-        return workload.a * rows * (2 * width + hidden)
-    travelling = (2 * workload.arriving(routing) if workload.tokens_travel else workload.tokens) * hidden
-    return workload.a * (travelling + rows // routing.experts * (5 * width + 3 * hidden) + 3 * hidden * width)
 
 
 def _core_gradients(workload: RankWorkload) -> int:

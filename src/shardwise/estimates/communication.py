@@ -14,7 +14,8 @@ Axes are named as the groups in `distributed/mesh.py`: "tp", "cp", "dp", "pp", "
 parallelism together, if both are above 1, "tp/c" for the c neighbouring ranks that hold the same key/value heads,
 "dp/n" for the n ranks that ZeRO cuts over and "dp/copies" for those that own the same part, if `parallel.replicate` is
 above 1, and "pp/ends" for the two ranks that hold a tied embedding, if "pp" has more than these two. "dp/E" are the E
-ranks that divide the experts of a block, and "dp/experts" those that have the same ones, as "dp" of other parameters.
+ranks that divide tensors among them (`LocalParameter.divided_over`), and `Layout.alike_axis` those that have the same
+ones, as "dp" of other parameters.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from dataclasses import replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.expert_transfers import experts, gradients_of_experts, read_loads, routings
+from shardwise.estimates.feed_forward import load_bytes, read_loads, routed_backward, routed_forward, sparse_blocks
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
-from shardwise.estimates.transfer import Kind, Transfer, over_tensor
+from shardwise.estimates.transfer import Kind, Transfer, gathered, over_tensor, summed
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
 
@@ -58,7 +59,7 @@ def step_transfers(
         pipeline_rank: place of the rank in its pipeline.
         data_rank: place in data parallelism. With ZeRO, it decides which partial gradients the rank owns.
         tensor_rank: place in tensor parallelism. It decides how many rows of a tied embedding are padding.
-        imbalance: rows of experts that arrive at the rank over those of balanced loads.
+        imbalance: rows that routers send to the rank over those of balanced loads.
     """
     workload = RankWorkload.of(config, layout, accelerator, pipeline_rank)
     if workload is None:
@@ -106,12 +107,11 @@ def _forward(workload: RankWorkload) -> list[Transfer]:
     """The forward pass of this rank's stages."""
     transfers = []
     if workload.has_first:
-        # Each rank looks up its part of the vocabulary; the results are summed.
-        kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-        transfers.append(over_tensor(workload, kind, workload.gathered_bytes, "embedding output"))
+        # Each rank looks up its part of the vocabulary.
+        transfers.append(summed(workload, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += experts(workload, "")
+    transfers += routed_forward(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -123,7 +123,7 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
     The head's input gets a gradient from each rank's part of the vocabulary; they are summed. BERT also sums the
     gradient of its decoder's input, [P·B, H].
     """
-    gathered = workload.gathered_bytes
+    size = workload.gathered_bytes
     outputs = _outputs(workload)
     head = int(workload.has_last)
     embedding = int(workload.has_first)
@@ -135,39 +135,32 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += experts(workload, ", recomputed")
+        transfers += routed_forward(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
-    if workload.config.regathers and workload.layout.sequence_parallel:
+    if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
-        count = 2 * workload.layers - routings(workload).total()  # experts keep theirs
-        transfers.append(over_tensor(workload, "all_gather", gathered, inputs, count))
+        count = 2 * workload.layers - sparse_blocks(workload).total()  # routed rows keep theirs
+        transfers.append(gathered(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += gradients_of_experts(workload)
+    transfers += routed_backward(workload)
     if workload.model.head_transform:
-        size = workload.a * workload.predicted * workload.model.hidden_size
-        transfers.append(over_tensor(workload, "all_reduce", size, "gradient of the decoder's input", head))
-    input_gradients = "gradients of the inputs of attention and MLP"
-    output_gradients = "gradients of the outputs of attention and MLP"
-    if workload.layout.sequence_parallel:
-        transfers += [
-            over_tensor(workload, "reduce_scatter", gathered, "gradient of the head's input", head),
-            over_tensor(workload, "all_gather", gathered, output_gradients, outputs * workload.layers),
-            over_tensor(workload, "reduce_scatter", gathered, input_gradients, 2 * workload.layers),
-            over_tensor(workload, "all_gather", gathered, "gradient of the embedding output", embedding),
-        ]
-    else:
-        transfers += [
-            over_tensor(workload, "all_reduce", gathered, "gradient of the head's input", head),
-            over_tensor(workload, "all_reduce", gathered, input_gradients, 2 * workload.layers),
-        ]
+        of_decoder = workload.a * workload.predicted * workload.model.hidden_size
+        transfers.append(over_tensor(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
+    transfers += [
+        summed(workload, size, "gradient of the head's input", head),
+        gathered(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
+        summed(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
+        gathered(workload, size, "gradient of the embedding output", embedding),
+    ]
     if workload.token_parts:
         elements = workload.head_gradient_elements
         elements += sum(parameter.elements for bucket in bucket_shapes(workload) for _, parameter in bucket.parameters)
-        size = DTYPE_BYTES[workload.precision.parameter] * elements
-        transfers.append(Transfer("cp", "all_reduce", workload.layout.context, size, 1, "gradients of all parameters"))
+        of_all = DTYPE_BYTES[workload.precision.parameter] * elements
+        ranks = workload.layout.context
+        transfers.append(Transfer("cp", "all_reduce", ranks, of_all, 1, "gradients of all parameters"))
     return [*transfers, _message(workload, -1, "gradients of the inputs of stages")]
 
 
@@ -208,20 +201,11 @@ def _outputs(workload: RankWorkload) -> int:
 
 
 def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer]:
-    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block.
-
-    Under sequence parallelism an input is gathered and an output is reduce-scattered; without it, an input is already
-    on every rank and an output is all-reduced.
-    """
-    gathered = workload.gathered_bytes
-    layers = workload.layers
-    if not workload.layout.sequence_parallel:
-        return [
-            over_tensor(workload, "all_reduce", gathered, f"outputs of attention and MLP{suffix}", outputs * layers)
-        ]
+    """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block."""
+    size, layers = workload.gathered_bytes, workload.layers
     return [
-        over_tensor(workload, "all_gather", gathered, f"inputs of attention and MLP{suffix}", 2 * layers),
-        over_tensor(workload, "reduce_scatter", gathered, f"outputs of attention and MLP{suffix}", outputs * layers),
+        gathered(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
+        summed(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
 
@@ -236,8 +220,8 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
     forwards = 2 if workload.recompute == "full" else 1
     counts_first = _counts_first(workload)
     transfers = []
-    for routing, count in routings(workload).items():
-        loads = _INT64 * routing.experts
+    for routing, count in sparse_blocks(workload).items():
+        loads = load_bytes(routing)
         samples = workload.config.train.micro_batch if "sequence" in losses else 0
         batch = loads if "batch" in losses and not counts_first else 0
         transfers += [
@@ -260,9 +244,9 @@ def _counts_first(workload: RankWorkload) -> bool:
 def _counted(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = _INT64 * sum(routing.experts * count for routing, count in routings(workload).items())
+    of_blocks = sum(load_bytes(routing) * count for routing, count in sparse_blocks(workload).items())
     routing = workload.model.any_routing
-    pooled = 0 if routing is None else _INT64 * routing.experts * ("pooled" in workload.config.optimizer.router_losses)
+    pooled = 0 if routing is None else load_bytes(routing) * ("pooled" in workload.config.optimizer.router_losses)
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
@@ -329,9 +313,8 @@ def _head(workload: RankWorkload) -> list[Transfer]:
     transfers = [
         over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
         over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        gathered(workload, workload.gathered_bytes, "input of the head"),
     ]
-    if workload.layout.sequence_parallel:
-        transfers.append(over_tensor(workload, "all_gather", workload.gathered_bytes, "input of the head"))
     if workload.model.head_transform:
         size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
         transfers.append(over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
@@ -414,7 +397,7 @@ def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[T
         gradients = DTYPE_BYTES[workload.precision.reduce] * elements
         axis, shard_axis, n = _shards(workload, divided)
         copies = workload.layout.replicas // divided // n
-        copies_axis = f"{axis}/{'experts' if divided == 1 and n == workload.layout.expert else 'copies'}"
+        copies_axis = workload.layout.alike_axis(n) if divided == 1 else f"{axis}/copies"
         # Parts that no other rank has are complete at once, and wait for the end of the step.
         count = workload.reductions if n > 1 else 1
         if n == 1:
@@ -445,7 +428,7 @@ def _shards(workload: RankWorkload, divided: int) -> tuple[str, str, int]:
     divided: data-parallel ranks that divide the tensors of its kind among them.
     """
     replicas = workload.layout.replicas // divided
-    axis = workload.layout.replicas_axis + ("/experts" if divided > 1 else "")
+    axis = workload.layout.alike_axis(divided) if divided > 1 else workload.layout.replicas_axis
     n = max(1, workload.shard_ranks // divided)
     return axis, axis if n == replicas else f"{axis}/{n}", n
 

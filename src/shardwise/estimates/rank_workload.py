@@ -36,7 +36,7 @@ class RankWorkload:
         precision: dtypes, resolved.
         accelerator: True if the run is on an accelerator.
         stages: stages of that rank; without a pipeline a single one, which is the model.
-        imbalance: rows of experts on this rank over those of balanced loads.
+        imbalance: rows that routers send to this rank over those of balanced loads.
     """
 
     config: Config
@@ -175,34 +175,15 @@ class RankWorkload:
         cast = DTYPE_BYTES[self.precision.gradient]
         return elements * (self.a + (cast if cast != self.a and not self.accelerator else 0))
 
+    def weight_gradient(self, elements: int) -> int:
+        """Bytes of a new gradient that is added; where a micro-batch's are freed, it goes to the bucket."""
+        is_copied = self.frees_gradients and self.config.reduce == "micro_batch"
+        return self.a * elements if is_copied else self.gradient_bytes(elements)
+
     @cached_property
     def tokens(self) -> int:
         """T, the tokens of a micro-batch that a rank has."""
         return self.config.train.sequence_length * self.config.train.micro_batch // self.layout.context
-
-    def rows(self, routing: Routing) -> int:
-        """R, the rows of a block's experts that a rank computes: T·k where loads are balanced."""
-        rows = self.tokens * routing.per_token
-        return rows if self.layout.expert == 1 else round(self.imbalance * rows)
-
-    def visits(self, routing: Routing) -> float:
-        """D, the ranks to which a token travels; in bit-equal sums k, since it travels to each expert by itself."""
-        return routing.per_token if self.is_bit_equal else routing.visits(self.layout.expert)
-
-    def arriving(self, routing: Routing) -> int:
-        """U, the tokens that arrive at a rank's experts, of which it gets at most all of each rank."""
-        most = self.rows(routing) if self.is_bit_equal else self.tokens * self.layout.expert
-        return min(round(self.imbalance * self.tokens * self.visits(routing)), most)
-
-    @property
-    def groups_products(self) -> bool:
-        """True if one kernel computes the products of all experts, as accelerators are taken to have."""
-        return self.accelerator and not self.is_bit_equal
-
-    @property
-    def tokens_travel(self) -> bool:
-        """True if the tokens of experts are tensors by themselves, as those are that come from other ranks."""
-        return self.layout.expert > 1 or self.is_bit_equal
 
     @cached_property
     def tokens_between(self) -> int:

@@ -263,7 +263,7 @@ class _Reductions:
 def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
     """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
-    With those before it come those while its experts get their gradients, which is before the rest of a block does.
+    With those before it come those while its routed weights get their gradients, which the rest of a block gets later.
     At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
     no smaller unit has comes last, and has all that is held from then on.
 
@@ -276,8 +276,8 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, d
     shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index and shape.slices >= least]
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
     reductions = _Reductions(shapes, gradient, [reduction_copies(workload, shape) for shape in shapes])
-    # A gradient that is the first of a sum is copied once, into the order of the weight in memory, which experts' have,
-    # and into the dtype of the sum.
+    # A gradient that is the first of a sum is copied once, into the dtype of the sum, and into the order of its weight
+    # in memory, which those of routed weights have.
     is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
     copy = DTYPE_BYTES[workload.precision.gradient] if is_copied else 0
     is_cast = workload.precision.gradient != workload.precision.parameter
@@ -291,9 +291,9 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, d
                 in_blocks.add(shape.has_matrices)
             elif unit == OUTSIDE.unit and shape.has_matrices not in in_blocks:
                 unit = HEAD.unit  # after the blocks, as a last norm
-            is_expert = parameter.used_share < 1
-            copied = copy * parameter.elements if parameter.in_block and (is_cast or not is_expert) else 0
-            copies[unit, is_expert].append((number, copied))
+            is_routed = parameter.is_routed
+            copied = copy * parameter.elements if parameter.in_block and (is_cast or not is_routed) else 0
+            copies[unit, is_routed].append((number, copied))
     rounds = min(workload.micro_batches, 2) if each_pass else 1
     gradients: ByUnit = {}
     before: dict[int, tuple[int, int]] = {}
@@ -324,7 +324,7 @@ class StageInFlight:
         weights: whole weights at each unit of a forward and of a backward pass.
         gradients: gradients and copies at each unit of any backward pass; none where they are reduced once a step.
         reduced: likewise of the last micro-batch's backward pass.
-        before: likewise before the unit has a gradient of a weight, and while its experts get theirs.
+        before: likewise before the unit has a gradient of a weight, and while its routed weights get theirs.
         left: gradients and copies between two passes.
         other_weights: weights of the rank's other stages, which stay from their forward pass to their backward pass.
     """
@@ -370,8 +370,8 @@ class StageInFlight:
     def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
         """The most at a block of a backward pass, with its activations."""
         held = self.reduced if last else self.gradients
-        first, experts = self.before.get(layer, (0, 0)) if held else (0, 0)
-        most = max(level.peak + first, level.experts + experts, level.later + held.get(layer, 0))
+        first, early = self.before.get(layer, (0, 0)) if held else (0, 0)
+        most = max(level.peak + first, level.early + early, level.later + held.get(layer, 0))
         return self.weights[1].get(layer, 0) + self.other_weights + most
 
 
@@ -399,7 +399,7 @@ class InFlight:
 def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:
     """Return the bytes of all gradients, or of those that a step's end frees, with copies for groups of bit-equal sums.
 
-    With these, experts that ranks divide have a gradient for each of these ranks.
+    With these, tensors that ranks divide have a gradient for each of these ranks.
     """
     # A binary counter of the groups of a data-parallel rank (`optim/buckets.py`).
     copies = workload.config.train.groups_apart(workload.layout.data).bit_length()

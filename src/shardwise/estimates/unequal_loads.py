@@ -1,4 +1,4 @@
-"""The change of memory and of bytes sent where ranks that divide experts have unequal loads."""
+"""The change of memory and of bytes sent where routers send unequal numbers of tokens to the ranks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ from dataclasses import replace
 from shardwise.base import units
 from shardwise.config import Config, Layout
 from shardwise.estimates.communication import step_transfers, wire_bytes
+from shardwise.estimates.feed_forward import routed_rows
 from shardwise.estimates.memory import memory_of, neediest_rank
 from shardwise.estimates.rank_workload import RankWorkload
 
 
-def experts_text(config: Config, layout: Layout, accelerator: bool) -> str:
-    """Return the experts of a model in words, with what a larger load of a rank adds; empty for a model without."""
-    model = config.shapes
-    routing = None if model is None else model.any_routing
-    if model is None or routing is None:
-        return ""
-    blocks = sum(model.routing(layer) is not None for layer in range(model.num_hidden_layers))
-    text = f"{routing.per_token} of {routing.experts} for each token in {units.counted(blocks, 'block')}"
-    if layout.expert == 1:
-        return f"{text}, all on each rank"
+def load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
+    """Return a row on what routers choose from, with what a larger load of a rank adds; none without routers."""
+    rows = [] if config.shapes is None else routed_rows(config.shapes, layout)
+    if not layout.exchanges_tokens:
+        return rows
     rank = neediest_rank(config, layout, accelerator)
     workload = RankWorkload.of(config, layout, accelerator, rank)
     assert workload is not None, "the shapes of the model are known"
@@ -29,8 +25,8 @@ def experts_text(config: Config, layout: Layout, accelerator: bool) -> str:
         needed.append(memory_of(replace(workload, imbalance=imbalance)).total)
         transfers = step_transfers(config, layout, accelerator, pipeline_rank=rank, imbalance=imbalance)
         sent.append(sum((wire_bytes(transfers) or {}).values()))
-    return (
-        f"{text}, {routing.experts // layout.expert} on each rank; loads are taken for balanced (1.0): a rank with f "
-        f"times the rows needs (f - 1) × {units.size(needed[1] - needed[0])} more memory and sends (f - 1) × "
-        f"{units.size(sent[1] - sent[0])} more"
+    further = (
+        f"; loads are taken for balanced (1.0): a rank with f times the rows needs (f - 1) × "
+        f"{units.size(needed[1] - needed[0])} more memory and sends (f - 1) × {units.size(sent[1] - sent[0])} more"
     )
+    return [(name, text + further) for name, text in rows]

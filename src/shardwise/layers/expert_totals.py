@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.config import ModelConfig
 from shardwise.config.routing import SUMS, Routing
 from shardwise.distributed import collectives, devices
@@ -21,32 +21,6 @@ from shardwise.layers.experts import Experts, experts_of
 
 _PARTS = 2.0**32
 """Parts of 1 in which sums travel, as whole numbers beside the loads: no order of the ranks changes their total."""
-
-
-@dataclass(frozen=True)
-class ExpertRecord:
-    """The experts of a sparse model in a step, over the whole global batch.
-
-    Attributes:
-        load_max: rows of the expert that has most, divided by the mean of its block: the largest of all blocks.
-        idle: part of all blocks' experts that had no token.
-        entropy: entropy of a token's normalised scores divided by ln N, the mean over tokens and blocks: 1 where all
-            scores are equal.
-        losses: objectives of routers by name (`layers/balance.py`) without their coefficients: means over the blocks,
-            but `pooled`, which is one number of all of them.
-        loads: rows of each expert, by number of the block.
-    """
-
-    load_max: float
-    idle: float
-    entropy: float
-    losses: Mapping[str, float]
-    loads: Mapping[int, Sequence[int]]
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """The numbers under their names in the run's files."""
-        return {"expert_load_max": self.load_max, "expert_idle": self.idle, "expert_entropy": self.entropy}
 
 
 class ExpertTotals:
@@ -63,19 +37,16 @@ class ExpertTotals:
         self._mesh = mesh
 
     @staticmethod
-    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> ExpertTotals | None:
-        """Return the totals of this rank's part of a model; None if the whole model has no experts."""
+    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
+        """Return the totals of this rank's part of a model; none if the whole model has no experts."""
         if config.is_own:
-            own = dict(enumerate(experts_of(model)))
-            routings = {number: layer.router.routing for number, layer in own.items()}
-            return ExpertTotals(own, routings, mesh) if own else None
-        numbers = range(config.num_hidden_layers if config.any_routing else 0)
-        routings = {number: routing for number in numbers if (routing := config.routing(number)) is not None}
-        if not routings:
-            return None
-        # Another rank has other blocks: the name tells which these are.
-        layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
-        return ExpertTotals(layers, routings, mesh)
+            layers = dict(enumerate(experts_of(model)))
+            routings = {number: layer.router.routing for number, layer in layers.items()}
+        else:
+            # Another rank has other blocks: the name tells which these are.
+            layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
+            routings = config.routings
+        return [ExpertTotals(layers, routings, mesh)] if routings else []
 
     def take(self) -> Tensor:
         """Return the totals of all blocks over all ranks, `[L, N + K]` in float32. Collective over all ranks.
@@ -96,8 +67,14 @@ class ExpertTotals:
             layer.loads_of_batch = totals[row, : len(layer.loads)].to(device)
         return torch.cat([totals[:, :most].float(), totals[:, most:].float() / _PARTS], dim=1).to(device)
 
-    def record(self, totals: Sequence[float]) -> ExpertRecord | None:
-        """Return the record of the numbers of `take`, on the host; None if no token came by an expert."""
+    def record(self, totals: Sequence[float], _position: int = 0) -> StepDetail | None:
+        """Return the record of the numbers of `take`, on the host; None if no token came by an expert.
+
+        It has the largest load, which is the most rows of an expert over the mean of its block; the part of all experts
+        that had no token; and the entropy of a token's normalised scores over ln N, a mean over tokens and blocks: 1
+        where all scores are equal. Objectives of routers (`layers/balance.py`) are without their coefficients, and
+        means over the blocks, but for `pooled`. Loads, the rows of each expert, are by number of the block.
+        """
         width = len(totals) // len(self._routings)
         loads: dict[int, tuple[int, ...]] = {}
         sums = dict.fromkeys(SUMS, 0.0)
@@ -111,11 +88,12 @@ class ExpertTotals:
         if not tokens:
             return None
         every = [load for block in loads.values() for load in block]
-        return ExpertRecord(
-            load_max=max(max(block) * len(block) / max(sum(block), 1) for block in loads.values()),
-            idle=every.count(0) / len(every),
-            entropy=sums.pop(SUMS[0]) / tokens,
-            # An objective that is computed is above 0.
-            losses={name: value for name, value in sums.items() if value},
-            loads=loads,
-        )
+        numbers = {
+            "expert_load_max": max(max(block) * len(block) / max(sum(block), 1) for block in loads.values()),
+            "expert_idle": every.count(0) / len(every),
+            "expert_entropy": sums.pop(SUMS[0]) / tokens,
+        }
+        # An objective that is computed is above 0.
+        losses = {name: value for name, value in sums.items() if value}
+        facts = {"balance_losses": losses} if losses else {}
+        return StepDetail(numbers, facts, scalars={"balance": losses}, lines={"experts": {"loads": loads}})

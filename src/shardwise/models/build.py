@@ -17,6 +17,7 @@ from shardwise.models.blocks import Part
 
 if TYPE_CHECKING:
     from shardwise.layers.balance import Balance
+    from shardwise.layers.expert_totals import ExpertTotals
 
 _ARCHITECTURES: dict[type[FamilyConfig], str] = {
     DecoderConfig: "llama:Llama",
@@ -33,8 +34,7 @@ def build_model(
     group: Group,
     *,
     sequence_parallel: bool,
-    context_group: Group | None = None,
-    experts: ExpertRanks | None = None,
+    mesh: Mesh | None = None,
     balance: Balance | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -46,8 +46,8 @@ def build_model(
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
     Args:
-        group, sequence_parallel, context_group, device, dtype, part, deferred: as in `Family`.
-        experts: the ranks over which the experts of a block are divided; None: each rank has all of them.
+        group, sequence_parallel, device, dtype, part, deferred: as in `Family`.
+        mesh: the ranks that share samples, and those that divide the experts of a block; None: there are none.
         balance: objectives of routers in training.
         loss, compiler: as in `Execution`.
 
@@ -55,13 +55,14 @@ def build_model(
         ConfigError: `model.family` names a class of the user's that cannot be imported or built; or widths or a lack of
             layers that `precision.matmul` refuses.
     """
+    context_group = Group() if mesh is None else mesh.cp
     chosen = Execution(
         overlap=config.parallel.tensor_overlap,
         regathers=config.regathers,
         fp8=config.precision.matmul is not None,
         passes_keys=config.passes_keys,
-        context_group=context_group or Group(),
-        experts=experts or ExpertRanks(),
+        context_group=context_group,
+        experts=ExpertRanks() if mesh is None else mesh.experts,
         balance=balance,
         loss=loss,
         compiler=compiler,
@@ -103,18 +104,34 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
         return None
     from shardwise.layers.balance import Balance
 
-    model = config.known_shapes
-    routings = [routing for layer in range(model.num_hidden_layers) if (routing := model.routing(layer)) is not None]
+    routings = config.known_shapes.routings
     return Balance(
         **coefficients,
         samples=config.train.global_batch,
         length=config.train.sequence_length,
         layers=len(routings),
-        experts=routings[0].experts,
+        experts=next(iter(routings.values())).experts,
         replicas=mesh.replicas,
         stages=mesh.pp,
         counts_first=layout.accumulation(config.train) > 1 or layout.pipeline > 1,
     )
+
+
+def balance_loads(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Balance the loads of experts after each step of the optimizer, if the model may have some."""
+    if config.may_have_experts:
+        from shardwise.layers.experts import balance_experts
+
+        balance_experts(model, optimizer, mesh.replicas, config.optimizer.router_bias_rate)
+
+
+def totals_of(config: Config, model: nn.Module, mesh: Mesh) -> list[ExpertTotals]:
+    """Return what adds up in each step what parts of a model count, such as the loads of experts."""
+    if not config.may_have_experts:
+        return []
+    from shardwise.layers.expert_totals import ExpertTotals
+
+    return ExpertTotals.of(model, config.model, mesh)
 
 
 def products_add(config: Config, device: torch.device) -> bool:

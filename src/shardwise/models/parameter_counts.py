@@ -103,6 +103,11 @@ class LocalParameter(NamedTuple):  # which is made in a fraction of the time of 
         return self.used_share > 0
 
     @property
+    def is_routed(self) -> bool:
+        """True if it meets only the tokens that a router sends to it, as the weights of an expert do."""
+        return self.used_share < 1
+
+    @property
     def is_block_matrix(self) -> bool:
         """True for what Muon orthogonalizes."""
         return self.matrix and self.in_block
@@ -121,7 +126,6 @@ def local_parameter_count(
     vocab_multiple: int = 1,
     stages: Sequence[Stage] | None = None,
     block_matrices: bool = False,
-    expert_ranks: int = 1,
 ) -> int | None:
     """Return the elements that one of t ranks holds, replicated parameters and the vocabulary's padding included.
 
@@ -130,14 +134,13 @@ def local_parameter_count(
         vocab_multiple: number that divides each rank's rows of embedding and head.
         stages: pipeline stages of the rank; None: the whole model.
         block_matrices: true to count only the elements of matrices of blocks.
-        expert_ranks: ranks that divide the experts of a block among them.
 
     Returns:
         The number; None for a class of the user's.
     """
     if model.is_own:
         return None
-    local = LocalWidths.of(model, tensor, vocab_multiple, expert_ranks)
+    local = LocalWidths.of(model, tensor, vocab_multiple)
     chosen = None if stages is None else tuple(stages)
     return sum(elements_by_ranks(model, tensor, local, chosen, block_matrices).values())
 

@@ -5,7 +5,7 @@
         environment.json     versions, commit, command line, devices; environment-0001.json likewise
         run.json             the run's id, which its checkpoints have too, and the format of this folder (`FORMAT`)
         metrics.jsonl        one event a line
-        experts.jsonl        loads of a sparse model's experts, a logged step a line
+        NAME.jsonl           what a part of the model counts, a logged step a line (`StepDetail.lines`)
         ranks/rank-0000.jsonl
         traces/rank-0000.json of the steps of log.profile
         tensorboard/
@@ -214,7 +214,6 @@ class RunDirectory:
         self.identity = self.path / "run.json"
         self.branch = self.path / "branch.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.experts = self.path / "experts.jsonl"
         self.results = self.path / "results.json"
         self.failure = self.path / "failure.json"
         self.tensorboard = self.path / "tensorboard"

@@ -75,7 +75,7 @@ class Passes:
             batch = micro_batches[number]
             dropout = batch.dropout_key(self._config.train, step)
             # Random numbers of a user's own layers are a function of step and samples too.
-            recording = nullcontext() if self._sources is None or only_counts else self._sources.record(batch)
+            recording = nullcontext() if self._sources is None or only_counts else self._sources.of_batch(batch)
             replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
             stage = getattr(part, "part", None)
             first = stage.layers.start if isinstance(stage, Part) and stage.layers else 0
@@ -135,7 +135,7 @@ class Passes:
         return sums
 
     def _count_rows(self, compute: Compute, micro_batches: list[MicroBatch]) -> None:
-        """Count the rows of the experts in the global batch, where objectives of routers need them beforehand."""
+        """Count the loads of the global batch, where objectives of routers need them beforehand."""
         if self._balance is None or not self._balance.needs_counts:
             return
         from shardwise.layers.balance import counted

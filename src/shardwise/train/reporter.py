@@ -107,7 +107,7 @@ class Reporter:
         self._spike = Occurrence(_SPIKE, _SPIKE / 2)
         self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
         self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
-        self._loads: JsonLines | None = None
+        self._files: dict[str, JsonLines] = {}
         self._trackers: ExperimentTrackers | None = None
         self._log: IO[str] | None = None
         self._consoles: list[Console] = []
@@ -284,12 +284,12 @@ class Reporter:
             "memory_bytes": dict(record.memory),
             "straggler": None if record.straggler is None else asdict(record.straggler),
         }
-        if record.sources:
-            facts["sources"] = {name: asdict(source) for name, source in record.sources.items()}
-        if record.experts is not None:
-            facts |= {"balance_losses": dict(record.experts.losses)} if record.experts.losses else {}
-            self._loads = self._loads or JsonLines(self.run.experts)
-            self._loads.write({"step": record.step, "loads": record.experts.loads})
+        for detail in record.details:
+            facts |= detail.facts
+            for name, entries in detail.lines.items():
+                if name not in self._files:
+                    self._files[name] = JsonLines(self.run.path / f"{name}.jsonl")
+                self._files[name].write({"step": record.step, **entries})
         self._metrics.write({"event": "step", "step": record.step, "time": now(), **numbers, **facts})
         clock = time.perf_counter()  # once: the log and standard output show the same time
         for progress in self._progress:
@@ -313,7 +313,7 @@ class Reporter:
             "peak_memory_bytes": record.peak_memory_bytes,
             # A run without a pipeline has no bubble; one of 0 would be a claim.
             **({} if record.timing is None else {"bubble": record.timing.mean_bubble}),
-            **({} if record.experts is None else record.experts.numbers),
+            **{name: number for detail in record.details for name, number in detail.numbers.items()},
             "loss_spike": record.loss_spike,
         }
 
@@ -448,7 +448,7 @@ class Reporter:
         # Only a run without a reason so far: neither finished, nor stopped, nor failed.
         self.stop("closed")
         # The trackers first: what they could not send is told in the log and the metrics.
-        for file in (self._trackers, self._rank_file, self._log, self._loads, self._metrics):
+        for file in (self._trackers, self._rank_file, self._log, *self._files.values(), self._metrics):
             if file is not None:
                 file.close()
 
@@ -558,9 +558,7 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
         "bytes": record.communication_bytes,
         "memory": {**record.memory, "peak": record.peak_memory_bytes},
         "straggler": {} if slow is None else {"relative": slow.relative, "own": slow.own},
-        "balance": {} if record.experts is None else record.experts.losses,
-        "source_loss": {name: source.loss for name, source in record.sources.items()},
-        "source_share": {name: source.share for name, source in record.sources.items()},
+        **{prefix: numbers for detail in record.details for prefix, numbers in detail.scalars.items()},
     }
 
 

@@ -7,32 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.loss import SampleLosses
 from shardwise.train.loss import MicroBatch
-
-
-@dataclass(frozen=True)
-class SourceRecord:
-    """Numbers of a source at a step.
-
-    Attributes:
-        loss: mean loss of the source's targets since the last step that was logged; None if there were none, or if the
-            loss is computed by code of the user's own.
-        samples: samples of the source so far.
-        share: these samples in parts of those of all sources.
-    """
-
-    loss: float | None
-    samples: int
-    share: float
 
 
 class SourceLosses:
@@ -47,7 +32,7 @@ class SourceLosses:
         self._sums_2K = torch.zeros(2, len(batches.batches), device=mesh.device)
 
     @contextmanager
-    def record(self, batch: MicroBatch) -> Iterator[None]:
+    def of_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Count the losses of the samples of a micro-batch that are computed in the body of the `with` statement."""
         losses = SampleLosses()
         with losses.record():
@@ -63,16 +48,20 @@ class SourceLosses:
         self._sums_2K = torch.zeros_like(sums_2K)
         return sums_2K
 
-    def records(self, sums: Sequence[float], position: int) -> dict[str, SourceRecord]:
-        """Return the numbers of each source by name.
+    def record(self, totals: Sequence[float], position: int) -> StepDetail:
+        """Return the numbers of each source: the mean loss of its targets, and its samples so far, with their share.
+
+        There is no loss where there were no targets, and where code of the user's own computes it.
 
         Args:
-            sums: numbers of `take`, on the host.
+            totals: numbers of `take`, on the host.
             position: place in the order of the data after the step.
         """
         names = self._batches.order.names
-        records = {}
-        for number, (name, total, targets) in enumerate(zip(names, sums, sums[len(names) :], strict=False)):
+        sources: dict[str, dict[str, Any]] = {}
+        for number, (name, total, targets) in enumerate(zip(names, totals, totals[len(names) :], strict=False)):
             samples = self._batches.drawn(number, position)
-            records[name] = SourceRecord(total / targets if targets else None, samples, samples / position)
-        return records
+            loss = total / targets if targets else None
+            sources[name] = {"loss": loss, "samples": samples, "share": samples / position}
+        scalars = {f"source_{key}": {name: sources[name][key] for name in sources} for key in ("loss", "share")}
+        return StepDetail(facts={"sources": sources}, scalars=scalars)

@@ -21,14 +21,16 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import starmap
 from statistics import fmean, median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
+from shardwise.models.build import totals_of
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -36,7 +38,6 @@ from shardwise.train.step_record import StepRecord, Straggler
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
-    from shardwise.layers.expert_totals import ExpertTotals
     from shardwise.pipeline.clock import Clock
     from shardwise.train.source_losses import SourceLosses
 
@@ -208,6 +209,16 @@ class Stragglers:
         return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
 
 
+class StepTotals(Protocol):
+    """What is added up on this rank."""
+
+    def take(self) -> Tensor:
+        """Return the totals of all ranks, and begin anew. Collective."""
+
+    def record(self, totals: Sequence[float], position: int) -> StepDetail | None:
+        """Return the record of these totals, at a place in the order of the data."""
+
+
 class StepNumbers(NamedTuple):
     """Numbers of a step that the host reads, equal on every rank.
 
@@ -215,8 +226,7 @@ class StepNumbers(NamedTuple):
         parameter_norm: None in steps that are not logged.
         losses: mean loss of each objective over the global batch.
         agreed_flags: largest of all ranks' flags, in their order; None where there are no flags.
-        source_sums: sums by source of a mixture (`SourceLosses.take`); empty in steps that are not logged.
-        expert_totals: totals of experts (`ExpertTotals.take`), likewise.
+        totals: numbers of each of `StepMeters.totals`; empty in steps that are not logged.
     """
 
     gradient_norm: float
@@ -224,12 +234,15 @@ class StepNumbers(NamedTuple):
     losses: tuple[float, ...]
     agreed_flags: tuple[float, ...] | None
     straggler: Straggler | None
-    source_sums: Sequence[float]
-    expert_totals: Sequence[float]
+    totals: Sequence[Sequence[float]]
 
 
 class StepMeters:
-    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use."""
+    """The meters of one rank: times by part, the slowest rank, losses by source, and bytes in use.
+
+    Attributes:
+        totals: all that is added up between steps that are logged, on all ranks alike.
+    """
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -242,11 +255,8 @@ class StepMeters:
             from shardwise.train.source_losses import SourceLosses
 
             self.sources = SourceLosses(batches, mesh)
-        self.experts: ExpertTotals | None = None
-        if training.config.may_have_experts:
-            from shardwise.layers.expert_totals import ExpertTotals
-
-            self.experts = ExpertTotals.of(training.model, training.config.model, mesh)
+        self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
+        self.totals += totals_of(training.config, training.model, mesh)
         self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
@@ -262,11 +272,10 @@ class StepMeters:
             norms: norm of the gradients, and that of the parameters where it was computed.
             flags: flags of this rank, of which the largest of all ranks are read, and with them the slowest rank;
                 None reads neither.
-            reads_all: losses by source and loads of experts are read too.
+            reads_all: `totals` are read too.
         """
         parts = [losses_NK.flatten(), torch.stack(norms)]
-        for totals in (self.sources, self.experts):
-            parts.append(norms[0].new_empty(0) if totals is None or not reads_all else totals.take().flatten())
+        parts += [totals.take().flatten() for totals in self.totals if reads_all]
         if flags is not None:
             mesh = self._training.mesh
             own_numbers = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
@@ -282,7 +291,7 @@ class StepMeters:
             agreed = tuple(numbers[: len(flags)])
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
-        losses, (gradient_norm, *parameter_norm), source_sums, expert_totals = read
+        losses, (gradient_norm, *parameter_norm), *totals = read
         objectives = losses_NK.shape[1]
         return StepNumbers(
             gradient_norm=gradient_norm,
@@ -290,8 +299,7 @@ class StepMeters:
             losses=tuple([math.fsum(losses[number::objectives]) for number in range(objectives)]),
             agreed_flags=agreed,
             straggler=straggler,
-            source_sums=source_sums,
-            expert_totals=expert_totals,
+            totals=totals,
         )
 
     def record(
@@ -315,9 +323,8 @@ class StepMeters:
         memory: dict[str, int] = {}
         if is_logged:
             memory = {**self._state, "other": max(0, devices.memory_in_use(device) - sum(self._state.values()))}
-        sources = {}
-        if self.sources is not None and numbers.source_sums:
-            sources = self.sources.records(numbers.source_sums, progress.position)
+        read = zip(self.totals, numbers.totals, strict=False)
+        details = [totals.record(amounts, progress.position) for totals, amounts in read]
         return StepRecord(
             step=progress.step,
             loss=sum(losses),
@@ -338,8 +345,7 @@ class StepMeters:
             communication_bytes=sent,
             loss_spike=spike,
             straggler=numbers.straggler,
-            sources=sources,
-            experts=self.experts.record(numbers.expert_totals) if self.experts and numbers.expert_totals else None,
+            details=[detail for detail in details if detail is not None],
             is_logged=is_logged,
             timing=pipeline.timing() if pipeline is not None and is_logged else None,
             memory=memory,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
+from shardwise.base.step_detail import StepDetail
 from shardwise.config import Config, TrainConfig
 
 if TYPE_CHECKING:
-    from shardwise.layers.expert_totals import ExpertRecord
     from shardwise.pipeline.clock import StepTiming
-    from shardwise.train.source_losses import SourceRecord
 
 THROUGHPUT_STEPS = 10
 """Steps over which throughput is averaged."""
@@ -111,6 +110,7 @@ class StepRecord:
         memory: bytes in use on this rank, by kind, in steps that are logged.
         loss_spike: standard deviations by which the loss is above the mean of the steps before.
         allocator: bytes by `devices.allocator_bytes`, on an accelerator.
+        details: what is recorded further, in steps that are logged.
         is_logged: files and progress show this step; the same on every rank.
         agreed_flags: largest of all ranks' flags, which were read with the step's numbers (`Trainer.step`); None where
             there were none, or where much time has passed since then.
@@ -137,8 +137,7 @@ class StepRecord:
     loss_spike: float | None = None
     straggler: Straggler | None = None
     allocator: Mapping[str, int] = field(default_factory=dict)
-    sources: Mapping[str, SourceRecord] = field(default_factory=dict)
-    experts: ExpertRecord | None = None
+    details: Sequence[StepDetail] = ()
     agreed_flags: tuple[float, ...] | None = None
     is_logged: bool = True
 

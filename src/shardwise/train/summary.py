@@ -31,7 +31,7 @@ from shardwise.estimates.memory import (
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
-from shardwise.models.parameter_counts import OwnShapes
+from shardwise.models.parameter_counts import LocalWidths, OwnShapes, elements_by_ranks
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.runs.folder import json_text
@@ -255,6 +255,8 @@ class _Summary:
 
     def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
+        from shardwise.estimates.unequal_loads import load_rows
+
         config = self.config
         train = config.train
         parameters = parameter_counts.parameter_count(config.model)
@@ -265,11 +267,6 @@ class _Summary:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
             shown_parameters = f"{parameters_text(config.model)}, {most} {share}"
-        experts = ""
-        if config.may_have_experts:
-            from shardwise.estimates.unequal_loads import experts_text
-
-            experts = experts_text(config, self.layout, self.accelerator)
         # stop_after ends one run of a training that several jobs share.
         stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
         tensors = parameter_counts.canonical_tensor_count(config.model)
@@ -286,7 +283,7 @@ class _Summary:
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),
-            *([("experts", experts)] if experts else []),
+            *load_rows(config, self.layout, self.accelerator),
             (
                 "precision",
                 f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "
@@ -501,13 +498,14 @@ def _numbers(precision: Precision) -> str:
 def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
     """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
     plan = stage_plan(config, layout)
-    multiple = config.parallel.vocab_multiple
+    model = config.shapes
     by_rank = []
     for rank in range(layout.pipeline):
         stages = [stage for stage in plan if stage.rank == rank]
-        count = parameter_counts.local_parameter_count(
-            config.model, layout.tensor, vocab_multiple=multiple, stages=stages, expert_ranks=layout.expert
-        )
+        count = None
+        if model is not None:
+            local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
+            count = elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()
         by_rank.append((stages, count))
     return by_rank
 

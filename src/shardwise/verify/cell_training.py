@@ -47,7 +47,7 @@ class Reference:
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
         states: texts of the training's state after its middle and after its end (`state_texts`).
-        choices: experts that routers chose; empty for a dense model, and in bit-equal training.
+        choices: those of routers; empty for a dense model, and in bit-equal training.
     """
 
     losses: Sequence[float]
@@ -68,13 +68,10 @@ class Reference:
 
 
 @cache
-def _mesh(device: str, ranks: int, degrees: tuple[int, int, int, int], grains: tuple[tuple[str, int], ...]) -> Mesh:
+def _mesh(device: str, ranks: int, degrees: tuple[tuple[str, int], ...], grains: tuple[tuple[str, int], ...]) -> Mesh:
     """Return the only mesh of all cells with these degrees: gloo keeps threads for each group that was ever made."""
     device_of_mesh = "cpu" if device == "cpu" else None
-    tensor, context, expert, pipeline = degrees
-    mesh = Mesh(
-        tensor=tensor, context=context, expert=expert, pipeline=pipeline, device=device_of_mesh, grains=dict(grains)
-    )
+    mesh = Mesh(**dict(degrees), device=device_of_mesh, grains=dict(grains))
     assert mesh.world.size == ranks
     return mesh
 
@@ -85,9 +82,9 @@ def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> 
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
     text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    degrees = (cell.tensor, cell.context, cell.expert, cell.pipeline)
-    mesh = _mesh(cell.device, cell.ranks, degrees, tuple(config.grains.items()))
-    trainer = build_trainer(at(config, cell), mesh, text)
+    config = at(config, cell)
+    mesh = _mesh(cell.device, cell.ranks, tuple(config.parallel.degrees.items()), tuple(config.grains.items()))
+    trainer = build_trainer(config, mesh, text)
     if choices is not None and not config.is_bit_equal:
         choices.follow(trainer.model, train.sequence_length)
     return trainer

@@ -53,6 +53,11 @@ class Cell:
     recompute: Recompute = "none"
 
     @property
+    def parallel(self) -> dict[str, int]:
+        """The degrees, and whether there is sequence parallelism, as keys of the section `parallel`."""
+        return {name: getattr(self, name) for name in ("tensor", "sequence", "context", "expert", "pipeline")}
+
+    @property
     def data(self) -> int:
         """The data-parallel degree."""
         return self.ranks // (self.tensor * self.context * self.pipeline)
@@ -138,8 +143,8 @@ def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, lis
     }
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
-    has_experts = config.shapes is not None and config.shapes.any_routing is not None
-    if not (has_experts or chosen.get("parallel.expert")):
+    is_dense = config.shapes is None or config.shapes.any_routing is None
+    if is_dense and not chosen.get("parallel.expert"):
         values["parallel.expert"] = [1]
     cells = []
     for tensor, sequence, context, expert, pipeline, schedule, zero, recompute in itertools.product(*values.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
@@ -142,12 +143,7 @@ def _model(model: ModelConfig, matmul: Matmul | None, degrees: Sequence[int], la
         "head_dim": head_dim,
         "pad_token_id": 0,
     }
-    # Experts are as wide as the MLP, and as many as tell the degrees apart.
-    sizes["moe_intermediate_size"] = sizes["intermediate_size"]
-    routing = model.any_routing
-    if routing is not None and routing.groups == 1:
-        experts = _alike(routing.experts, min(routing.experts, max(_EXPERTS, routing.per_token)), degrees)
-        sizes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), experts)
+    sizes |= model.in_miniature(sizes["intermediate_size"], partial(_alike, degrees=degrees))
     if "no_rope_layers" in given:
         sizes["no_rope_layers"] = tuple(itertools.islice(itertools.cycle(given["no_rope_layers"]), layers))
     if "layer_types" in given:
@@ -162,10 +158,6 @@ def _model(model: ModelConfig, matmul: Matmul | None, degrees: Sequence[int], la
             for key, value in given["rope_scaling"].items()
         }
     return given | {key: value for key, value in sizes.items() if key in given}
-
-
-_EXPERTS = 8
-"""Experts of a block in miniature, if a token does not have more."""
 
 
 def _head_divisor(heads: int, kv_heads: int, degrees: Sequence[int]) -> int:
@@ -204,8 +196,7 @@ def at(config: Config, cell: Cell) -> Config:
     overlap as the recipe has it, or as the layout and the device can. ZeRO makes as many copies as in the recipe, where
     the data-parallel degree allows it.
     """
-    names = ("tensor", "sequence", "context", "expert", "pipeline")
-    parallel: dict[str, Any] = {name: getattr(cell, name) for name in names}
+    parallel: dict[str, Any] = {**cell.parallel}
     if cell.data * cell.context % config.parallel.replicate:
         parallel["replicate"] = 1
     if cell.schedule is not None:

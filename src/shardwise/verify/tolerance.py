@@ -41,10 +41,10 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ChoiceDifferences:
-    """The choices of experts that differ from those of one process.
+    """The choices of routers that differ from those of one process.
 
     Attributes:
-        differing: number of choices, each a token at one of its experts, that one process did not make.
+        differing: number of choices for a token that one process did not make.
         wrong: the first one that differs although the scores were not nearly equal; empty if there is none.
     """
 
@@ -65,7 +65,7 @@ class Differences:
         gradient: tensor with the largest difference of a gradient.
         state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
         resumed_state: likewise at the end, after another layout's checkpoint was read.
-        choices: of experts. Where some differ, the other differences are those with the choices of one process.
+        choices: of routers. Where some differ, the other differences are those with the choices of one process.
     """
 
     weights: float

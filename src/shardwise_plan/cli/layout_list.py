@@ -9,7 +9,7 @@ from shardwise.base import units
 from shardwise.cli import output
 from shardwise.config import tokens_of_run
 from shardwise.estimates.memory import offloaded_bytes
-from shardwise.estimates.unequal_loads import experts_text
+from shardwise.estimates.unequal_loads import load_rows
 from shardwise.models.parameter_counts import active_parameter_count, parameter_count
 from shardwise_plan.cli import rows
 from shardwise_plan.cli.nodes import Answer
@@ -112,8 +112,8 @@ def notes(listed: Sequence[Plan]) -> list[str]:
             f"Energy of {layout}: {best.kilowatt_hours:,.0f} kWh, at {best.cluster.device.watts:,.0f} W for each "
             "device, without hosts, network and cooling."
         )
-    if text := experts_text(best.config, best.layout, best.cluster.device.is_accelerator):
-        sentences.append(f"Experts of {layout}: {text}.")
+    loads = load_rows(best.config, best.layout, best.cluster.device.is_accelerator)
+    sentences += [f"{name.capitalize()} of {layout}: {text}." for name, text in loads]
     sentences += [*rows.warnings(listed), *rows.pipelines([best])]
     if any(plan.config.compile.enabled for plan in listed):
         sentences.append('"step" = with compiled blocks (compile.enabled) where the layout can be compiled')

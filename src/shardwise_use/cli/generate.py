@@ -4,9 +4,8 @@ The keys and values of all tokens so far are cached, so that each new token take
 same --seed gives the same text, and in float32 at any layout. The tokenizer may add tokens before the prompt, such as
 <s>. The text is printed to standard output, the number of tokens and the speed to standard error.
 
-These keys can be set: parallel.tensor, parallel.expert, parallel.pipeline, parallel.stages, precision.mode,
-data.tokenizer, model.family (which must name the class of your own model: its code runs), model.ignore (fields of
-config.json that change nothing) and checkpoint.revision (of a hub id).
+These keys can be set: {layout}, precision.mode, data.tokenizer, model.family (which must name the class of your own
+model: its code runs), model.ignore (fields of config.json that change nothing) and checkpoint.revision (of a hub id).
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ _ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = (__doc__ or "").format(layout=", ".join(LAYOUT_KEYS))
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     prompt = parser.add_mutually_exclusive_group(required=True)

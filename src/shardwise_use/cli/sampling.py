@@ -6,6 +6,7 @@ import argparse
 import math
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.mesh_axes import DIVIDING_KEYS
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: float) -> None:
@@ -23,7 +24,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: flo
         help=f"draw from the likeliest tokens that together have probability P (default: {top_p:g})",
     )
     parser.add_argument("--seed", metavar="S", type=int, default=1234, help="seed of the random draws (default: 1234)")
-    ranks = "number of local ranks: parallel.tensor × parallel.expert × parallel.pipeline"
+    ranks = f"number of local ranks: {' × '.join(DIVIDING_KEYS)}"
     parser.add_argument("--nproc", metavar="N", type=int, help=ranks)
 
 

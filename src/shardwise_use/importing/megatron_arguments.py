@@ -7,6 +7,7 @@ would make another model are reported at once; those that only concern training 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
@@ -14,12 +15,13 @@ from shardwise.checkpoint.format.model_files import validated
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config, Qwen3Config
 from shardwise.config.sparse import MixtralConfig, Qwen3MoeConfig
+from shardwise_use import sparse_models
 
 MegatronConfig: TypeAlias = GPTConfig | LlamaConfig | Qwen2Config | Qwen3Config | Qwen3MoeConfig | MixtralConfig
 _UNSET: tuple[Any, ...] = (None, False, 0, 0.0, (), [])
 # Each of these, where it is set, makes a model that no family here covers; the value beside it changes nothing.
 _MUST_BE_UNSET: dict[str, Any] = {
-    "num_experts": None, "expert_model_parallel_size": 1, "multi_latent_attention": None, "mtp_num_layers": None,
+    **sparse_models.MEGATRON_NUMBERS, "multi_latent_attention": None, "mtp_num_layers": None,
     "qk_layernorm": None, "qk_l2_norm": None, "attention_output_gate": None, "window_size": None,
     "softmax_type": "vanilla", "softmax_scale": None, "experimental_attention_variant": None,
     "linear_attention_freq": None, "no_rope_freq": None, "rotary_interleaved": None,
@@ -28,11 +30,9 @@ _MUST_BE_UNSET: dict[str, Any] = {
     "activation_func_clamp_value": None, "glu_linear_offset": None, "add_qkv_bias": None, "use_mup": None,
     "hybrid_layer_pattern": None, "hybrid_override_pattern": None, "is_hybrid_model": None, "spec": None,
     "heterogeneous_layers_config_path": None, "heterogeneous_layers_config_encoded_json": None,
-    "retro_add_retriever": None, "enable_mhc_connections": None, "moe_shared_expert_intermediate_size": None,
-    "moe_router_enable_expert_bias": None, "moe_router_score_function": "softmax", "moe_router_num_groups": None,
-    "moe_router_topk_scaling_factor": None, "moe_apply_probs_on_input": None, "moe_latent_size": None,
+    "retro_add_retriever": None, "enable_mhc_connections": None, **sparse_models.MEGATRON_ARGUMENTS,
 }  # fmt: skip
-_OF_GATED = ("add_qkv_bias", "qk_layernorm", "num_experts", "expert_model_parallel_size")
+_OF_GATED = ("add_qkv_bias", "qk_layernorm", *sparse_models.MEGATRON_NUMBERS)
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _DERIVED_SIZES = ("ffn_hidden_size", "kv_channels", "num_query_groups")
 # The arguments by which Megatron-LM's models are told apart.
@@ -149,26 +149,7 @@ def _llama_section(
     if args.get("use_rope_scaling"):
         factor = float(args.get("rope_scaling_factor") or 8.0)
         section["rope_scaling"] = {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    if args.get("num_experts"):
-        _require(where, "model with experts", ("biases", any(biases.values()), False))
-        section = {key: section[key] for key in section.keys() - biases} | _expert_section(args, where, family)
-    return section
-
-
-def _expert_section(args: Mapping[str, Any], where: str, family: str) -> dict[str, Any]:
-    """The keys of a Qwen3-MoE, whose heads have norms, or of a Mixtral."""
-    every = args.get("moe_layer_freq") or 1
-    is_sparse = every if isinstance(every, list) else [layer % every == 0 for layer in range(args["num_layers"])]
-    width = args.get("moe_ffn_hidden_size") or args.get("ffn_hidden_size") or 4 * args["hidden_size"]
-    chosen = {"num_experts_per_tok": args.get("moe_router_topk") or 2}
-    softmax_first = bool(args.get("moe_router_pre_softmax"))
-    if family == "qwen3":
-        dense = tuple(layer for layer, sparse in enumerate(is_sparse) if not sparse)
-        rule = {"norm_topk_prob": not softmax_first, "mlp_only_layers": dense, "moe_intermediate_size": width}
-        return {"family": "qwen3_moe", "num_experts": args["num_experts"], **chosen, **rule}
-    softmax = ("moe_router_pre_softmax", softmax_first, False)
-    _require(where, "Mixtral", ("add_qkv_bias", family == "qwen2", False), softmax, ("moe_layer_freq", every, 1))
-    return {"family": "mixtral", "num_local_experts": args["num_experts"], **chosen, "intermediate_size": width}
+    return sparse_models.megatron_section(section, args, biases, partial(_require, where))
 
 
 def _gpt_section(

@@ -5,7 +5,7 @@
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
 As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers, and of
-the experts in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
+several MLPs in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
 projections; Q, K and V are fused by groups as in version 3. Moments have the names of their weights after
 `optimizer.state.exp_avg.`, and masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer
 writes its own buffers in their place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
@@ -34,6 +34,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box, segments
 from shardwise.checkpoint.format.writing import StreamedWeight
+from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.tensor_parallel_shards import Shards
@@ -49,15 +50,13 @@ _BUCKET = re.compile(
 )
 _HYPERPARAMETERS = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/.*")
 _WSD_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
-_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _COMPARED = 2**22
 _ALIGNMENT = 64
 """Elements: each parameter in a bucket begins at a multiple of them."""
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
 _ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
-"""Roles of a layer's tensors in the order of its modules, between the first two and the experts."""
-_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\.)?)([a-z].*)")
+"""Roles of a layer's tensors in the order of its modules, between the first two and those of several MLPs."""
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
@@ -144,8 +143,8 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
 
 
 def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
-    if stacked := _STACKED.fullmatch(name):
+    """The tensors of layers, and of MLPs in them, by their numbers: without one in the name they are stacked."""
+    if stacked := sparse_models.MEGATRON_STACKED.fullmatch(name):
         for i in range(len(tensor)):
             yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])
     else:
@@ -213,11 +212,10 @@ def _unpacked(
                 shards.add(ranks, "")
         return found
 
-    each = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(args.get("num_experts") or 0)]
-    grouped = [*zip(*each, strict=True)]
-    # Megatron Core's own modules and TransformerEngine's; experts one by one, and grouped.
-    for first, matrices in itertools.product((("input_norm", "dense"), ("dense", "input_norm")), (each, grouped)):
-        found = placed((*first, *_ORDER, *itertools.chain(*matrices)))
+    # Megatron Core's own modules and TransformerEngine's.
+    firsts = (("input_norm", "dense"), ("dense", "input_norm"))
+    for first, matrices in itertools.product(firsts, sparse_models.megatron_orders(args)):
+        found = placed((*first, *_ORDER, *matrices))
         if found and _are_masters(
             megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
         ):
@@ -312,8 +310,9 @@ def _progress(
         notes.append(f"weight decay changes there: {keys['optimizer.weight_decay']:g} is that of the next step")
     points = _points(common.get("opt_param_scheduler") or {}, args, batch)
     rate, style = keys["optimizer.lr"], args.get("lr_decay_style")
-    if args.get("num_experts"):
-        notes += _balance(args, keys)
+    balance, unlike = sparse_models.megatron_balance(args)
+    keys |= balance
+    notes += unlike
     schedule, unlike = rate_keys(points, rate, step, float(groups[0]["lr"]), style)
     keys |= schedule
     notes += unlike
@@ -326,24 +325,6 @@ def _progress(
         step, states, samples=samples, tokens=samples * length, updates=max(done, default=step), keys=keys
     )
     return progress, notes
-
-
-def _balance(args: Mapping[str, Any], keys: dict[str, Any]) -> list[str]:
-    """Add the keys of the balance of loads of experts to `keys`; sentences on what has no counterpart."""
-    names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    kinds, rates = (value if isinstance(value, list) else [value] for value in map(args.get, names))
-    if len(kinds) != len(rates):
-        raise ConfigError(f"{names[1]} ({rates}) must have one value for each of {names[0]} ({kinds})")
-    used = {"z": float(args.get("moe_z_loss_coeff") or 0)}
-    for kind, rate in zip(kinds, rates, strict=True):
-        if kind in _BALANCE:
-            used[_BALANCE[kind]] = used.get(_BALANCE[kind], 0.0) + float(rate or 0)
-    keys |= {f"optimizer.router_{kind}_loss": rate for kind, rate in used.items() if rate}
-    is_local = any(kind == "aux_loss" and rate for kind, rate in zip(kinds, rates, strict=True))
-    notes = ["aux_loss is of each micro-batch there, and of the global batch here"] if is_local else []
-    unlike = [name for name in ("moe_expert_capacity_factor", "moe_input_jitter_eps") if args.get(name)]
-    unlike += ["moe_router_load_balancing_type"] if "sinkhorn" in kinds else []
-    return notes + [f"{name} ({args[name]}) has no counterpart here" for name in unlike]
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:

@@ -17,6 +17,7 @@ from shardwise.config import GPTConfig
 from shardwise_use.importing.megatron_arguments import MegatronConfig, choose_vocabulary, read_args
 from shardwise_use.importing.tensor_parallel_shards import Shards
 from shardwise_use.importing.torch_dcp import LazyTensor
+from shardwise_use.sparse_models import MEGATRON_NAMES, megatron_module
 
 _LAYER = re.compile(r"(?:encoder|transformer|decoder)\.layers\.(\d+)\.(.+)")
 # Names of `megatron.legacy`, with its own older ones and NeMo's; of Megatron Core, without and with TransformerEngine.
@@ -37,7 +38,7 @@ _NAMES_IN_LAYER = (
     (r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(weight|bias)", "fc1"),
     (r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(weight|bias)", "fc2"),
     (r"mlp\.router\.(weight)", "router"),
-    (r"mlp\.experts\.(?:local_|)experts\.(\d+)\.linear_(fc[12])\.(weight)", r"experts.\1.\2"),
+    MEGATRON_NAMES,
 )
 _NAMES_OUTSIDE = (
     (r"embedding\.word_embeddings\.(weight)", "word"),
@@ -45,7 +46,6 @@ _NAMES_OUTSIDE = (
     (r"(?:word_embeddings_for_head|word_embeddings|output_layer)\.(weight)", "head"),
     (r"(?:encoder|transformer|decoder)\.final_(?:layer)?norm\.(weight|bias)", "final_norm"),
 )
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 _HUGGING_FACE_LAYER = re.compile(r"(?:transformer\.h|model\.layers)\.(\d+)\.(.+)")
 _MODULES = {
     "transformer.wte": ("word", "tokens"), "model.embed_tokens": ("word", "tokens"), "lm_head": ("head", "tokens"),
@@ -132,10 +132,9 @@ def _tensors(
             role, cut = _MODULES[path]
             source = f"{role}.{kind}"
         else:
-            expert = _EXPERT.fullmatch(layer[2])
-            role, cut = _MODULES[f"mlp.{expert[2]}" if expert else layer[2]]
-            source = f"layers.{layer[1]}.{f'experts.{expert[1]}.' if expert else ''}{role}.{kind}"
-            width = config.expert_width if expert else config.intermediate_size
+            begin, module, width = megatron_module(layer[2], config)
+            role, cut = _MODULES[module]
+            source = f"layers.{layer[1]}.{begin}{role}.{kind}"
         if cut == "copies" or (cut == "rows" and kind == "bias"):
             tensor = shards.copies(source)
         elif cut == "rows":

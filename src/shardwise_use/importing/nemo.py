@@ -30,6 +30,7 @@ from shardwise_use.importing.megatron import combined
 from shardwise_use.importing.megatron_model import NO_WEIGHTS
 from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
 from shardwise_use.importing.tensor_parallel_shards import rank_paths
+from shardwise_use.sparse_models import NEMO_ARGUMENTS
 
 _SHOWN = 6
 
@@ -48,8 +49,8 @@ _SAME_NAMES = (
 )  # fmt: skip
 """Keys of the configuration that are Megatron-LM's arguments under the same name."""
 _RENAMED = {
-    "rotary_percentage": "rotary_percent", "num_kv_heads": "num_query_groups",
-    "num_moe_experts": "num_experts", "sliding_window_size": "window_size",
+    "rotary_percentage": "rotary_percent", "num_kv_heads": "num_query_groups", "sliding_window_size": "window_size",
+    **NEMO_ARGUMENTS,
 }  # fmt: skip
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ALLOWED_VALUES = {

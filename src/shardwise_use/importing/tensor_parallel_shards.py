@@ -18,10 +18,9 @@ from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
+from shardwise_use.sparse_models import refuse_divided
 
 _SHOWN = 8
-_EXPERTS = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
-"""Names of the files of a model with experts, of Megatron-LM and of neuronx-distributed."""
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
 _DRIFT_TOO_LARGE = (
     "they differ by more than their norm, as unrelated matrices do: they are of different checkpoints, or the model's "
@@ -62,14 +61,13 @@ def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], 
     """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
 
     Raises:
-        ConfigError: there is no such folder, or it is of a model with experts.
+        ConfigError: there is no such folder, or it has files of further ranks.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
-        if _EXPERTS.fullmatch(path.name):
-            raise ConfigError(f"{folder} is of a model with experts ({path.name}): save it again as torch_dist")
+        refuse_divided(folder, path.name)
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path

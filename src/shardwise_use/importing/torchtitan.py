@@ -26,6 +26,7 @@ from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, described_model
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
+from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_number
 
 _OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _NAMES = (
@@ -38,16 +39,13 @@ _NAMES = (
     (r"model\.(layers\.\d+\.)mlp\.down_proj\.weight", r"\1feed_forward.w2.weight"),
     (r"model\.(layers\.\d+\.)mlp\.up_proj\.weight", r"\1feed_forward.w3.weight"),
     (r"model\.(layers\.\d+\.)mlp\.gate\.weight", r"\1moe.router.gate.weight"),
-    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.gate_proj\.weight", r"\1moe.routed_experts.inner_experts.w1_EFD#\2"),
-    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.down_proj\.weight", r"\1moe.routed_experts.inner_experts.w2_EDF#\2"),
-    (r"model\.(layers\.\d+\.)mlp\.experts\.(\d+)\.up_proj\.weight", r"\1moe.routed_experts.inner_experts.w3_EFD#\2"),
+    *TORCHTITAN_NAMES,
     (r"model\.(layers\.\d+\.)input_layernorm\.weight", r"\1attention_norm.weight"),
     (r"model\.(layers\.\d+\.)post_attention_layernorm\.weight", r"\1ffn_norm.weight"),
 )
-"""Canonical name → torchtitan's; `#3`: number 3 of a tensor of all experts."""
+"""Canonical name `without_number` → torchtitan's."""
 _FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
 """Family → its heads are rotated in neighbouring pairs there."""
-_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
 def open_torchtitan(
@@ -69,7 +67,7 @@ def open_torchtitan(
     if config.family not in _FAMILIES:
         raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")
     stored = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith(_OTHER)}
-    for name in [name for name in stored if _BIAS.fullmatch(name)]:
+    for name in [name for name in stored if TORCHTITAN_BIAS.fullmatch(name)]:
         if bool(stored.pop(name).read().any()):
             raise ConfigError(f"{folder.where}: {name} must be 0, and is not: {config.family} has no such bias")
     if config.tie_word_embeddings:
@@ -82,13 +80,14 @@ def open_torchtitan(
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     for name in canonical_shapes(config):
-        there, _, expert = dcp_models.renamed(name, _NAMES).partition("#")
+        plain, number = without_number(name)
+        there = dcp_models.renamed(plain, _NAMES)
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
         if there not in stored and fused not in stored:
             # Releases before 0.3.
             there = there.replace("qkv_linear.", "").replace("lm_head.", "output.")
         if there in stored:
-            tensor = stored[there][int(expert)] if expert else stored[there]
+            tensor = stored[there] if number is None else stored[there][number]
         elif fused in stored:
             there, tensor = fused, _of_fused(stored[fused], config, there.rpartition(".")[0][-1])
         else:

@@ -28,6 +28,7 @@ from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
 from shardwise_use.importing.torch_dcp import LazyTensor
+from shardwise_use.sparse_models import in_fused
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -36,7 +37,6 @@ _PACKAGES = ("transformers.", "accelerate.", "trl.")
 """Packages whose classes a training_args.bin may name: each object becomes a record."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LEAVE = "import the weights alone by --weights-only"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _LAYER = re.compile(r".*?\.(?:layers?|h)\.\d+\.")
 _LOSSES = 32
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
@@ -167,7 +167,7 @@ def _by_name(
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
-    # Some families have the router of a layer before its experts.
+    # Some families have the router of a layer before what it chooses.
     for router_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, router_first=router_first)
         if len(groups) > 1:
@@ -209,18 +209,9 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        shape = shapes[name]
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            parameters[name] = _Parameter(shape, {name: ()})
-            continue
-        # `[E, 2F, H]` with the gates above, and `[E, H, F]`.
-        layer_experts, expert, kind = match[1], int(match[2]), match[3]
-        is_down = kind in ("down_proj", "w2")
-        key = f"{layer_experts}.{is_down}"
-        rows = slice(None) if is_down else slice(shape[0], None) if kind in ("up_proj", "w3") else slice(shape[0])
+        key, shape, place = in_fused(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
-        parameters[key] = _Parameter((expert + 1, shape[0] * (2 - is_down), shape[1]), parts | {name: (expert, rows)})
+        parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
 
 

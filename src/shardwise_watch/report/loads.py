@@ -26,7 +26,7 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
     shape: Mapping[str, int] = {}
     recent = {*run.series.steps[-_RECENT_STEPS:]}
     with contextlib.suppress(OSError):
-        for line in GrowingFile(run.directory.experts, all_steps=True).new():
+        for line in GrowingFile(run.directory.path / "experts.jsonl", all_steps=True).new():
             # Another program may have changed the file.
             with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 step, blocks = line["step"], line["loads"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import Curve, column_width
+from shardwise_watch.step_metrics import OF_SOME_MODELS, ROW_OF_SOME_MODELS, Curve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -208,14 +209,17 @@ def percent(value: object, digits: int = 1) -> str:
 
 
 def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what only some models record in a step: the experts of sparse ones."""
-    if last.get("expert_load_max") is None:
+    """Return names and texts of what only some models record in a step."""
+    values = {words: last.get(name) for name, words in OF_SOME_MODELS.items()}
+    if next(iter(values.values())) is None:
         return []
     losses = last.get("balance_losses")
     shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
-    load, idle, entropy = (last.get(f"expert_{name}") for name in ("load_max", "idle", "entropy"))
-    text = f"largest load ×{plain(load, '.2f')}, {percent(idle)} idle, entropy {plain(entropy, '.3f')}"
-    return [("experts", ", ".join([text, *shown]))]
+    texts = [
+        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", plain(value), words)
+        for words, value in values.items()
+    ]
+    return [(ROW_OF_SOME_MODELS, ", ".join(texts + shown))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

@@ -12,7 +12,7 @@ import torch
 import shardwise
 from examples.token_stores import readers, write
 from tests.interop.data_formats_texts import NUMBER
-from tests.unit.data.formats.test_text import sized
+from tests.unit.data.small_runs import sized
 
 CLASSES = {"mosaic": readers.Mosaic, "litdata": readers.LitData, "array": readers.ArrayRecords, "tars": readers.Tars}
 

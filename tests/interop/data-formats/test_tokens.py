@@ -15,7 +15,7 @@ from shardwise.base.errors import DataError
 from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.interop.data_formats_texts import NUMBER, SHARED, documents
-from tests.unit.data.formats.test_text import sized
+from tests.unit.data.small_runs import sized
 
 VOCABULARY = 131_072
 

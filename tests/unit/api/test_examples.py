@@ -6,7 +6,6 @@ are no dependency of the tests.
 
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,7 @@ from tests.e2e.command import shardwise as run_command
 from tests.e2e.test_pages import Block, assert_shown
 from tests.e2e.test_pages import blocks as page_blocks
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.mark.slow
@@ -44,17 +34,13 @@ def test_the_command_of_the_page_on_hooks_trains(tmp_path: Path) -> None:
     assert run.config().hooks.optimizer == "examples.own_hooks.hooks:Lion"
 
 
-def final_loss(text: str) -> float:
-    (found,) = re.findall(r"final loss ([\d.]+)", text)
-    return float(found)
-
-
 def test_accelerate_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from examples.accelerate_zero1 import main
 
     main()
-    assert final_loss(capsys.readouterr().out) < 0.1
+    (loss,) = re.findall(r"final loss ([\d.]+)", capsys.readouterr().out)
+    assert float(loss) < 0.1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import shardwise
 from shardwise.base.errors import ConfigError, DataError
 from tests.monitor_runs import Mesh, Start, loss_of, write_run
-from tests.unit.watch.test_compare import by_batch
+from tests.unit.watch.pages import by_batch
 
 MESH = Mesh(1, 2, 1, 1)
 

@@ -12,14 +12,11 @@ from shardwise.base.errors import (
 )
 
 
-def test_config_error_shows_every_problem() -> None:
+def test_an_error_shows_every_problem_and_has_an_exit_code() -> None:
     assert str(ConfigError("a is wrong")) == "a is wrong"
     both = ConfigError(["a is wrong", "b is wrong"])
     assert both.problems == ["a is wrong", "b is wrong"]
     assert str(both) == "- a is wrong\n- b is wrong"
-
-
-def test_exit_codes() -> None:
     assert (ShardwiseError("").exit_code, RunError("").exit_code) == (1, 1)
     assert (ConfigError("").exit_code, DataError("").exit_code) == (2, 2)
     assert issubclass(ConfigError, ValueError)

@@ -3,19 +3,20 @@
 import errno
 import hashlib
 import json
-import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hub import check_weights
-from tests.e2e.command import shardwise
-from tests.loopback_hub import TOKEN, Site, serve, user_of
+from tests.hub_user import HubUser
+from tests.loopback_hub import Site, serve
 from tests.screens import Log, Screen
 
 FILES = {
@@ -62,48 +63,27 @@ COLD = (sys.executable, "-B")
 """A Python of its own, and not one that has imported torch already."""
 
 
-class User:
-    """Calls `hub` in a process of its own: the hub's client reads its environment once."""
+class User(HubUser):
+    """Calls functions of `hub`; `said` is what the last one announced."""
 
-    def __init__(self, at: Path, site: Site) -> None:
-        self.at, self.said = at, [""]
-        self.script = at / "call.py"
-        self.script.write_text(CALL)
-        self.environment = {**os.environ, **user_of(site.address, str(at / "hf"))}
-        self.environment.pop("HF_TOKEN", None)
+    said: list[str]
 
-    def resolve(
-        self,
-        load: str,
-        revision: str | None = None,
-        *,
-        cached: bool = False,
-        python: tuple[str, ...] = (sys.executable,),
-        **variables: str,
-    ) -> Path:
-        return self._call("resolve", [load, revision], cached, variables, python)
+    def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **options: Any) -> Path:
+        return self._folder("resolve", [load, revision], cached, **options)
 
-    def tokenizer(self, named: str, *, cached: bool = False, **variables: str) -> Path:
-        return self._call("resolve_tokenizer", [named], cached, variables)
+    def tokenizer(self, named: str, *, cached: bool = False, **options: Any) -> Path:
+        return self._folder("resolve_tokenizer", [named], cached, **options)
 
-    def _call(
-        self,
-        function: str,
-        arguments: list[str | None],
-        cached: bool,
-        variables: dict[str, str],
-        python: tuple[str, ...] = (sys.executable,),
-    ) -> Path:
+    def refused(self, load: str, revision: str | None = None, **options: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.resolve(load, revision, **options)
+        return str(caught.value)
+
+    def _folder(self, function: str, arguments: list[str | None], cached: bool, **options: Any) -> Path:
         """Raises ConfigError as the call did."""
-        asked = json.dumps([function, arguments, cached])
-        given = {**self.environment, **variables}
-        done = shardwise(asked, at=self.at, program=(*python, str(self.script)), **given)
-        assert done.code == 0, done.err
-        assert done.err == "", "progress bars are for terminals"
-        assert TOKEN not in done.out, "the token is a secret"
-        result = json.loads(done.out)
+        result = self.call(CALL, [function, arguments, cached], **options)
         self.said = result["said"]
-        assert python != COLD or not result["torch"], "the launcher has no torch, and no time for it"
+        assert options.get("python") != COLD or not result["torch"], "the launcher has no torch, and no time for it"
         if "problems" in result:
             raise ConfigError(result["problems"])
         return Path(result["folder"])
@@ -118,8 +98,8 @@ def test_only_what_is_needed_is_fetched_and_once(user: User, site: Site) -> None
     folder = user.resolve("acme/tiny", python=COLD)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert (folder / "model.safetensors").read_bytes() == b"newest"
-    assert len(user.said) == 1
-    assert f"fetching acme/tiny from {site.address}: once" in user.said[0]
+    (line,) = user.said
+    assert f"fetching acme/tiny from {site.address}: once" in line
     assert sorted(site.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert user.resolve("acme/tiny") == folder
     assert user.said == []
@@ -134,59 +114,47 @@ def test_ranks_ask_nobody(user: User, site: Site) -> None:
     assert user.resolve("acme/tiny", "v1", cached=True) == folder
     assert user.resolve("acme/tiny", site.commit("v1")) == folder
     assert site.requests[asked:] == [], "a rank, or a commit that is here, needs no network"
-    with pytest.raises(ConfigError, match=r"acme/tiny at revision main.*must be in the cache of this machine"):
-        user.resolve("acme/tiny", "main", cached=True)
+    said = user.refused("acme/tiny", "main", cached=True)
+    assert re.search("acme/tiny at revision main.*must be in the cache of this machine", said)
 
 
 def test_without_a_network_the_cache_serves(user: User) -> None:
     folder = user.resolve("acme/tiny")
     assert user.resolve("acme/tiny", HF_HUB_OFFLINE="1") == folder
     assert user.resolve("acme/tiny", HF_ENDPOINT="http://127.0.0.1:9") == folder
-    with pytest.raises(
-        ConfigError, match=r"HF_HUB_OFFLINE is set, and the cache .* lacks it; fetch it where there is access"
-    ):
-        user.resolve("acme/other", HF_HUB_OFFLINE="1")
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9 cannot be reached, and the cache") as caught:
-        user.resolve("acme/other", HF_ENDPOINT="http://me:password@127.0.0.1:9")
-    assert "password" not in str(caught.value)
+    said = user.refused("acme/other", HF_HUB_OFFLINE="1")
+    assert re.search("HF_HUB_OFFLINE is set, and the cache .* lacks it; fetch it where there is access", said)
+    said = user.refused("acme/other", HF_ENDPOINT="http://me:password@127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached, and the cache" in said
+    assert "password" not in said
 
 
-def test_gated_missing_and_refused(user: User, site: Site) -> None:
-    with pytest.raises(
-        ConfigError, match=f"acme/gated.* is gated: accept its licence on {site.address}/acme/gated"
-    ) as caught:
-        user.resolve("acme/gated")
-    assert "HF_TOKEN" in str(caught.value)
-    assert user.resolve("acme/gated", HF_TOKEN=TOKEN).is_dir()
-    with pytest.raises(ConfigError, match=r"checkpoint.revision \(v9\) must be a branch, tag or commit of acme/tiny"):
-        user.resolve("acme/tiny", "v9")
-    with pytest.raises(ConfigError, match=r"is no path, and .* no such repository .*HF_TOKEN"):
-        user.resolve("acme/private")
-    with pytest.raises(ConfigError, match=r"answers with status 401; set HF_TOKEN to a valid token"):
-        user.resolve("acme/private", HF_TOKEN="hf_expired")
-    with pytest.raises(ConfigError, match="answers with status 500"):
-        user.resolve("acme/broken")
-
-
-def test_a_repository_of_pickles_is_refused(user: User, site: Site) -> None:
-    with pytest.raises(ConfigError, match=r"pickled \(pytorch_model.bin\): opening a pickle can run any code"):
-        user.resolve("acme/tiny", "pickled")
+def test_what_is_refused(user: User, site: Site) -> None:
+    """Gated and missing repositories and a hub that fails are told in formats/test_datasets_of_the_hub.py."""
+    said = user.refused("acme/tiny", "v9")
+    assert "checkpoint.revision (v9) must be a branch, tag or commit of acme/tiny" in said
+    said = user.refused("acme/private", HF_TOKEN="hf_expired")
+    assert "checkpoint.load (acme/private)" in said
+    assert "answers with status 401; set HF_TOKEN to a valid token" in said
+    said = user.refused("acme/tiny", "pickled")
+    assert "pickled (pytorch_model.bin): opening a pickle can run any code" in said
     assert "pytorch_model.bin" not in site.fetched
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoints/step-00000100").mkdir(parents=True)
-    (tmp_path / "checkpoints/step-00000100/model.safetensors").write_bytes(b"")
-    for step in ("step-00000100", "step-00000200"):
-        (tmp_path / "run/checkpoints" / step).mkdir(parents=True)
-        (tmp_path / "run/checkpoints" / step / "model.safetensors").write_bytes(b"")
-    (tmp_path / "run/config.yaml").touch()
+    for path in (
+        "checkpoints/step-00000100/model.safetensors",
+        "run/checkpoints/step-00000100/model.safetensors",
+        "run/checkpoints/step-00000200/model.safetensors",
+        "run/config.yaml",
+        "pickled/pytorch_model.bin",
+        "weights.pt",
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
-    (tmp_path / "weights.pt").write_bytes(b"")
     return tmp_path
 
 
@@ -204,9 +172,8 @@ PATHS = {
 
 @pytest.mark.parametrize("load", PATHS)
 def test_what_is_no_folder_of_weights(load: str, here: Path) -> None:
-    with pytest.raises(ConfigError, match=PATHS[load]) as caught:
+    with pytest.raises(ConfigError, match=rf"checkpoint.load \({load}.*{PATHS[load]}"):
         hub.resolve(load)
-    assert f"checkpoint.load ({load}" in str(caught.value)
 
 
 def test_a_path_is_taken_as_it_is(here: Path) -> None:
@@ -217,6 +184,10 @@ def test_a_path_is_taken_as_it_is(here: Path) -> None:
         hub.resolve("checkpoints/step-00000100", "v1")
     with pytest.raises(ConfigError, match=r"data.tokenizer \(tokenizer.json\) must be a tokenizer's file or folder: "):
         hub.resolve_tokenizer("tokenizer.json")
+    path = "run/checkpoints"
+    told = rf"data\.dataset \({path}\) must be python or tiny or a hub id, it is a path: set data\.path={path}"
+    with pytest.raises(ConfigError, match=told):
+        hub.place_of_dataset(path, ("python", "tiny"))
 
 
 @pytest.mark.parametrize(
@@ -237,19 +208,20 @@ def test_an_index_is_checked(weights: dict[str, str], text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("names", "absent"),
+    ("name", "absent"),
     [
-        (["model-00001-of-00003.safetensors"], ["model-00002-of-00003", "model-00003-of-00003"]),
-        (["model-00001-of-00001.safetensors"], []),
-        (["shard-00002-model-00002-of-00002.safetensors"],
-         ["shard-00001-model-00001-of-00002", "shard-00002-model-00001-of-00002"]),
+        ("model-00001-of-00003", ["model-00002-of-00003", "model-00003-of-00003"]),
+        ("model-00001-of-00001", []),
+        ("shard-00002-model-00002-of-00002", ["shard-00001-model-00001-of-00002", "shard-00002-model-00001-of-00002"]),
     ],
-)  # fmt: skip
-def test_missing_files_are_named_by_the_numbers_of_others(names: list[str], absent: list[str], tmp_path: Path) -> None:
-    assert hub.absent_parts(names) == [f"{name}.safetensors" for name in absent]
-    for name in names if absent and names[0].startswith("model") else ():
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(ConfigError, match=rf"{name}; fetch or copy model\.safetensors\.index\.json.* too"):
+)
+def test_missing_files_are_named_by_the_numbers_of_others(name: str, absent: list[str], tmp_path: Path) -> None:
+    file = f"{name}.safetensors"
+    assert hub.absent_parts([file]) == [f"{other}.safetensors" for other in absent]
+    if absent and name.startswith("model"):
+        (tmp_path / file).touch()
+        told = rf"{file}; fetch or copy model\.safetensors\.index\.json.* too"
+        with pytest.raises(ConfigError, match=told):
             check_weights(tmp_path)
 
 
@@ -264,6 +236,13 @@ def test_of_a_tokenizer_nothing_else_is_fetched(user: User, site: Site) -> None:
     assert site.requests[asked:] == [], "a rank needs no network"
     assert user.resolve("acme/tiny") == folder
     assert sorted(site.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
+    # The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes.
+    site.requests.clear()
+    for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):
+        file = user.tokenizer(named) / "tokenizer.json"
+        file.resolve().write_bytes(b"[")
+        assert (user.tokenizer(named) / "tokenizer.json").read_bytes() == b"[]", named
+    assert site.fetched == ["tokenizer.json"] * 2, "a damaged one is fetched again"
 
 
 def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
@@ -278,16 +257,15 @@ def test_fault_05_licences_come_with_weights_and_tokenizers(user: User) -> None:
 def test_a_tokenizer_at_a_revision(user: User, site: Site) -> None:
     assert (user.tokenizer("acme/tiny@words") / "vocab.txt").read_bytes() == b"[SEP]"
     assert user.tokenizer(f"acme/tiny@{site.commit('words')}").name == site.commit("words")
-    with pytest.raises(ConfigError, match=r"\(acme/tiny@v1\) must hold a tokenizer, which is .*: it has config.json"):
-        user.tokenizer("acme/tiny@v1")
-    with pytest.raises(ConfigError, match=r"must hold a tokenizer, which is .*: it has config.json and vocab.json"):
-        user.tokenizer("acme/tiny@half")
-    with pytest.raises(ConfigError, match=r"the revision of data.tokenizer \(v9\) must be a branch, tag or commit of"):
-        user.tokenizer("acme/tiny@v9")
-    with pytest.raises(ConfigError, match=r"data.tokenizer \(acme/tiny@\) must have a branch, tag or commit after @"):
-        user.tokenizer("acme/tiny@")
-    with pytest.raises(ConfigError, match=r"data.tokenizer \(acme/tiny at revision v9\) must be in the cache of this"):
-        user.tokenizer("acme/tiny@v9", cached=True)
+    for named, cached, told in (
+        ("acme/tiny@v1", False, r"\(acme/tiny@v1\) must hold a tokenizer, which is .*: it has config.json"),
+        ("acme/tiny@half", False, "must hold a tokenizer, which is .*: it has config.json and vocab.json"),
+        ("acme/tiny@v9", False, r"the revision of data.tokenizer \(v9\) must be a branch, tag or commit of"),
+        ("acme/tiny@", False, r"data.tokenizer \(acme/tiny@\) must have a branch, tag or commit after @"),
+        ("acme/tiny@v9", True, r"data.tokenizer \(acme/tiny at revision v9\) must be in the cache of this"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            user.tokenizer(named, cached=cached)
 
 
 LOOK = """
@@ -295,7 +273,7 @@ import json, sys
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 found = []
-for named in sys.argv[1:]:
+for named in json.loads(sys.argv[1]):
     try:
         found.append(hub.find(hub.place_of_tokenizer(named)))
     except ConfigError as error:
@@ -306,28 +284,15 @@ print(json.dumps(found))
 
 def test_a_look_fetches_nothing(user: User, site: Site) -> None:
     """What a dry run does with a hub id."""
-    named = ["acme/tiny", "acme/tiny@none", "acme/tiny@half", "acme/private", "acme/broken"]
-    (user.at / "look.py").write_text(LOOK)
-    look = (sys.executable, str(user.at / "look.py"))
-    found = json.loads(shardwise(*named, at=user.at, program=look, **user.environment).succeeded().out)
+    found = user.call(LOOK, ["acme/tiny", "acme/tiny@none", "acme/tiny@half", "acme/private", "acme/broken"])
     texts = ["hub", "must be a branch, tag", "must hold a tokenizer", "no such repository", "unknown"]
     assert [text for text, said in zip(texts, found, strict=True) if text not in said] == [], found
     assert site.fetched == []
     assert not list((user.at / "hf").rglob("tokenizer.json"))
     user.tokenizer("acme/tiny")
     site.requests.clear()
-    again = {**user.environment, "HF_HUB_OFFLINE": "1"}
-    found = json.loads(shardwise("acme/tiny", "acme/other", at=user.at, program=look, **again).succeeded().out)
-    assert found == ["cache", "unknown"]
+    assert user.call(LOOK, ["acme/tiny", "acme/other"], HF_HUB_OFFLINE="1") == ["cache", "unknown"]
     assert site.requests == []
-
-
-def test_a_path_is_no_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data/wiki").mkdir(parents=True)
-    told = r"data\.dataset \(data/wiki\) must be python or tiny or a hub id, it is a path: set data\.path=data/wiki"
-    with pytest.raises(ConfigError, match=told):
-        hub.place_of_dataset("data/wiki", ("python", "tiny"))
 
 
 def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,20 +304,9 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(hub.HubFiles, "download", full)
-    with pytest.raises(
-        ConfigError, match=r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
-    ):
+    told = r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
+    with pytest.raises(ConfigError, match=told):
         hub.resolve("acme/tiny", cached=False)
-
-
-@pytest.mark.slow
-def test_a_damaged_tokenizer_is_fetched_again(user: User, site: Site) -> None:
-    """The hub's client looks whether a file is there, and at nothing else; also of a commit, which never changes."""
-    for named in ("acme/tiny", f"acme/tiny@{site.commit('main')}"):
-        file = user.tokenizer(named) / "tokenizer.json"
-        file.resolve().write_bytes(b"[")
-        assert (user.tokenizer(named) / "tokenizer.json").read_bytes() == b"[]", named
-    assert site.fetched == ["tokenizer.json"] * 3
 
 
 def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,21 +17,12 @@ from shardwise.base.progress import progress
 from tests.screens import Screen
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that a test moves."""
+    moved = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: moved.now))
+    return moved
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
     ],
 )
-def test_texts(clock: Clock, total: int | None, noun: str, amounts: list[int], line: str) -> None:
+def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: list[int], line: str) -> None:
     """Amounts in the product's units, the share, the speed of bytes, and the time left by the speed so far."""
     work = progress("working", total, noun)
     for amount in amounts:
@@ -55,7 +47,7 @@ def test_texts(clock: Clock, total: int | None, noun: str, amounts: list[int], l
     assert work._text() == f"working: {line}"
 
 
-def test_the_speed_is_that_of_the_last_minute(clock: Clock) -> None:
+def test_the_speed_is_that_of_the_last_minute(clock: SimpleNamespace) -> None:
     """Work that an earlier process had done comes at once, and does not count for long."""
     work = progress("working", 10 << 30, "")
     clock.now += 10
@@ -68,7 +60,7 @@ def test_the_speed_is_that_of_the_last_minute(clock: Clock) -> None:
     assert work._text().endswith("left"), "a speed without an answer for a while is lower, not none"
 
 
-def test_work_that_cannot_tell_is_asked(clock: Clock) -> None:
+def test_work_that_cannot_tell_is_asked(clock: SimpleNamespace) -> None:
     """What is there at the beginning, such as files of an earlier process, does not count."""
     work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
     clock.now += 6
@@ -91,7 +83,7 @@ class Turns:
         return len(self.waits) > self._turns
 
 
-def test_a_log_has_a_line_every_half_minute(clock: Clock) -> None:
+def test_a_log_has_a_line_every_half_minute(clock: SimpleNamespace) -> None:
     work = progress("tokenizing x", 100 << 20, "")
     log = io.StringIO()
 
@@ -100,7 +92,7 @@ def test_a_log_has_a_line_every_half_minute(clock: Clock) -> None:
         work.advance(30 << 20)
 
     turns = Turns(3, half_a_minute)
-    work.show(log, turns)  # type: ignore[arg-type]
+    work.show(log, turns)
     assert turns.waits == [30.0] * 4
     assert log.getvalue().splitlines() == [
         "tokenizing x: 30.0 MiB of 100 MiB, 30%, 1.0 MiB/s, 1 min 10 s left",
@@ -114,16 +106,16 @@ def test_short_work_shows_nothing(screen: Screen) -> None:
     log = io.StringIO()
     for stream, waits in ((screen.stream, [module.AFTER_SECONDS, module.EVERY_SECONDS]), (log, [module.EVERY_SECONDS])):
         turns = Turns(0)
-        progress("working", 10, "").show(stream, turns)  # type: ignore[arg-type]
+        progress("working", 10, "").show(stream, turns)
         assert turns.waits == waits
     assert screen.text() + log.getvalue() == ""
 
 
-def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: Clock) -> None:
+def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespace) -> None:
     work = progress("exporting to x", 4 << 20, "")
     work.advance(1 << 20)
     clock.now += 2
-    work.show(screen.stream, Turns(3))  # type: ignore[arg-type]
+    work.show(screen.stream, Turns(3))
     shown = screen.text()
     assert "exporting to x: 1.0 MiB of 4.0 MiB, 25%, 512 KiB/s, 6.0 s left" in shown
     assert "━" in shown
@@ -132,16 +124,15 @@ def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: Clock) -> Non
     assert shown.index("\x1b[?25h") < shown.rindex("exporting"), "it is while the bar is drawn, as a signal may come"
 
 
-def test_a_dumb_terminal_is_a_log(screen: Screen, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dumb_terminal_is_a_log(screen: Screen, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    work = progress("working", 2, "graph")
-    work.show(screen.stream, Turns(1))  # type: ignore[arg-type]
+    progress("working", 2, "graph").show(screen.stream, Turns(1))
     assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
 
 
 def test_a_narrow_terminal_keeps_one_line(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "64")
-    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))  # type: ignore[arg-type]
+    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))
     assert "a description that is long" in screen.text()
     assert screen.text().count("\n") == 1
 
@@ -151,7 +142,7 @@ def test_a_terminal_that_goes_away_ends_it() -> None:
         def write(self, text: str) -> int:
             raise OSError(5, "Input/output error")
 
-    progress("working", 2, "graph").show(Gone(), Turns(5))  # type: ignore[arg-type]
+    progress("working", 2, "graph").show(Gone(), Turns(5))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -174,18 +165,16 @@ def test_what_is_printed_meanwhile_stands_above(screen: Screen) -> None:
     """A line on standard error is whole; standard output, which is no terminal, gets its own."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):  # no terminal, as `module.sys.stdout` is none
-        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))  # type: ignore[arg-type]
+        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))
     assert out.getvalue() == "a result\n" * 5
     assert "a result" not in screen.text()
 
 
-def test_other_ranks_show_nothing(screen: Screen) -> None:
+def test_what_is_never_shown(screen: Screen) -> None:
+    """The progress of other ranks, secrets and control characters."""
     with progress("working", 2, "graph", shown=False) as advance:
         advance(2)
     assert screen.text() == ""
-
-
-def test_secrets_and_control_characters_are_hidden(screen: Screen) -> None:
     with progress("fetching https://host/x?token=abc \x1b[31m", 1):
         pass
     assert "abc" not in screen.text()

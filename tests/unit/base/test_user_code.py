@@ -66,8 +66,6 @@ def test_an_error_names_the_line_of_ones_own_code(function: Callable[[], Any]) -
         function()
     own = function.__code__.co_firstlineno + 1
     assert error_text(caught.value).endswith(f" ({__file__}, line {own})")
-
-
-def test_an_error_without_a_text_is_named() -> None:
+    # Without a line, as one that has no text.
     assert error_text(NotImplementedError()) == "NotImplementedError"
     assert error_text(OSError("no room")) == "OSError: no room"

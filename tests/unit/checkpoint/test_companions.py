@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
@@ -52,9 +52,24 @@ def generation_of(companions: Companions) -> Any:
     return json.loads(companions.files["generation_config.json"])
 
 
-def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_path: Path) -> None:
+def replace_fields(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return published(tmp_path / "published")
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    """The folder of a tokenizer of 305 tokens."""
+    train_tokenizer([MIXED * 60], 305, "text").save(tmp_path / "own")
+    return tmp_path / "own"
+
+
+def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_path: Path, weights: Path) -> None:
     """Of loaded weights, of `checkpoint.companions` and of the tokenizer's folder; more tokens do no harm."""
-    weights = published(tmp_path / "published")
     own = tokenizer(tmp_path / "own", end="<|turn|>", tokens=("<|turn|>", "<|pad|>", "<|more|>"))
     whole = Companions(IDS, {"generation_config.json": (weights / "generation_config.json").read_bytes()})
     for data in (weights, own):
@@ -68,8 +83,7 @@ def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_pa
     assert find_companions(run_of(companions=alone), None, own) == Companions(IDS)
 
 
-def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tmp_path: Path) -> None:
-    weights = published(tmp_path / "published")
+def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tmp_path: Path, weights: Path) -> None:
     template = "{% for m in messages %}{{ m.role + m.content + '<|pad|>' }}{% endfor %}"
     (weights / "chat_template.jinja").write_text(template)
     chat = load_config("sft-tiny")
@@ -88,8 +102,7 @@ def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tm
     assert find_companions(chat, Root.of(weights), weights).ids == IDS
 
 
-def test_fault_09_what_the_user_names_goes_first(tmp_path: Path) -> None:
-    weights = published(tmp_path / "published")
+def test_fault_09_what_the_user_names_goes_first(tmp_path: Path, weights: Path) -> None:
     own = tokenizer(tmp_path / "own", end="<|pad|>")
     found = find_companions(run_of(), Root.of(weights), own)
     assert found.ids == {"bos_token_id": 1, "eos_token_id": PAD, "pad_token_id": PAD}
@@ -105,8 +118,7 @@ def test_fault_09_what_the_user_names_goes_first(tmp_path: Path) -> None:
     assert find_companions(beside, Root.of(weights), other) == Companions({"eos_token_id": [END, TURN + 1]})
 
 
-def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(tmp_path: Path) -> None:
-    weights = published(tmp_path / "published")
+def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> None:
     found = find_companions(run_of(), Root.of(weights), None)
     files = model_files(load_config("llama2-tiny").model, torch.bfloat16, None, found)
     described = json.loads(files.pop("config.json"))
@@ -138,22 +150,18 @@ MODEL_TYPES = ["gpt2", "gpt_neox", "llama", "mistral", "qwen3", "smollm3", "gemm
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["data", "weights"])
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizer", None])
-def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, name: str | None, where: str) -> None:
+def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, split: Path, name: str | None, where: str) -> None:
     """From the tokenizer of the data, and from that of loaded weights where the data are tokens."""
-    own = tmp_path / "own"
-    train_tokenizer([MIXED * 60], 305, "text").save(own)
-    described = json.loads((own / "tokenizer.json").read_text())
-    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": SPLITTING}
-    (own / "tokenizer.json").write_text(json.dumps(described))
-    (own / "special_tokens_map.json").unlink()
+    replace_fields(split / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": SPLITTING})
+    (split / "special_tokens_map.json").unlink()
     settings = {"eos_token": "<|endoftext|>", **({} if name is None else {"tokenizer_class": name})}
-    (own / "tokenizer_config.json").write_text(json.dumps(settings))
-    expected = Tokenizer.load(own).encode(MIXED * 3).tolist()
+    (split / "tokenizer_config.json").write_text(json.dumps(settings))
+    expected = Tokenizer.load(split).encode(MIXED * 3).tolist()
     model = load_config("llama2-tiny").model
     if where == "weights":
-        files = model_files(model, torch.float32, None, find_companions(run_of(), Root.of(own), None))
+        files = model_files(model, torch.float32, None, find_companions(run_of(), Root.of(split), None))
     else:
-        export_user_tokenizer(str(own), Tokenizer.load(own), tmp_path / "kept")
+        export_user_tokenizer(str(split), Tokenizer.load(split), tmp_path / "kept")
         files = model_files(model, torch.float32, tmp_path / "kept")
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -168,33 +176,24 @@ def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, name: str | N
 
 
 QWEN2: dict[str, Any] = {
-    "family": "qwen2",
-    "vocab_size": 305,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+    "family": "qwen2", "vocab_size": 305, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
-def test_a_tokenizer_that_transformers_splits_otherwise_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_splits_otherwise_is_named(split: Path) -> None:
     """Whatever the files say, transformers takes the class of Qwen 2 for this model type."""
-    own = tmp_path / "own"
-    train_tokenizer([MIXED * 60], 305, "text").save(own)
     train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
     run = config_from({"model": QWEN2, "train": train, "optimizer": {"lr": 1.0}})
-    (note,) = find_companions(run, None, own).notes
+    (note,) = find_companions(run, None, split).notes
     assert note.startswith("AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own")
-    (own / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    ids = [opener.from_pretrained(own)(MIXED)["input_ids"] for opener in (AutoTokenizer, PreTrainedTokenizerFast)]
-    ours = Tokenizer.load(own).encode(MIXED).tolist()
+    (split / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    ids = [opener.from_pretrained(split)(MIXED)["input_ids"] for opener in (AutoTokenizer, PreTrainedTokenizerFast)]
+    ours = Tokenizer.load(split).encode(MIXED).tolist()
     assert [found == ours for found in ids] == [False, True]
-    described = json.loads((own / "tokenizer.json").read_text())
-    rebuilt = json.loads(AutoTokenizer.from_pretrained(own).backend_tokenizer.to_str())
-    steps = {step: rebuilt[step] for step in ("normalizer", "pre_tokenizer")}
-    (own / "tokenizer.json").write_text(json.dumps({**described, **steps}))
-    assert find_companions(run, None, own).notes == ()
+    rebuilt = json.loads(AutoTokenizer.from_pretrained(split).backend_tokenizer.to_str())
+    replace_fields(split / "tokenizer.json", **{step: rebuilt[step] for step in ("normalizer", "pre_tokenizer")})
+    assert find_companions(run, None, split).notes == ()
 
 
 def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
@@ -207,21 +206,19 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
     }  # fmt: skip
 
 
-def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path, weights: Path) -> None:
     (tmp_path / "empty").mkdir()
     for place in ("gone", tmp_path / "empty"):
         with pytest.raises(ConfigError, match=r"checkpoint\.companions \(.*\) must "):
             find_companions(run_of(companions=place), None, None)
-    weights = published(tmp_path / "published")
     for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
         (weights / "generation_config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
             find_companions(run_of(), Root.of(weights), weights)
 
 
-def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
+def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights: Path) -> None:
     """The older file, and those with names, with and without a tokenizer of the data."""
-    weights = published(tmp_path / "published")
     (weights / "chat_template.json").write_text("{}")
     (weights / "additional_chat_templates").mkdir()
     (weights / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
@@ -239,3 +236,16 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path) -> None:
     allowed, ignored = (*BESIDE_WEIGHTS, "model-*.safetensors"), hub._IN_FOLDERS
     there = [*templates, "tokenizer/x", "original/tokenizer.json", "LICENSES/x", "added/model-1.safetensors"]
     assert [*filter_repo_objects(there, allow_patterns=[*allowed], ignore_patterns=[ignored])] == [*templates]
+
+
+def test_special_tokens_of_the_tokenizer_are_the_models(tmp_path: Path) -> None:
+    """Without them transformers would end a text at Llama 2's `</s>`, id 2: in most vocabularies a letter."""
+    own = tokenizer(tmp_path / "own")
+    beginning = {"eos_token": "<|endoftext|>", "bos_token": {"content": "<|turn|>", "lstrip": False}}
+    (own / "tokenizer_config.json").write_text(json.dumps(beginning))
+    files = model_files(load_config("llama2-tiny").model, torch.float32, own)
+    assert files.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes(files[name])
+    for found in (AutoConfig.from_pretrained(tmp_path), GenerationConfig.from_pretrained(tmp_path)):
+        assert (found.eos_token_id, found.bos_token_id) == (END, TURN)

@@ -72,21 +72,20 @@ def buffers(pattern: str) -> Weights:
     return {pattern.format(layer): torch.ones(1, 1, 4, 4) for layer in range(2)}
 
 
+def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
+    return lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
+
+
 def openai_gpt2(weights: Weights) -> Weights:
     """The hub's gpt2: no prefix, no head, a mask in each layer."""
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    bare = renamed("transformer.", "")(weights)
     return bare | buffers("h.{}.attn.bias") | buffers("h.{}.attn.masked_bias")
 
 
 def google_bert(weights: Weights) -> Weights:
     """The hub's bert-large-uncased: TensorFlow's names of norms, the tied decoder spelled out, and a buffer."""
-    names = {name: name for name in weights}
-    for name in weights:
-        if "LayerNorm" in name:
-            names[name] = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-                "LayerNorm.bias", "LayerNorm.beta"
-            )
-    return {names[name]: tensor for name, tensor in weights.items()} | {
+    gammas = renamed("LayerNorm.weight", "LayerNorm.gamma")(weights)
+    return renamed("LayerNorm.bias", "LayerNorm.beta")(gammas) | {
         "cls.predictions.decoder.weight": weights["bert.embeddings.word_embeddings.weight"].clone(),
         "cls.predictions.decoder.bias": weights["cls.predictions.bias"].clone(),
         "bert.embeddings.position_ids": torch.arange(24).unsqueeze(0),
@@ -94,16 +93,14 @@ def google_bert(weights: Weights) -> Weights:
 
 
 def pythia(weights: Weights) -> Weights:
-    return (
-        weights
-        | buffers("gpt_neox.layers.{}.attention.bias")
-        | buffers("gpt_neox.layers.{}.attention.masked_bias")
-        | buffers("gpt_neox.layers.{}.attention.rotary_emb.inv_freq")
-    )
+    for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
+        weights |= buffers(f"gpt_neox.layers.{{}}.attention.{name}")
+    return weights
 
 
-def renamed(old: str, new: str) -> Callable[[Weights], Weights]:
-    return lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
+def llama_of_2023(dtype: torch.dtype) -> Callable[[Weights], Weights]:
+    frequencies = buffers("model.layers.{}.self_attn.rotary_emb.inv_freq")
+    return lambda weights: weights | {name: tensor.to(dtype) for name, tensor in frequencies.items()}
 
 
 def with_copy(name: str, source: str) -> Callable[[Weights], Weights]:
@@ -112,26 +109,14 @@ def with_copy(name: str, source: str) -> Callable[[Weights], Weights]:
 
 FOUND: dict[str, tuple[str, Callable[[Weights], Weights]]] = {
     "OpenAI's GPT-2": ("gpt", openai_gpt2),
-    "GPT-2 without prefix but with its head": (
-        "gpt-untied",
-        lambda weights: {name.removeprefix("transformer."): tensor for name, tensor in weights.items()},
-    ),
+    "GPT-2 without prefix but with its head": ("gpt-untied", renamed("transformer.", "")),
     "Google's BERT": ("bert", google_bert),
     "BERT with the decoder's names alone": ("bert", renamed("cls.predictions.bias", "cls.predictions.decoder.bias")),
     "Pythia": ("neox", pythia),
     "NeoX as transformers 5 names it": ("neox", renamed("embed_out", "lm_head")),
     "NeoX with its tied head": ("neox-tied", with_copy("embed_out.weight", "gpt_neox.embed_in.weight")),
-    "Llama of 2023": ("llama", lambda weights: weights | buffers("model.layers.{}.self_attn.rotary_emb.inv_freq")),
-    "Llama with buffers of a format that no weight has": (
-        "llama",
-        lambda weights: (
-            weights
-            | {
-                name: tensor.to(torch.complex64)
-                for name, tensor in buffers("model.layers.{}.self_attn.rotary_emb.inv_freq").items()
-            }
-        ),
-    ),
+    "Llama of 2023": ("llama", llama_of_2023(torch.float32)),
+    "Llama with buffers of a format that no weight has": ("llama", llama_of_2023(torch.complex64)),
     "Llama without its head": ("llama-tied", renamed("model.", "")),
     "Llama with its tied head alone": ("llama-tied", renamed("model.embed_tokens.weight", "lm_head.weight")),
 }
@@ -201,16 +186,15 @@ def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Pa
     ]
 
 
-COPIES = {
-    "llama-tied": ("lm_head.weight", "model.embed_tokens.weight"),
-    "bert": ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
-}
-
-
-@pytest.mark.parametrize("case", COPIES)
-def test_copies_of_a_tied_weight_that_differ_are_refused(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "copy", "source"),
+    [
+        ("llama-tied", "lm_head.weight", "model.embed_tokens.weight"),
+        ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ],
+)
+def test_copies_of_a_tied_weight_that_differ_are_refused(case: str, copy: str, source: str, tmp_path: Path) -> None:
     save(case, tmp_path)
-    copy, source = COPIES[case]
     rewrite(tmp_path, lambda weights: weights | {copy: weights[source] + 1})
     assert problems(tmp_path) == [
         f"checkpoint.load (FOLDER): {copy} must equal {source}: the model has one weight for both"
@@ -332,34 +316,22 @@ def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_pa
     assert of_file(tmp_path, "model.rope_scaling.factor=16").rope_scaling == {**other, "factor": 16}
 
 
-DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "truncated": (lambda content: content[:-100], "is damaged: "),
-    "a Git LFS pointer": (
-        lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-        "is a Git LFS pointer, not the weights: run `git lfs pull`",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_one_sentence(damage: str, tmp_path: Path) -> None:
-    change, text = DAMAGE[damage]
-    save("gpt", tmp_path)
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(change(path.read_bytes()))
-    found = problems(tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith(f"FOLDER/model.safetensors {text}")
-    assert "\n" not in found[0]
-
-
-def test_pickled_weights_are_never_opened(tmp_path: Path) -> None:
+def test_damaged_and_pickled_files_are_one_sentence(tmp_path: Path) -> None:
     model = save("gpt", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
+    path = tmp_path / "model.safetensors"
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    for content, text in (
+        (path.read_bytes()[:-100], "is damaged: "),
+        (pointer, "is a Git LFS pointer, not the weights: run `git lfs pull`"),
+    ):
+        path.write_bytes(content)
+        (found,) = problems(tmp_path)
+        assert found.startswith(f"FOLDER/model.safetensors {text}")
+        assert "\n" not in found
+    path.unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    found = problems(tmp_path)
-    assert len(found) == 1
-    assert "opening a pickle can run any code that its author put there" in found[0]
+    (found,) = problems(tmp_path)
+    assert "opening a pickle can run any code that its author put there" in found
 
 
 def test_tokenizers_are_compared_by_their_ids(tmp_path: Path) -> None:

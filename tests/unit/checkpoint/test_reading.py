@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
-from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
+from shardwise.checkpoint.storage.root import DamageError, StoreError
 from shardwise.distributed.mesh import Mesh
 from tests.stored import small_tensors, write_checkpoint
 
@@ -39,22 +39,17 @@ def test_every_piece_meets_what_is_wanted_of_it(
 ) -> None:
     chance = random.Random(seed)
     pieces = cut(shape, 8, chance)
-    boxes = [
-        *cut(shape, 3, chance),
-        *turned(cut(shape[::-1], 5, chance)),
-        *turned(pieces[:2] if len(shape) < 2 else []),
-    ]
+    turned_parts = turned(pieces[:2] if len(shape) < 2 else [])
+    boxes = [*cut(shape, 3, chance), *turned(cut(shape[::-1], 5, chance)), *turned_parts]
     chance.shuffle(pieces)
     table = Pieces.of([PieceEntry(0, number, box) for number, box in enumerate(pieces)], len(shape))
     assert [each.box for each in table] == pieces
-    compared = [
-        (number, at) for number, box in enumerate(boxes) for at, piece in enumerate(pieces) if box.intersect(piece)
-    ]
+    numbered = list(enumerate(boxes))
+    compared = [(number, at) for number, box in numbered for at, piece in enumerate(pieces) if box.intersect(piece)]
+    asked = np.array([(box.start, box.size) for box in boxes]).reshape(len(boxes), 2, len(shape))
     for at_once in (1, 2**22):
         monkeypatch.setattr("shardwise.checkpoint.format.manifest._COMPARED_AT_ONCE", at_once)
-        numbers, met = table.meeting(
-            np.array([(box.start, box.size) for box in boxes]).reshape(len(boxes), 2, len(shape))
-        )
+        numbers, met = table.meeting(asked)
         assert list(zip(numbers.tolist(), met.tolist(), strict=True)) == compared, f"{at_once} compared at once"
 
 
@@ -65,59 +60,53 @@ def test_what_ranks_send_each_other_of_a_manifest_is_all_of_it(tmp_path: Path) -
     assert sent.to_json() == manifest.to_json()
 
 
-def everything(folder: Root) -> tuple[CheckpointReader, list[ReadRequest]]:
-    manifest = Manifest.read(folder)
-    wants = [
-        ReadRequest(state, name, Box.whole(entry.shape), torch.full(entry.shape, 7.0))
-        for state, named in manifest.tensors.items()
-        for name, entry in named.items()
-    ]
-    return CheckpointReader(folder, manifest), wants
+class Everything:
+    """All tensors of a checkpoint of two ranks, in a store that gives an error for some files."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = write_checkpoint(path, 100, small_tensors(), ranks=2)
+        manifest = Manifest.read(self.folder)
+        self.source = CheckpointReader(self.folder, manifest)
+        self.wants = [
+            ReadRequest(state, name, Box.whole(entry.shape), torch.full(entry.shape, 7.0))
+            for state, named in manifest.tensors.items()
+            for name, entry in named.items()
+        ]
+        self.reads: list[str] = []
+
+    def read(self, failing: str, error: Exception) -> None:
+        plain = LocalFileSystem.cat_file
+
+        def cat_file(system: LocalFileSystem, path: str, *args: object, **options: object) -> bytes:
+            self.reads.append(Path(path).name)
+            if self.reads[-1] == failing:
+                raise error
+            content: bytes = plain(system, path, *args, **options)
+            return content
+
+        with mock.patch.object(LocalFileSystem, "cat_file", cat_file):
+            read(self.source, self.wants, Mesh(device="cpu"))
 
 
-def silent(reads: list[str], names: tuple[str, ...], error: Exception) -> Callable[..., bytes]:
-    plain = LocalFileSystem.cat_file
-
-    def cat_file(self: LocalFileSystem, path: str, *args: object, **options: object) -> bytes:
-        reads.append(Path(path).name)
-        if reads[-1] in names:
-            raise error
-        content: bytes = plain(self, path, *args, **options)
-        return content
-
-    return cat_file
-
-
-def test_a_store_without_an_answer_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_an_answer_is_no_damage(tmp_path: Path) -> None:
     """And it is asked once: each answer may take minutes not to come."""
-    folder = write_checkpoint(tmp_path, 100, small_tensors(), ranks=2)
-    source, wants = everything(folder)
-    reads: list[str] = []
-    first = "rank-00000.safetensors"
-    monkeypatch.setattr(LocalFileSystem, "cat_file", silent(reads, (first,), TimeoutError("no answer within 60 s")))
+    whole, first = Everything(tmp_path), "rank-00000.safetensors"
     with pytest.raises(StoreError, match=rf"{first} cannot be read: no answer within 60 s$") as met:
-        read(source, wants, Mesh(device="cpu"))
+        whole.read(first, TimeoutError("no answer within 60 s"))
     assert type(met.value) is StoreError
-    assert reads.count(first) == 1
+    assert whole.reads.count(first) == 1
 
 
-def test_damage_stays_damage_whatever_else_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_checkpoint(tmp_path, 100, small_tensors(), ranks=2)
-    source, wants = everything(folder)
-    damaged = Path(str(folder)) / "model.safetensors"
+def test_damage_stays_damage_whatever_else_gives_no_answer(tmp_path: Path) -> None:
+    whole = Everything(tmp_path)
+    damaged = whole.folder.local() / "model.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    refused = silent([], ("rank-00001.safetensors",), PermissionError(13, "Permission denied"))
-    monkeypatch.setattr(LocalFileSystem, "cat_file", refused)
     with pytest.raises(DamageError, match=r"model.safetensors is damaged: bytes [^;]*$"):
-        read(source, wants, Mesh(device="cpu"))
+        whole.read("rank-00001.safetensors", PermissionError(13, "Permission denied"))
 
 
-def test_a_file_that_goes_while_it_is_read_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_checkpoint(tmp_path, 100, small_tensors())
-    source, wants = everything(folder)
-    gone = silent([], ("model.safetensors",), FileNotFoundError(2, "No such file or directory"))
-    monkeypatch.setattr(LocalFileSystem, "cat_file", gone)
+def test_a_file_that_goes_while_it_is_read_is_damage(tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=r"model.safetensors cannot be read: there is no such file"):
-        read(source, wants, Mesh(device="cpu"))
+        Everything(tmp_path).read("model.safetensors", FileNotFoundError(2, "No such file or directory"))

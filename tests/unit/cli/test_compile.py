@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
-from shardwise.cli import main
 from shardwise.cli.compile import _threads
 from shardwise.config import Layout, load_config
 from shardwise.train.compile import ahead_of_time, worker
 from shardwise.train.compile.graph_cache import Facts, GraphCache
 from shardwise.train.compile.units import BLOCK
+from tests.command_line import CommandLine
 
 FACTS = {
     "unit": "block", "training": True, "parallel.tensor": 4, "parallel.sequence": False, "train.micro_batch": 1,
@@ -47,40 +47,32 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--export", "."], "--export (.) must be a file or a free name, and it is a folder"),
     ],
 )
-def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert text in err
-    assert "Traceback" not in err
+def test_wrong_input_is_refused(arguments: list[str], text: str, cli: CommandLine) -> None:
+    assert text in cli.refused("compile", *arguments)
 
 
-def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     from shardwise.train.compile import graph_facts as facts
 
     facts._compiler.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert main(["compile", "llama2-tiny"]) == 2
+    said = cli.sentence("compile", "llama2-tiny")
     facts._compiler.cache_clear()
-    said = capsys.readouterr().err.strip()
     assert said.startswith("shardwise: compile.enabled (true) needs a C++ compiler on a CPU, and there is no no-such-")
-    assert len(said.splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "file").touch()
-    assert main(["compile", "--import", "x", "--cache-dir", "file/below"]) == 2
+    cli("compile", "--import", "x", "--cache-dir", "file/below", code=2)
     GraphCache(tmp_path / "here").store(FACTS, tmp_path, [])
     GraphCache(tmp_path / "here").export(tmp_path / "x")
     for arguments in (["--import", "x"], ["llama2-tiny"]):
-        assert main(["compile", *arguments, "--cache-dir", "file/below"]) == 2
-        captured = capsys.readouterr()
+        captured = cli("compile", *arguments, "--cache-dir", "file/below", code=2)
         assert "compile.cache_dir (file/below) cannot be written" in captured.err
         assert "compiled in" not in captured.out, "it is told after all the work"
 
 
-def test_graphs_of_a_device_that_is_not_here_are_captured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_graphs_of_a_device_that_is_not_here_are_captured(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """With a torch that is built for it, as on the login node of a cluster."""
 
     def fail(
@@ -91,8 +83,7 @@ def test_graphs_of_a_device_that_is_not_here_are_captured(
 
     monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
     monkeypatch.setattr(ahead_of_time, "compile_graphs", fail)
-    assert main(["compile", "llama2-tiny", "--device", "cuda"]) == 1
-    said = capsys.readouterr().out.splitlines()
+    said = cli("compile", "llama2-tiny", "--device", "cuda", code=1).out.splitlines()
     assert said[0] == "there is no cuda device here: graphs are captured, and not compiled; one device is enough"
     assert "without a cuda device torch cannot capture each backward pass; one device is enough" in said
 
@@ -106,17 +97,14 @@ def test_threads_are_those_that_train_would_give_its_ranks(monkeypatch: pytest.M
     assert _threads(bitwise, Layout(2, 2), "cpu") == 3
 
 
-def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cache_is_shown_shipped_and_emptied(tmp_path: Path, cli: CommandLine) -> None:
     GraphCache(tmp_path / "cache/compile").store(FACTS, tmp_path, [])
-    assert main(["compile", "--list", "--export", "all"]) == 0
-    out = capsys.readouterr().out
+    out = cli("compile", "--list", "--export", "all").out
     assert "block (training)  TP 4    1 × 2,048    cpu, AVX2, 2 threads  2.12.0" in out
     assert "1 graph, " in out.splitlines()[-1]
-    assert main(["compile", "--clean"]) == 0
-    assert main(["compile", "--import", "all"]) == 0
-    assert "1 graph of all" in capsys.readouterr().out
-    assert main(["compile", "--list"]) == 0
-    assert "block (training)" in capsys.readouterr().out
+    cli("compile", "--clean")
+    assert "1 graph of all" in cli("compile", "--import", "all").out
+    assert "block (training)" in cli("compile", "--list").out
 
 
 class Idle(nn.Module):

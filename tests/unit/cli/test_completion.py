@@ -6,14 +6,13 @@ import sys
 
 import pytest
 
-from shardwise.cli import main
+from tests.command_line import CommandLine
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_script_knows_commands_options_recipes_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_knows_commands_options_recipes_and_keys(shell: str, cli: CommandLine) -> None:
     pytest.importorskip("shtab")
-    assert main(["--completion", shell]) == 0
-    script = capsys.readouterr().out
+    script = cli("--completion", shell).out
     for word in ("checkpoint", "diff", "run-dir", "llama2-tiny", "train.global_batch="):
         assert word in script
     if shutil.which(shell):
@@ -21,14 +20,10 @@ def test_a_script_knows_commands_options_recipes_and_keys(shell: str, capsys: py
 
 
 @pytest.mark.parametrize("arguments", [["--completion"], ["--completion", "csh"], ["--completion=csh"]])
-def test_another_shell_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    assert "must be bash, zsh or fish" in capsys.readouterr().err
+def test_another_shell_is_refused(arguments: list[str], cli: CommandLine) -> None:
+    assert "must be bash, zsh or fish" in cli.refused(*arguments)
 
 
-def test_the_library_that_is_missing_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["--completion", "bash"]) == 2
-    assert "pip install 'shardwise[completion]'" in capsys.readouterr().err
+    assert "pip install 'shardwise[completion]'" in cli.refused("--completion", "bash")

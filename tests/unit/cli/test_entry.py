@@ -13,6 +13,7 @@ from shardwise.cli import main
 from shardwise.launch import first_failure
 from shardwise.launch.environment import ERROR_FILE
 from shardwise.launch.first_failure import read_failure
+from tests.command_line import CommandLine
 
 LONG = 300 * "x"
 """A name that no file system takes."""
@@ -20,30 +21,21 @@ LONG = 300 * "x"
 
 def rank(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Make this process one of a job; what it adds to its environment is undone too."""
-    for name, value in (
-        ("SHARDWISE_RANK_PROCESS", ""),
-        ("RANK", number),
-        ("LOCAL_RANK", number),
-        ("WORLD_SIZE", 2),
-        ("MASTER_ADDR", "localhost"),
-        ("MASTER_PORT", 1),
-    ):
+    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    for name, value in {"SHARDWISE_RANK_PROCESS": "", **place}.items():
         monkeypatch.setenv(name, str(value))
 
 
 def test_fault_19_a_command_that_code_of_the_user_ends_has_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr("shardwise.cli.recipes.run", lambda _: sys.exit(0))
-    assert main(["recipes"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "shardwise: shardwise recipes was ended before it was done: sys.exit(0) was called ("
-    )
+    told = "shardwise: shardwise recipes was ended before it was done: sys.exit(0) was called ("
+    assert cli("recipes", code=1).err.startswith(told)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"shardwise {__version__}\n"
+def test_version(cli: CommandLine) -> None:
+    assert cli("--version").out == f"shardwise {__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -57,19 +49,15 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["data", "inspect", "~no-such-user/x"], "(~no-such-user/x) does not exist"),
     ],
 )
-def test_a_mistake_is_told_once_and_exits_2(
-    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
+def test_a_mistake_is_told_once_and_exits_2(arguments: list[str], text: str, cli: CommandLine) -> None:
+    captured = cli(*arguments, code=2)
     assert captured.out == ""
     assert captured.err.startswith("shardwise: ")
     assert captured.err.count(text) == 1
 
 
-def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "quickstart", "train.steps=x", "optimizer.lr=y"]) == 2
-    assert capsys.readouterr().err == (
+def test_several_mistakes_are_counted(cli: CommandLine) -> None:
+    assert cli.refused("train", "quickstart", "train.steps=x", "optimizer.lr=y") == (
         "shardwise: 2 errors\n"
         "- train.steps ('x') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T\n"
         "- optimizer.lr ('y') must be a number\n"
@@ -78,30 +66,26 @@ def test_several_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("arguments", [["train", "quickstart", "a=b"], ["train", "quickstart", "--bad"]])
 def test_inside_torchrun_rank_0_speaks_first(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     """torchrun ends the others once it has spoken and exited; one that lives on met what rank 0 did not."""
     waited: list[float] = []
     monkeypatch.setattr(first_failure.time, "sleep", waited.append)
     rank(monkeypatch, 0)
-    assert main(arguments) == 2
+    assert cli.refused(*arguments).startswith("shardwise: ")
     assert waited == []
-    assert capsys.readouterr().err.startswith("shardwise: ")
     rank(monkeypatch, 1)
-    assert main(arguments) == 2
+    assert cli.refused(*arguments).startswith("shardwise: rank 1: ")
     assert sum(waited) > 1
-    assert capsys.readouterr().err.startswith("shardwise: rank 1: ")
 
 
 def test_a_launched_rank_leaves_the_text_to_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     rank(monkeypatch, 0)
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
-    assert main(["train", "quickstart", "a=b"]) == 2
-    assert capsys.readouterr().err == ""
+    assert cli.refused("train", "quickstart", "a=b") == ""
     found = read_failure(tmp_path / "error.json")
-    assert found is not None
     assert found.exit_code == 2
     assert found.text.startswith("a: unknown key")
 
@@ -110,6 +94,17 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"{sys.executable} -m shardwise recipes quickstart | true"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
     assert result.stderr == ""
+
+
+def on_ascii_terminal(arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """The exit code of a command, and all that it shows."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, terminal)
+    code = main(arguments.split())
+    terminal.flush()
+    terminal.seek(0)
+    return code, terminal.read()
 
 
 @pytest.mark.parametrize(
@@ -124,26 +119,14 @@ def test_fault_15_an_ascii_terminal_shows_replacements(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("à.txt").write_text("× – …\n" * 2 + "ok", encoding="utf-8")
-    terminal = {name: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for name in ("stdout", "stderr")}
-    for name, stream in terminal.items():
-        monkeypatch.setattr(sys, name, stream)
-    code = main(arguments.split())
-    said = ""
-    for stream in terminal.values():
-        stream.flush()
-        stream.seek(0)
-        said += stream.read()
+    code, said = on_ascii_terminal(arguments, monkeypatch)
     assert code == (2 if "×" in arguments else 0)
     assert text in said
-    assert "?" in said
 
 
 def test_fault_15_json_is_whole_on_an_ascii_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("à – 𝄞", encoding="utf-8")
-    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    assert main(["data", "inspect", "a.txt", "--json"]) == 0
-    stdout.flush()
-    stdout.seek(0)
-    assert json.loads(stdout.read())["samples"][0]["text"] == "à – 𝄞"
+    code, said = on_ascii_terminal("data inspect a.txt --json", monkeypatch)
+    assert code == 0
+    assert json.loads(said)["samples"][0]["text"] == "à – 𝄞"

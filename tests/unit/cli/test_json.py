@@ -1,14 +1,12 @@
 """`--json`: one object on standard output and nothing else there, with the facts that the text tells."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_jobs import commands
+from tests.command_line import CommandLine
 
 SUBMIT = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1")
 
@@ -21,58 +19,46 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_: None)
 
 
-def asked(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    """The object that a command prints."""
-    capsys.readouterr()
-    assert main([*map(str, arguments), "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def test_each_command_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_prints_one_object(cli: CommandLine) -> None:
     """`test_long_work.py` asks those that read and write checkpoints and data."""
     run = RunDirectory("run").create().path
     with RunLock(run):
-        facts = asked(capsys, "stop", run)
+        facts = cli.facts("stop", run)
     unknown = {"other_host": None, "checkpoint_step": None}
     assert facts == {"run": "run", "cancelled": [], "asked": True, "ended": False, **unknown}
-    listed = asked(capsys, "recipes")["recipes"]
-    assert {"name": "llama2-tiny", "summary": asked(capsys, "recipes", "llama2-tiny")["summary"]} in listed
-    written = asked(capsys, "recipes", "llama2-tiny", "--write", "my.yaml")
-    assert written["path"] == "my.yaml"
-    assert written["recipe"]["model"]["family"] == "llama"
-    entry = asked(capsys, "explain", "killed-rank")
+    listed = cli.facts("recipes")["recipes"]
+    assert {"name": "llama2-tiny", "summary": cli.facts("recipes", "llama2-tiny")["summary"]} in listed
+    written = cli.facts("recipes", "llama2-tiny", "--write", "my.yaml")
+    assert (written["path"], written["recipe"]["model"]["family"]) == ("my.yaml", "llama")
+    entry = cli.facts("explain", "killed-rank")
     assert set(entry) == {"name", "page", "message", "cause", "fix"}
-    assert entry in asked(capsys, "explain")["entries"]
+    assert entry in cli.facts("explain")["entries"]
 
 
-def test_a_dry_run_tells_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_its_figures(cli: CommandLine) -> None:
     command = ("train", "llama2-7b", "--dry-run", "--device", "h100:8", "parallel.pipeline=1", "parallel.tensor=4")
-    facts = asked(capsys, *command)
-    assert main([*command]) == 0
-    text = capsys.readouterr().out
+    facts = cli.facts(*command)
+    text = cli(*command).out
     assert facts["layout"]["tensor"] * facts["layout"]["data"] == facts["layout"]["world"] == 8
     assert f"({facts['parameters']:,})" in text
     assert f"# tokens         {facts['tokens_per_step']:,} per step, {facts['tokens']:,} in all" in text
     assert facts["memory_bytes"] == sum(facts["parts_memory_bytes"].values()) == facts["prediction"]["memory_bytes"]
     assert facts["global_batch"] == facts["micro_batch"] * facts["accumulation"] * facts["layout"]["data"]
     assert facts["keys"]["parallel"]["tensor"] == 4
-    assert main(["train", "llama2-tiny", "--json"]) == 2
-    assert "--json must go with --dry-run" in capsys.readouterr().err
-    assert main(["train", "llama2-tiny", "--dry-run", "train.micro_batch=3", "--json"]) == 2
-    assert capsys.readouterr().out == "", "an error is a text on standard error"
+    assert "--json must go with --dry-run" in cli.refused("train", "llama2-tiny", "--json")
+    wrong = cli("train", "llama2-tiny", "--dry-run", "train.micro_batch=3", "--json", code=2)
+    assert wrong.out == "", "an error is a text on standard error"
 
 
-def test_a_submitted_job_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = asked(capsys, *SUBMIT, "--dry-run", "--device", "h100:1", "--time", "01:00:00")
+def test_a_submitted_job_is_told(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = cli.facts(*SUBMIT, "--dry-run", "--device", "h100:1", "--time", "01:00:00")
     assert (facts["nodes"], facts["ranks_per_node"], facts["time_limit_seconds"]) == ([2, 2], 1, 3600)
     assert facts["prediction"]["devices"] == 2
     assert "#SBATCH --nodes=2" in facts["scripts"][0]
     assert (facts["written"], facts["job"]) == (None, None)
-    written = asked(capsys, *SUBMIT, "--write-only", "--run-dir", "one")["written"]
+    written = cli.facts(*SUBMIT, "--write-only", "--run-dir", "one")["written"]
     assert Path(written) == Path("one/job.sh").absolute()
     monkeypatch.setattr(commands, "submit", lambda *_: "7")
-    submitted = asked(capsys, *SUBMIT, "-y", "--run-dir", "two")
+    submitted = cli.facts(*SUBMIT, "-y", "--run-dir", "two")
     assert (submitted["job"], submitted["log"]) == ("7", str(Path("two/logs/job-7.log").absolute()))
-    assert main([*SUBMIT, "--json"]) == 2
-    assert "--json must go with -y" in capsys.readouterr().err
+    assert "--json must go with -y" in cli.refused(*SUBMIT, "--json")

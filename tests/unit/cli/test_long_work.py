@@ -20,10 +20,10 @@ from shardwise.train.compile import ahead_of_time
 from shardwise.verify import verification
 from shardwise.verify.layouts import Cell
 from shardwise.verify.tolerance import Differences
+from tests.command_line import CommandLine
 from tests.hugging_face import save
 from tests.loopback_files import serve
 from tests.screens import Log, Screen
-from tests.unit.cli.test_json import asked
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 400
 
@@ -70,16 +70,13 @@ def all_of(nbytes: float) -> str:
     return f"{units.size(nbytes)} of {units.size(nbytes)}, 100%"
 
 
-def test_checkpoints(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints(at: Path, shown: Log, cli: CommandLine) -> None:
     """Written by an import and an export; read by `verify` and `diff`, whose JSON stays clean."""
     step = str(at / "steps/step-00000000")
-    assert main(["checkpoint", "import", str(at / "plain"), "steps"]) == 0
-    assert main(["checkpoint", "export", step, "out"]) == 0
-    capsys.readouterr()
-    assert main(["checkpoint", "verify", step, "--json"]) == 0
-    verified = json.loads(capsys.readouterr().out)
-    assert main(["checkpoint", "diff", step, "out", "--json"]) == 0
-    captured = capsys.readouterr()
+    cli("checkpoint", "import", at / "plain", "steps")
+    cli("checkpoint", "export", step, "out")
+    verified = cli.facts("checkpoint", "verify", step)
+    captured = cli("checkpoint", "diff", step, "out", "--json")
     assert json.loads(captured.out)["equal"]
     assert captured.err == ""
     weights = sum(tensor.numel() * tensor.element_size() for tensor in load_file("out/model.safetensors").values())
@@ -94,21 +91,19 @@ def test_checkpoints(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_what_was_written_is_told_as_json(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    imported = asked(capsys, "checkpoint", "import", at / "plain", "steps")
+def test_what_was_written_is_told_as_json(at: Path, cli: CommandLine) -> None:
+    imported = cli.facts("checkpoint", "import", at / "plain", "steps")
     assert imported["family"] == "llama"
     assert imported["command"] == f"shardwise train RECIPE checkpoint.load={imported['checkpoint']}"
-    exported = asked(capsys, "checkpoint", "export", imported["checkpoint"], "out", "--dtype", "bfloat16")
-    assert exported["dtypes"] == ["bfloat16"]
-    assert exported["weights_bytes"] == 2 * imported["parameters"]
+    exported = cli.facts("checkpoint", "export", imported["checkpoint"], "out", "--dtype", "bfloat16")
+    assert (exported["dtypes"], exported["weights_bytes"]) == (["bfloat16"], 2 * imported["parameters"])
     assert (Path(exported["path"]), exported["step"]) == (Path("out").absolute(), 0)
     assert exported["files"] == len([*Path("out").iterdir()])
     prepare = ("data", "prepare", "text.txt", "out/data", "--tokenizer", at / "plain")
-    prepared, again = (asked(capsys, *prepare) for _ in range(2))
+    prepared, again = (cli.facts(*prepare) for _ in range(2))
     assert again == prepared | {"was_there": True}
     assert [Path(file).is_file() for file in prepared["files"]] == [True, True]
-    assert (prepared["documents"], prepared["source_bytes"]) == (1, len(TEXT))
-    assert prepared["token_dtype"] == "uint16"
+    assert (prepared["documents"], prepared["source_bytes"], prepared["token_dtype"]) == (1, len(TEXT), "uint16")
 
 
 def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:
@@ -119,7 +114,7 @@ def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:
     assert re.fullmatch(r"writing out\.gguf: ([\d.]+ KiB) of \1, 100%", lines(shown)[-1])
 
 
-def test_preparations(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preparations(at: Path, shown: Log, cli: CommandLine) -> None:
     """Within `train`, with a tokenizer that it trains, and by `data prepare`."""
     told: list[str] = []
     keys = ["data.path=text.txt", "model.vocab_size=270", "data.split=9,1"]
@@ -129,7 +124,7 @@ def test_preparations(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) 
     own = [f"training a tokenizer: {all_of(len(TEXT))}", f"tokenizing: {all_of(len(TEXT))}"]
     require(shown, *first, *own)
     assert told
-    assert main(["data", "prepare", "text.txt", "out", "--tokenizer", str(at / "plain")]) == 0
+    cli("data", "prepare", "text.txt", "out", "--tokenizer", at / "plain")
     require(shown, *first, *own)  # the last line is there already
     assert len(re.findall("tokenizing: .*100%", shown.text())) >= 2
     # From the cache nothing is done, and another rank shows nothing of what is done.
@@ -155,9 +150,8 @@ def test_conversations(at: Path, shown: Log) -> None:
     )
 
 
-def test_an_evaluation(at: Path, shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(at / "steps"), "data.path=text.txt", "--json"]) == 0
-    number = json.loads(capsys.readouterr().out)["sequences"]
+def test_an_evaluation(at: Path, shown: Log, cli: CommandLine) -> None:
+    number = cli.facts("evaluate", at / "steps", "data.path=text.txt")["sequences"]
     assert lines(shown)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"
 
 
@@ -168,24 +162,19 @@ def test_a_download(at: Path, shown: Log) -> None:
     require(shown, f"fetching: {all_of(len(content))}")
 
 
-def test_a_compilation(
-    at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_compilation(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     def capture(graphs: Sequence[tuple[Any, Any]], *_: object) -> Iterator[ahead_of_time.GraphOutcome]:
         yield from (ahead_of_time.GraphOutcome(facts, 1.0) for _, facts in graphs)
 
     monkeypatch.setattr("shardwise.cli.compile.accelerators", lambda: ("cpu", 0))
     monkeypatch.setattr("shardwise.distributed.devices.require_build_for", lambda _: None)
     monkeypatch.setattr(ahead_of_time, "compile_graphs", capture)
-    assert main(["compile", "llama2-tiny", "--device", "cuda"]) == 0
-    number = len(re.findall("captured in", capsys.readouterr().out))
+    number = len(re.findall("captured in", cli("compile", "llama2-tiny", "--device", "cuda").out))
     assert number > 1
     require(shown, f"compiling: {number} of {number} graphs, 100%")
 
 
-def test_a_verification(
-    at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_verification(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """The command counts the layouts, which are trained by other processes, by the folders that these make."""
 
     def verify(_: Config, cells: Sequence[Cell], folder: Path) -> verification.Verification:
@@ -196,8 +185,7 @@ def test_a_verification(
         return verification.Verification((1.0, 0.5), [verification.CellOutcome(cell, exact, ()) for cell in cells])
 
     monkeypatch.setattr(verification, "verify", verify)
-    assert main(["verify", "llama2-tiny", "--nproc", "2", "--devices", "cpu", "--json"]) == 0
-    captured = capsys.readouterr()
+    captured = cli("verify", "llama2-tiny", "--nproc", "2", "--devices", "cpu", "--json")
     number = len(json.loads(captured.out)["layouts"])
     (line,) = re.findall("verifying: [0-9 a-z,]+%", shown.text())[:1]
     assert line == f"verifying: 3 of {number} layouts, {3 / number:.0%}"

@@ -11,19 +11,10 @@ from shardwise.config.rope_scaling import _OPTIONAL, _REQUIRED
 from tests.arch.source import config_fields
 
 FIELDS: dict[str, Any] = {
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 7 + [2.5],
-    "attention_factor": 1.1,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.9,
-    "truncate": False,
-}
+    "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8, "long_factor": [2.0] * 7 + [2.5], "attention_factor": 1.1, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False,
+}  # fmt: skip
 OTHERS: dict[str, list[str]] = {
     "model.ignore": ["model.ignore=[unsloth_fixed]"],
     "model.no_rope_layers": ["model.family=smollm3", "model.no_rope_layers=[1,0,1,0,1,0,1,0]"],

@@ -19,6 +19,7 @@ from shardwise.cli.help import module_of
 from shardwise.cli.model_argument import ModelFolder
 from shardwise.config import UserModelConfig, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.command_line import CommandLine
 from tests.hugging_face import save
 
 TEXT = "The ring of keys was lost in spring, and a song went with it.\n" * 4
@@ -43,12 +44,9 @@ def strange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("given", [(), ("model.family=other:M",)])
 def test_a_folder_runs_no_code_that_the_user_does_not_name(
-    command: str, given: tuple[str, ...], strange: Path, capsys: pytest.CaptureFixture[str]
+    command: str, given: tuple[str, ...], strange: Path, cli: CommandLine
 ) -> None:
-    assert main([*COMMANDS[command], *given]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "if you trust it, give model.family=strange_code:M too" in said.err
+    assert "if you trust it, give model.family=strange_code:M too" in cli.sentence(*COMMANDS[command], *given)
     assert not (strange / "ran").exists()
 
 
@@ -70,68 +68,57 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def loss_of(location: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, float]:
+def loss_of(location: object, cli: CommandLine) -> tuple[str, float]:
     """Which checkpoint was taken, and its loss."""
-    capsys.readouterr()
-    assert main(["evaluate", location, "data.path=own.txt", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = cli.facts("evaluate", location, "data.path=own.txt")
     return facts["model"], facts["loss"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json", "manifest.json"])
-def test_damage_gives_no_number(file: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_gives_no_number(file: str, imported: Path, here: Path, cli: CommandLine) -> None:
     folder = here / "steps/step-00000000"
     shutil.copytree(imported / folder.name, folder)
     data = bytearray((folder / file).read_bytes())
     data[len(data) * 3 // 4] ^= 1
     (folder / file).write_bytes(data)
     for command in (["evaluate", "data.path=own.txt"], ["generate", "--prompt", "a", "--json"]):
-        capsys.readouterr()
-        assert main([command[0], str(folder), *command[1:]]) == 1
-        said = capsys.readouterr()
+        said = cli(command[0], folder, *command[1:], code=1)
         assert said.out == ""
         assert f"{folder / file} is damaged: " in said.err
         assert len([line for line in said.err.splitlines() if not line.startswith("preparing the data ")]) == 1
 
 
-def test_a_run_is_looked_for_where_its_configuration_says(
-    imported: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_looked_for_where_its_configuration_says(imported: Path, here: Path, cli: CommandLine) -> None:
     run, name = here / "run", "step-00000000"
     (run / "checkpoints" / name).mkdir(parents=True)
     (run / "config.yaml").write_text(f"checkpoint: {{path: {imported}}}\n")
-    expected = loss_of(str(imported / name), capsys)
-    assert loss_of("run", capsys) == expected
-    assert loss_of(str(imported), capsys) == expected
-    assert loss_of(f"file://{imported}", capsys)[1] == expected[1]
-    assert loss_of(str(imported.parent / "plain"), capsys)[1] == expected[1]
-    assert main(["checkpoint", "inspect", "run"]) == 0
-    assert capsys.readouterr().out.startswith(f"{imported}: 1 checkpoint\n")
+    expected = loss_of(imported / name, cli)
+    assert loss_of("run", cli) == expected
+    assert loss_of(imported, cli) == expected
+    assert loss_of(f"file://{imported}", cli)[1] == expected[1]
+    assert loss_of(imported.parent / "plain", cli)[1] == expected[1]
+    assert cli("checkpoint", "inspect", "run").out.startswith(f"{imported}: 1 checkpoint\n")
 
 
-def test_a_url_is_read_in_place(
-    imported: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_url_is_read_in_place(imported: Path, here: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     there = Root.of("memory://bucket/steps")
     for name, _ in Root.of(imported).files().items():
         (there / name).write((imported / name).read_bytes())
     (here / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(here / "temporary"))
-    expected = loss_of(str(imported), capsys)[1]
-    assert loss_of("memory://bucket/steps", capsys) == ("memory://bucket/steps/step-00000000", expected)
+    expected = loss_of(imported, cli)[1]
+    assert loss_of("memory://bucket/steps", cli) == ("memory://bucket/steps/step-00000000", expected)
     assert main(["generate", "memory://bucket/steps/step-00000000", "--prompt", "a", "--max-tokens", "2"]) == 0
     assert list((here / "temporary").iterdir()) == [], "what was fetched is removed"
     tokenizer = there / "step-00000000/tokenizer.json"
     tokenizer.write(tokenizer.read().replace(b"a", b"b", 1))
-    assert main(["generate", "memory://bucket/steps", "--prompt", "a"]) == 1
-    assert f"{tokenizer} is damaged: " in capsys.readouterr().err
-    assert main(["evaluate", "memory://bucket/gone"]) == 2
-    assert "there is nothing of that name" in capsys.readouterr().err
+    assert f"{tokenizer} is damaged: " in cli("generate", "memory://bucket/steps", "--prompt", "a", code=1).err
+    assert "there is nothing of that name" in cli.refused("evaluate", "memory://bucket/gone")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "generate"])
 def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
-    command: str, imported: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, imported: Path, here: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is missing first: the tokenizer, or the weights."""
     shutil.copytree(imported, "steps")
@@ -145,12 +132,11 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
 
     monkeypatch.setattr(module, "open_folder", opened)
     more = ["data.path=own.txt"] if command == "evaluate" else ["--prompt", "a"]
-    assert main([command, "steps", *more]) == 2
-    said = capsys.readouterr().err
+    said = cli.refused(command, "steps", *more)
     assert "the checkpoint steps/step-00000000 was removed while it was read, as checkpoint.keep and" in said
     assert "data.tokenizer" not in said
-    assert main([command, "steps/step-00000000", *more]) == 2
-    assert "there is no checkpoint steps/step-00000000: it was not saved, or was removed" in capsys.readouterr().err
+    said = cli.refused(command, "steps/step-00000000", *more)
+    assert "there is no checkpoint steps/step-00000000: it was not saved, or was removed" in said
 
 
 @pytest.mark.parametrize(("keys", "longest"), [({}, 64), ({"max_position_embeddings": 128}, 128)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
+from tests.command_line import CommandLine
 
 RECORD = Path(__file__).parent / "other_flags.txt"
 TYPED = Path(__file__).parents[4] / "shared" / "data" / "flags.txt"
@@ -17,15 +17,14 @@ ROWS = [
 ]
 
 
-def said_to(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    assert main(["train", "llama2-tiny", *shlex.split(flag)]) == 2
-    return capsys.readouterr().err.strip().splitlines()
+def said_to(flag: str, cli: CommandLine) -> list[str]:
+    return cli.refused("train", "llama2-tiny", *shlex.split(flag)).strip().splitlines()
 
 
 @pytest.mark.parametrize("program", sorted({program for program, _, _ in ROWS}))
-def test_each_flag_is_answered_rightly(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_flag_is_answered_rightly(program: str, cli: CommandLine) -> None:
     for _, flag, answer in (row for row in ROWS if row[0] == program):
-        first, *rest = said_to(flag, capsys)
+        first, *rest = said_to(flag, cli)
         if answer.startswith("…"):
             assert answer.removeprefix("… ") in first, (flag, first)
             # What can be left out is left out of the corrected command.
@@ -41,8 +40,8 @@ def test_the_record_has_every_program() -> None:
 
 
 @pytest.mark.skipif(not TYPED.is_file(), reason="the collected flags are not here")
-def test_every_collected_flag_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_collected_flag_is_answered(cli: CommandLine) -> None:
     lines = TYPED.read_text(encoding="utf-8").splitlines()
     assert [f"{program} {flag}" for program, flag, _ in ROWS] == lines
-    unanswered = [line for line in lines if "lists the options" in said_to(line.partition(" ")[2], capsys)[0]]
+    unanswered = [line for line in lines if "lists the options" in said_to(line.partition(" ")[2], cli)[0]]
     assert unanswered == []

@@ -8,7 +8,7 @@ import pytest
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage import root as reach
 from shardwise.checkpoint.storage.root import Root
-from shardwise.cli import main
+from tests.command_line import CommandLine
 from tests.stored import write_checkpoint
 
 URL = "memory://far/run"
@@ -26,14 +26,13 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nobody_waits_for_a_place_that_does_not_answer(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(reach, "PATIENCE_SECONDS", 0.01)
     exists = Root.exists
     monkeypatch.setattr(Root, "exists", lambda root: exists(root) if root.is_local else threading.Event().wait())
     arguments, code = COMMANDS[command]
-    assert main(arguments) == code
-    assert capsys.readouterr().err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
+    assert cli(*arguments, code=code).err == f"shardwise: {URL} cannot be reached: no answer within 0 s\n"
 
 
 @pytest.mark.parametrize(
@@ -42,36 +41,30 @@ def test_nobody_waits_for_a_place_that_does_not_answer(
      "evaluate loop", "chat loop", "generate loop --prompt a", "stop loop"],
 )  # fmt: skip
 def test_a_path_that_may_not_be_entered_is_wrong_input(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     """A link to itself stands for all of them: the superuser may enter every folder."""
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    assert main(command.split()) == 2
-    assert "loop" in capsys.readouterr().err
+    assert "loop" in cli.refused(*command.split())
 
 
-def test_an_export_onto_a_link_that_leads_nowhere_is_wrong_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_onto_a_link_that_leads_nowhere_is_wrong_input(tmp_path: Path, cli: CommandLine) -> None:
     folder = write_checkpoint(tmp_path / "run")
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
-    assert main(["checkpoint", "export", str(folder), str(tmp_path / "out")]) == 2
-    assert f"renamed to {tmp_path / 'out'}: Not a directory" in capsys.readouterr().err
+    said = cli.refused("checkpoint", "export", folder, tmp_path / "out")
+    assert f"renamed to {tmp_path / 'out'}: Not a directory" in said
 
 
-def test_one_checkpoint_has_no_others_to_remove(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_checkpoint_has_no_others_to_remove(tmp_path: Path, cli: CommandLine) -> None:
     folder = write_checkpoint(tmp_path)
-    assert main(["checkpoint", "prune", str(folder), "--keep", "1"]) == 2
-    said = f"RUN ({folder}) must be a run's folder or a folder of checkpoints: it is one checkpoint"
-    assert said in capsys.readouterr().err
+    said = cli.refused("checkpoint", "prune", folder, "--keep", "1")
+    assert f"RUN ({folder}) must be a run's folder or a folder of checkpoints: it is one checkpoint" in said
     assert folder.exists()
 
 
-def test_there_is_nothing_to_verify_where_no_save_was_completed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_there_is_nothing_to_verify_where_no_save_was_completed(tmp_path: Path, cli: CommandLine) -> None:
     (write_checkpoint(tmp_path) / MANIFEST).local().unlink()
-    assert main(["checkpoint", "verify", str(tmp_path)]) == 2
-    assert f"{tmp_path} must hold a checkpoint that was completed: there is none" in capsys.readouterr().err
+    said = cli.refused("checkpoint", "verify", tmp_path)
+    assert f"{tmp_path} must hold a checkpoint that was completed: there is none" in said

@@ -9,6 +9,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.launch.local import LaunchError
 from shardwise.runs.folder import RunDirectory
+from tests.command_line import CommandLine
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("has_former", [True, False])
 def test_a_first_start_that_is_refused_leaves_nothing(
-    has_former: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    has_former: bool, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     if has_former:
         RunDirectory("runs/former").create().mark_latest()
@@ -30,14 +31,13 @@ def test_a_first_start_that_is_refused_leaves_nothing(
         raise LaunchError("the model is wrong", ConfigError.exit_code)
 
     monkeypatch.setattr("shardwise.launch.local.launch", refused)
-    assert main(["train", "llama2-tiny", "--nproc", "2"]) == 2
-    assert "the model is wrong" in capsys.readouterr().err
+    assert "the model is wrong" in cli.refused("train", "llama2-tiny", "--nproc", "2")
     assert sorted(path.name for path in Path("runs").iterdir()) == (["former", "latest"] if has_former else [])
     if has_former:
         assert Path("runs/latest").readlink() == Path("former")
     # What was there before stays.
     RunDirectory("runs/mine").create()
-    assert main(["train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/mine"]) == 2
+    cli("train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/mine", code=2)
     assert Path("runs/mine").is_dir()
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.launch import stop_requests
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_jobs import commands
 from shardwise_jobs.restarts import history
 from shardwise_jobs.submission import record
+from tests.command_line import CommandLine
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +32,12 @@ STOP = {"event": "stop", "step": 1234, "reason": "stopped by `shardwise stop`"}
 
 
 @pytest.mark.parametrize("arguments", [[], ["runs/one"], ["runs/latest/"]], ids=["latest", "named", "link"])
-def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_under_way_is_asked(arguments: list[str], cli: CommandLine) -> None:
     run = RunDirectory("runs/one").create()
     run.mark_latest()
     with RunLock(run.path):
-        assert main(["stop", *arguments]) == 0
+        said = cli("stop", *arguments).out
     assert stop_requests.requested(run.path) == "`shardwise stop`"
-    said = capsys.readouterr().out
     assert "runs/one to stop after its current step, with a checkpoint\n" in said
 
 
@@ -52,49 +51,43 @@ def test_a_run_under_way_is_asked(arguments: list[str], capsys: pytest.CaptureFi
         ),
     ],
 )
-def test_a_run_that_has_ended_is_told(
-    events: list[dict[str, Any]], ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_ended_is_told(events: list[dict[str, Any]], ending: str, cli: CommandLine) -> None:
     run = RunDirectory("run").create().path
     tell(run, *events)
-    assert main(["stop", "run"]) == 2
-    assert capsys.readouterr().err == f"shardwise: no run is under way in run{ending}\n"
+    assert cli.refused("stop", "run") == f"shardwise: no run is under way in run{ending}\n"
     assert not (run / stop_requests.STOP_FILE).exists()
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
 def test_a_run_on_another_host_is_asked_though_its_lock_is_not_seen(
-    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     run = RunDirectory("run").create().path
-    lock = RunLock(run).__enter__()
-    text = (run / ".lock").read_text()
-    lock.__exit__(None, None, None)
+    with RunLock(run):
+        text = (run / ".lock").read_text()
     assert (run / ".lock").read_text() == "", "a run that ended by itself names no holder"
     (run / ".lock").write_text(text)  # as a run leaves it that was killed, or a file system shows it to other hosts
     monkeypatch.setattr("platform.node", lambda: THIS_HOST if host == "here" else "login-node")
-    assert main(["stop", "run", "--wait"]) == (2 if host == "here" else 0)
+    said = cli("stop", "run", "--wait", code=2 if host == "here" else 0).out
     assert (run / stop_requests.STOP_FILE).exists() == (host == "elsewhere")
-    if host == "elsewhere":
-        assert f"is unknown: the run belongs to {THIS_HOST}; check there\n" in capsys.readouterr().out
+    assert (f"is unknown: the run belongs to {THIS_HOST}; check there\n" in said) == (host == "elsewhere")
 
 
-def test_a_run_whose_folder_takes_no_request_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_folder_takes_no_request_is_told(cli: CommandLine) -> None:
     run = RunDirectory("run").create()
     (run.path / stop_requests.STOP_FILE).mkdir()
     with RunLock(run.path):
-        assert main(["stop", "run"]) == 2
-    assert capsys.readouterr().err == "shardwise: the path run/stop.json cannot be used: Is a directory\n"
+        said = cli.refused("stop", "run")
+    assert said == "shardwise: the path run/stop.json cannot be used: Is a directory\n"
 
 
 @pytest.mark.parametrize("name", ["nothing", "file"])
-def test_what_is_no_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run(name: str, cli: CommandLine) -> None:
     Path("file").touch()
-    assert main(["stop", name]) == 2
-    assert capsys.readouterr().err == f"shardwise: there is no run {name}: name its folder\n"
+    assert cli.refused("stop", name) == f"shardwise: there is no run {name}: name its folder\n"
 
 
-def test_waiting_ends_with_the_run_and_tells_what_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_ends_with_the_run_and_tells_what_is_saved(cli: CommandLine) -> None:
     run = RunDirectory("run").create().path
     tell(run, *[{"event": "step", "step": step, "text": "x" * 1000} for step in range(1200)])
 
@@ -109,15 +102,26 @@ def test_waiting_ends_with_the_run_and_tells_what_is_saved(capsys: pytest.Captur
     thread = threading.Thread(target=train)
     thread.start()
     locked.wait()
-    assert main(["stop", "run", "--wait"]) == 0
+    said = cli("stop", "run", "--wait").out
     thread.join()
-    asked, ended = capsys.readouterr().out.splitlines()
-    assert asked == "asked run to stop after its current step, with a checkpoint"
-    assert ended == ("run ended: stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200")
+    assert said.splitlines() == [
+        "asked run to stop after its current step, with a checkpoint",
+        "run ended: stopped by `shardwise stop` after step 1,234; its newest checkpoint is of step 1,200",
+    ]
+
+
+def slurm(monkeypatch: pytest.MonkeyPatch, **states: str) -> list[str]:
+    """Have SLURM's queue hold jobs of these numbers, `job_7`, in these states; returns those that are cancelled."""
+    cancelled: list[str] = []
+    lines = [f"{name[4:]}|{state}||1||0:00|1:00|gpu||T|shardwise:/x" for name, state in states.items()]
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr(commands, "jobs", lambda: [commands._job(line) for line in lines])
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    return cancelled
 
 
 def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else graphs would be compiled for nobody."""
     run = RunDirectory("run").create().path
@@ -125,38 +129,26 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
         record(run, number, kind)
     with (run / "jobs.jsonl").open("a") as file:
         file.write('{"id": "4", "ki')
-    states = {"1": "RUNNING", "2": "PENDING", "3": "PENDING", "9": "PENDING"}
-    waiting = [commands._job(f"{number}|{state}||1||0:00|1:00|gpu||T|shardwise:/x") for number, state in states.items()]
-    cancelled: list[str] = []
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(commands, "jobs", lambda: waiting)
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
-    assert main(["stop", "run"]) == 0
+    cancelled = slurm(monkeypatch, job_1="RUNNING", job_2="PENDING", job_3="PENDING", job_9="PENDING")
+    first, second, _ = cli("stop", "run").out.splitlines()
     assert cancelled == ["2", "1", "3"]
-    first, second, _ = capsys.readouterr().out.splitlines()
     assert first == "job 2, which waited in SLURM's queue, is cancelled"
     assert second == "job 1, which compiled for the run, is cancelled"
     assert [(ending.job, ending.how) for ending in history(run)] == [(job, "cancelled") for job in ("2", "1", "3")]
-    assert main(["stop", "run", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = cli.facts("stop", "run")
     assert (facts["cancelled"], facts["asked"]) == (["2", "1", "3"], False)
 
 
 def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor is starting: no process is there that would read a request."""
     run = RunDirectory("run").create().path
     record(run, "1", "train")
-    cancelled: list[str] = []
-    monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(commands, "jobs", lambda: [commands._job("1|RUNNING||1||0:00|1:00|gpu||T|shardwise:/x")])
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    cancelled = slurm(monkeypatch, job_1="RUNNING")
     holder = {"host": "elsewhere", "pid": 1, "started": "2026"}
     (run / ".lock").write_text(json.dumps(holder))
-    assert main(["stop", "run"]) == 0
+    cli("stop", "run")
     assert cancelled == [], "a supervisor on another machine is asked, as a rank is"
     (run / ".lock").write_text("")
-    capsys.readouterr()
-    assert main(["stop", "run"]) == 0
-    assert (cancelled, capsys.readouterr().out) == (["1"], "job 1, which was about to train, is cancelled\n")
+    assert (cancelled, cli("stop", "run").out) == (["1"], "job 1, which was about to train, is cancelled\n")

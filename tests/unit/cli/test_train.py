@@ -3,11 +3,11 @@
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
@@ -24,31 +24,45 @@ from shardwise.launch.stop_requests import request, requested
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import RunDirectory, RunLock
 from tests.arch.source import config_fields
+from tests.command_line import CommandLine, Said
 
-
-@pytest.fixture(autouse=True)
-def _on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
+CPU = ("cpu", 0)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Path]]:
+def machine() -> tuple[str, int]:
+    """The kind of this machine's accelerators, and how many there are."""
+    return CPU
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, machine: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
+
+
+class Launch(NamedTuple):
+    command: list[str]
+    nproc: int
+    run: Path
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launches asked for, none of which happens."""
-    launches: list[tuple[list[str], int, Path]] = []
-
-    def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
-        launches.append((list(command), nproc, run_path))
-
-    monkeypatch.setattr("shardwise.launch.local.launch", launch)
+    launches: list[Launch] = []
+    monkeypatch.setattr("shardwise.launch.local.launch", lambda *launch: launches.append(Launch(*launch)))
     monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
     return launches
 
 
-def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def dry(cli: CommandLine, *words: object, recipe: str = "llama2-tiny", code: int = 0) -> Said:
+    return cli("train", recipe, "--dry-run", *words, code=code)
+
+
+def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) -> None:
     overrides = ["parallel.tensor=2", "parallel.sequence=true", "train.stop_after=5"]
-    assert main(["train", "llama2-tiny", *overrides, "--nproc", "4", "--dry-run"]) == 0
-    text = capsys.readouterr().out
+    text = dry(cli, *overrides, "--nproc", "4").out
     config = load_config("llama2-tiny", overrides)
     layout = check_layout(config, 4)
     memory = expected_memory(config, layout)
@@ -67,56 +81,45 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, capsys: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_shows_every_key_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "llama2-tiny", "--dry-run", "--full"]) == 0
-    text = capsys.readouterr().out
+def test_a_dry_run_shows_every_key_on_request(cli: CommandLine) -> None:
+    text = dry(cli, "--full").out
     assert parse_yaml(text, "dry run") == load_config("llama2-tiny").recorded()
-    assert main(["train", "llama2-tiny", "--full"]) == 2
-    assert "--full must go with --dry-run" in capsys.readouterr().err
+    assert "--full must go with --dry-run" in cli.refused("train", "llama2-tiny", "--full")
 
 
-def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_a_folder_that_a_run_could_not_make(tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "file").touch()
     run = tmp_path / "file/run"
-    assert main(["train", "llama2-tiny", "--dry-run", "--run-dir", str(run)]) == 2
-    assert f"{run} cannot be made: Not a directory; start in a folder that can be" in capsys.readouterr().err
-    run = tmp_path / "new/run"
-    assert main(["train", "llama2-tiny", "--dry-run", "--run-dir", str(run)]) == 0
-    assert not run.parent.exists()
+    said = dry(cli, "--run-dir", run, code=2).err
+    assert f"{run} cannot be made: Not a directory; start in a folder that can be" in said
+    dry(cli, "--run-dir", tmp_path / "new/run")
+    assert not (tmp_path / "new").exists()
 
 
-def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["train", "llama2-tiny", "precision.matmul=fp8", "precision.mode=null", "--dry-run"]
-    assert main(command) == 0
+def test_a_dry_run_tells_of_products_in_fp8_and_of_devices_without_them(cli: CommandLine) -> None:
+    keys = ("precision.matmul=fp8", "precision.mode=null")
     shown = "parameters bfloat16, products of blocks fp8, gradients float32, reduction float32, optimizer float32"
-    assert shown in " ".join(capsys.readouterr().out.replace("#", "").split())
-    assert main([*command, "--device", "a100:1"]) == 2
-    assert (
-        "precision.matmul (fp8) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tflops"
-        in capsys.readouterr().err
-    )
+    assert shown in " ".join(dry(cli, *keys).out.replace("#", "").split())
+    refused = "precision.matmul (fp8) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tflops"
+    assert refused in dry(cli, *keys, "--device", "a100:1", code=2).err
 
 
-def test_a_dry_run_for_trainium_warns_of_a_pipeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_dry_run_for_trainium_warns_of_a_pipeline(cli: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "ours.yaml").write_text("base: trn2\n", encoding="utf-8")
     for device in ("trn1", "trn3", f"{tmp_path}/ours.yaml", "h100"):
-        assert main(["train", "llama2-tiny", "parallel.pipeline=2", "--dry-run", "--device", f"{device}:2"]) == 0
-        told = "\n# warning        parallel.pipeline (2) is refused by TorchNeuron" in capsys.readouterr().out
+        said = dry(cli, "parallel.pipeline=2", "--device", f"{device}:2").out
+        told = "\n# warning        parallel.pipeline (2) is refused by TorchNeuron" in said
         assert told == (device != "h100")
 
 
-def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(cli: CommandLine) -> None:
     """On a laptop the numbers are of use, though the data are on the cluster."""
     wrong = ["data.path=corpus.jsonl", "data.tokenizer=tokenizer.json"]
-    assert main(["train", "llama2-tiny", *wrong, "--dry-run"]) == 2
-    captured = capsys.readouterr()
-    assert "\n# memory " in captured.out
-    assert captured.err.startswith("shardwise: 2 errors\n- data.path (corpus.jsonl) does not exist in ")
+    out, err = dry(cli, *wrong, code=2)
+    assert "\n# memory " in out
+    assert err.startswith("shardwise: 2 errors\n- data.path (corpus.jsonl) does not exist in ")
     Path("corpus.jsonl").write_text('{"text": "some text"}\n')
-    assert main(["train", "llama2-tiny", wrong[0], "model.vocab_size=257", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = dry(cli, wrong[0], "model.vocab_size=257").out
     assert "\n# data           corpus.jsonl: 1 file, 22 B, read as JSON lines, prepared when the run starts" in out
     assert "\n# tokenizer      byte-level BPE of 257 tokens if the text yields as many, trained on the data" in out
     assert (
@@ -129,113 +132,93 @@ def test_a_dry_run_shows_its_numbers_and_refuses_data_that_cannot_be_read(capsys
 
 
 def test_a_dry_run_looks_at_evaluation_sets_task_files_and_trackers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = "evaluation.sets={small: {dataset: tiny}, own: {path: /nope.txt}}"
     tasks = ["evaluation.tasks=[places]", "evaluation.tasks_every=5", "evaluation.tasks_path=/nope"]
     trackers = "log.trackers=[trackio]"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "trackio" else find_spec(name))
-    assert main(["train", "llama2-tiny", "--dry-run", "train.eval_every=5", sets, *tasks, trackers]) == 2
-    captured = capsys.readouterr()
-    assert "# set, small     tiny: 1 file," in captured.out
-    assert "evaluation.sets.own.path (/nope.txt) does not exist" in captured.err
-    assert "log.trackers (trackio) needs the package trackio: pip install" in captured.err
+    out, err = dry(cli, "train.eval_every=5", sets, *tasks, trackers, code=2)
+    assert "# set, small     tiny: 1 file," in out
+    assert "evaluation.sets.own.path (/nope.txt) does not exist" in err
+    assert "log.trackers (trackio) needs the package trackio: pip install" in err
     pytest.importorskip("lm_eval")
-    assert "evaluation.tasks_path (/nope) must be a folder of task files (.yaml), and it is none" in captured.err
+    assert "evaluation.tasks_path (/nope) must be a folder of task files (.yaml), and it is none" in err
 
 
-def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_07_a_dry_run_says_what_changes_beside_loaded_weights(cli: CommandLine) -> None:
     train_tokenizer(["some text " * 9], 258, "text").save(Path("weights"))
     Path("weights/model.safetensors").touch()
-    fields = to_hugging_face(load_config("llama2-tiny").model)
-    Path("weights/config.json").write_text(json.dumps(fields))
-    given = ["train", "llama2-tiny", "--dry-run", "model.config=weights", "checkpoint.load=weights"]
-    yarn = "model.rope_scaling={rope_type: yarn, factor: 4}"
-    assert main([*given, "model.rope_theta=5e6", yarn, "train.sequence_length=256"]) == 0
-    shown = capsys.readouterr().out
-    assert (
-        "\n#   changed      model.rope_theta (5000000.0) replaces that of weights/config.json (10000.0), "
-        "with the same weights\n" in shown
-    )
-    assert "\n# tokenizer      " in shown
-    assert "/weights: 258 tokens, of model.vocab_size (512)\n" in shown
+    Path("weights/config.json").write_text(json.dumps(to_hugging_face(load_config("llama2-tiny").model)))
     train_tokenizer(["another " * 9], 258, "text").save(Path("other"))
-    assert main([*given, "data.tokenizer=other"]) == 0
-    assert "\n# warning        data.tokenizer gives other ids than" in capsys.readouterr().out
-    assert "\n#   changed      model.rope_scaling ({'rope_type': 'yarn', 'factor': 4, 'original_max_" in shown
-    assert main([*given, "model.rms_norm_eps=1e-3"]) == 0
-    assert "\n#   changed      model.rms_norm_eps (0.001) replaces that of weights/" in capsys.readouterr().out
-    assert main([*given, "model.intermediate_size=128"]) == 2
-    text = capsys.readouterr().err
-    assert "model.intermediate_size (128) must be that of weights/config.json (176); model.config=weights takes" in text
+
+    def shown(*keys: str, code: int = 0) -> str:
+        said = dry(cli, "model.config=weights", "checkpoint.load=weights", *keys, code=code)
+        return said.err or said.out
+
+    yarn = "model.rope_scaling={rope_type: yarn, factor: 4}"
+    text = shown("model.rope_theta=5e6", yarn, "train.sequence_length=256")
+    theta = "model.rope_theta (5000000.0) replaces that of weights/config.json (10000.0), with the same weights"
+    assert f"\n#   changed      {theta}\n" in text
+    assert "\n#   changed      model.rope_scaling ({'rope_type': 'yarn', 'factor': 4, 'original_max_" in text
+    assert re.search(r"\n# tokenizer      .*/weights: 258 tokens, of model\.vocab_size \(512\)\n", text)
+    assert "\n# warning        data.tokenizer gives other ids than" in shown("data.tokenizer=other")
+    changed = "\n#   changed      model.rms_norm_eps (0.001) replaces that of weights/"
+    assert changed in shown("model.rms_norm_eps=1e-3")
+    wrong = "model.intermediate_size (128) must be that of weights/config.json (176); model.config=weights takes"
+    assert wrong in shown("model.intermediate_size=128", code=2)
 
 
-def test_a_dry_run_refuses_weights_that_are_not_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """But those of the run that a shipped recipe follows may be still to come."""
 
-    def dry(load: str, code: int, recipe: str = "llama2-tiny") -> str:
-        given = [f"checkpoint.load={load}"] if load else []
-        assert main(["train", recipe, "--dry-run", *given]) == code
-        captured = capsys.readouterr()
-        assert "\n# memory " in captured.out
-        return captured.err if code else captured.out
+    def loaded(load: str, code: int, recipe: str = "llama2-tiny") -> str:
+        out, err = dry(cli, *([f"checkpoint.load={load}"] if load else []), recipe=recipe, code=code)
+        assert "\n# memory " in out
+        return err if code else out
 
-    assert dry("/nope", 2).count("checkpoint.load (/nope) must be a folder with weights: there is none") == 1
+    assert loaded("/nope", 2).count("checkpoint.load (/nope) must be a folder with weights: there is none") == 1
     Path("empty").mkdir()
-    assert "checkpoint.load (empty) must hold model.safetensors: it is empty" in dry("empty", 2)
+    assert "checkpoint.load (empty) must hold model.safetensors: it is empty" in loaded("empty", 2)
     Path("empty/model.safetensors").touch()
-    assert "checkpoint.load (empty) must hold the model's tokenizer" in dry("empty", 2)
+    assert "checkpoint.load (empty) must hold the model's tokenizer" in loaded("empty", 2)
     train_tokenizer(["some text " * 9], 258, "text").save(Path("empty"))
-    assert "\n# weights        empty\n" in dry("empty", 0)
+    assert "\n# weights        empty\n" in loaded("empty", 0)
     awaited = "runs/bert-large/checkpoints/step-00028125"
-    assert f"\n# weights        {awaited}: not there yet; the run that" in dry("", 0, "bert-large-phase2")
-    assert "memory://none/run must be a folder with weights" in dry("memory://none/run", 2)
+    assert f"\n# weights        {awaited}: not there yet; the run that" in loaded("", 0, "bert-large-phase2")
+    assert "memory://none/run must be a folder with weights" in loaded("memory://none/run", 2)
     monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
     monkeypatch.setattr("shardwise.base.hub.find", lambda wanted: "hub")
-    shown = dry("owner/name", 0)
+    shown = loaded("owner/name", 0)
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown
     assert "\n# tokenizer      owner/name: on the hub, fetched when the run starts\n" in shown
     Path("mine.yaml").write_text(recipe_text("bert-large-phase2"))
-    assert f"checkpoint.load ({awaited}) must be a folder with weights" in dry("", 2, "mine.yaml")
+    assert f"checkpoint.load ({awaited}) must be a folder with weights" in loaded("", 2, "mine.yaml")
 
 
 @pytest.mark.parametrize(
     ("machine", "overrides", "expected"),
     [
-        (("cpu", 0), [], 2),
-        (("cpu", 0), ["parallel.tensor=4"], 4),
+        (CPU, [], 2),
+        (CPU, ["parallel.tensor=4"], 4),
         (("nvidia", 8), [], 8),
         (("nvidia", 7), ["train.global_batch=48"], 6),
-        (("cpu", 0), ["parallel.pipeline=2"], 4),
+        (CPU, ["parallel.pipeline=2"], 4),
     ],
 )
-def test_default_number_of_ranks(
-    machine: tuple[str, int],
-    overrides: list[str],
-    expected: int,
-    started: list[tuple[list[str], int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
-    assert main(["train", "quickstart", "train.micro_batch=1", *overrides]) == 0
-    ((command, nproc, run_path),) = started
-    assert nproc == expected
-    assert command[:6] == [sys.executable, "-P", "-m", "shardwise", "train", "quickstart"]
-    assert command[-3:] == ["--nproc", str(expected), f"--run-dir={run_path}"]
-    assert run_path.parent == Path("runs")
-    assert run_path.name.startswith("quickstart-")
+def test_default_number_of_ranks(overrides: list[str], expected: int, started: list[Launch], cli: CommandLine) -> None:
+    cli("train", "quickstart", "train.micro_batch=1", *overrides)
+    (launch,) = started
+    assert launch.nproc == expected
+    assert launch.command[:6] == [sys.executable, "-P", "-m", "shardwise", "train", "quickstart"]
+    assert launch.command[-3:] == ["--nproc", str(expected), f"--run-dir={launch.run}"]
+    assert str(launch.run).startswith("runs/quickstart-")
 
 
 @pytest.mark.parametrize(
     ("machine", "arguments", "text"),
     [
-        (
-            ("cpu", 0),
-            ["--nproc", "3"],
-            "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4",
-        ),
+        (CPU, ["--nproc", "3"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
         (("nvidia", 1), [], "parallel.tensor (2) must be at most the number of accelerators (1)"),
         (
             ("nvidia", 2),
@@ -243,26 +226,17 @@ def test_default_number_of_ranks(
             "--nproc (4) must be at most the number of accelerators",
         ),
         (
-            ("cpu", 0),
+            CPU,
             ["--run-dir", "old"],
             "--run-dir (old) holds a run whose config.yaml cannot be read (it holds no configuration): put a copy",
         ),
-        (("cpu", 0), ["--nodes", "2"], "--nodes must go with --device: the nodes of a run are those of its launcher"),
+        (CPU, ["--nodes", "2"], "--nodes must go with --device: the nodes of a run are those of its launcher"),
     ],
 )
-def test_mistakes_start_nothing(
-    machine: tuple[str, int],
-    arguments: list[str],
-    text: str,
-    started: list[tuple[list[str], int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
+def test_mistakes_start_nothing(arguments: list[str], text: str, started: list[Launch], cli: CommandLine) -> None:
     Path("old").mkdir()
     Path("old/config.yaml").touch()
-    assert main(["train", "quickstart", *arguments]) == 2
-    assert capsys.readouterr().err.count(text) == 1
+    assert cli.refused("train", "quickstart", *arguments).count(text) == 1
     assert not started
     assert not Path("runs").exists()
 
@@ -276,29 +250,26 @@ def stored(folder: str, recipe: str, *overrides: str, steps: int | None = None) 
     return run.path
 
 
-def test_a_run_goes_on_in_its_folder(started: list[tuple[list[str], int, Path]]) -> None:
+def test_a_run_goes_on_in_its_folder(started: list[Launch], cli: CommandLine) -> None:
     run = stored("old", "quickstart", steps=240)
     request(run, "an earlier signal")
-    assert main(["train", "quickstart", "train.steps=480", "--run-dir", "old"]) == 0
-    ((command, _, run_path),) = started
-    assert (run_path, command[6]) == (run, "train.steps=480")
+    cli("train", "quickstart", "train.steps=480", "--run-dir", "old")
+    (launch,) = started
+    assert (launch.run, launch.command[6]) == (run, "train.steps=480")
     assert requested(run) is None, "a request to the earlier run must not stop this one"
 
 
-def test_a_run_goes_on_without_its_recipe(
-    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_without_its_recipe(started: list[Launch], cli: CommandLine) -> None:
     stored("old", "quickstart", "optimizer.lr=1e-2", steps=240)
-    assert main(["train", "--run-dir", "old", "train.steps=480"]) == 0
-    ((command, _, run_path),) = started
-    assert (run_path, command[5:7]) == (Path("old"), ["old/config.yaml", "train.steps=480"])
+    cli("train", "--run-dir", "old", "train.steps=480")
+    (launch,) = started
+    assert (launch.run, launch.command[5:7]) == (Path("old"), ["old/config.yaml", "train.steps=480"])
     for arguments, text in {
         ("--run-dir", "new"): "--run-dir (new) must hold a run if RECIPE is left out, and it holds no config.yaml",
         ("train.steps=480",): "missing RECIPE, e.g. `shardwise train llama2-tiny` (list: `shardwise recipes`)",
         ("./old",): "the recipe file ./old is a run's folder: `shardwise train --run-dir ./old` continues the run",
     }.items():
-        assert main(["train", *arguments]) == 2
-        assert text in capsys.readouterr().err
+        assert text in cli.refused("train", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -311,25 +282,18 @@ def test_a_run_goes_on_without_its_recipe(
     ],
 )
 def test_a_run_goes_on_with_its_ranks_where_it_ran(
-    ranks: int | None,
-    host: str,
-    overrides: list[str],
-    expected: int,
-    started: list[tuple[list[str], int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: int | None, host: str, overrides: list[str], expected: int, started: list[Launch], cli: CommandLine
 ) -> None:
-    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
     run = RunDirectory(stored("old", "quickstart", "train.micro_batch=1", "model.num_hidden_layers=4", steps=240))
     run.metrics.write_text(json.dumps({"event": "start", "ranks": ranks}) + "\n")
     run.rank_metrics(0).parent.mkdir(exist_ok=True)
     for rank, name in enumerate([platform.node()] * ((ranks or 1) - 1) + [host]):
         run.rank_metrics(rank).write_text(json.dumps({"event": "start", "host": name}) + "\n")
-    assert main(["train", "--run-dir", "old", "train.steps=480", *overrides]) == 0
-    ((_, nproc, _),) = started
-    assert nproc == expected
+    cli("train", "--run-dir", "old", "train.steps=480", *overrides)
+    assert [launch.nproc for launch in started] == [expected]
 
 
-def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_keeps_the_batch_that_it_began_with(cli: CommandLine) -> None:
     """A recipe's rule counts the ranks of a new run; on other ranks, the run goes on with its number.
 
     Another rule, or a rule in place of a number, is what its user asks for; how an older run began is not known.
@@ -338,38 +302,27 @@ def test_a_run_keeps_the_batch_that_it_began_with(capsys: pytest.CaptureFixture[
     run = stored("old", "llama2-tiny", rule)
     stored("plain", "llama2-tiny", "train.global_batch=8")
     written = (run / "config.yaml").read_text()
-    (RunDirectory("older").create().path / "config.yaml").write_text(
-        written.replace("  batch_rule: 8 per 2 ranks\n", "")
-    )
-    cases = [
-        (rule, "old", 8),
-        (rule, "older", 8),
-        (rule, "plain", 16),
-        (rule, "new", 16),
-        ("train.global_batch=64 per 2 ranks", "old", 128),
-        ("train.global_batch=32", "old", 32),
-    ]
-    for key, folder, batch in cases:
-        arguments = ["llama2-tiny", key, "train.micro_batch=1", "--nproc", "4", "--dry-run", "--run-dir", folder]
-        assert main(["train", *arguments]) == 0
-        out = capsys.readouterr().out
+    older = RunDirectory("older").create().path
+    (older / "config.yaml").write_text(written.replace("  batch_rule: 8 per 2 ranks\n", ""))
+    batches = {"old": 8, "older": 8, "plain": 16, "new": 16}
+    others = [("train.global_batch=64 per 2 ranks", "old", 128), ("train.global_batch=32", "old", 32)]
+    for key, folder, batch in [*((rule, folder, batch) for folder, batch in batches.items()), *others]:
+        out = dry(cli, key, "train.micro_batch=1", "--nproc", "4", "--run-dir", folder).out
         assert f"  global_batch: {batch}\n" in out, (key, folder)
         assert f"× 4 DP = {batch} global batch" in out
 
 
-def dry_rows(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def dry_rows(cli: CommandLine, *arguments: str) -> list[str]:
     """The rows of a dry run of the run in `old`, down to the layout."""
-    assert main(["train", "llama2-tiny", *arguments, "--dry-run", "--run-dir", "old"]) == 0
-    rows = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    text = dry(cli, *arguments, "--run-dir", "old").out
+    rows = [line[2:] for line in text.splitlines() if line.startswith("# ")]
     return rows[1 : next(number for number, row in enumerate(rows) if row.startswith("layout"))]
 
 
-def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert dry_rows(capsys) == [], "there is no run yet"
+def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(cli: CommandLine, tmp_path: Path) -> None:
+    assert dry_rows(cli) == [], "there is no run yet"
     run = stored("old", "llama2-tiny", "parallel.tensor=2", "parallel.sequence=true")
-    assert dry_rows(capsys, "parallel.tensor=2", "parallel.sequence=true") == [
+    assert dry_rows(cli, "parallel.tensor=2", "parallel.sequence=true") == [
         "continues      old from its first step, as it has no checkpoint",
         "  changed      no key",
     ]
@@ -381,7 +334,7 @@ def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(
         # The save of step 20 was killed.
         (checkpoint / ("manifest.json" if step == 10 else "config.json")).touch()
     before = sorted(tmp_path.rglob("*"))
-    assert dry_rows(capsys, "train.steps=40", "parallel.sequence=true", "--nproc", "2") == [
+    assert dry_rows(cli, "train.steps=40", "parallel.sequence=true", "--nproc", "2") == [
         "continues      old after step 10, from old/checkpoints/step-00000010",
         "  layout       TP 2 + SP → DP 2",
         "  changed      parallel.tensor 2 → 1",
@@ -394,87 +347,69 @@ def test_a_dry_run_tells_where_a_run_goes_on_and_what_changes(
         "checkpoint.resume=15": "checkpoint.resume (15) must be the step of an intact checkpoint",
         "model.hidden_size=128": "model.hidden_size",
     }.items():
-        assert main(["train", "llama2-tiny", wrong, "--dry-run", "--run-dir", "old"]) == 2
-        assert problem in capsys.readouterr().err
+        assert problem in dry(cli, wrong, "--run-dir", "old", code=2).err
     RunDirectory("old").write_results({"steps": 20})
-    assert dry_rows(capsys) == ["continues      old: finished, 20 of 20 steps; raise train.steps"]
+    assert dry_rows(cli) == ["continues      old: finished, 20 of 20 steps; raise train.steps"]
 
 
-@pytest.mark.parametrize("machine", [("cpu", 0), ("nvidia", 1)])
-def test_a_finished_run_says_so(
-    machine: tuple[str, int],
-    started: list[tuple[list[str], int, Path]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: machine)
-    run = stored("old", "llama2-tiny", steps=20)
-    assert main(["train", "llama2-tiny", "--run-dir", "old"]) == 0
-    out, err = capsys.readouterr()
-    assert out == (
-        f"the run in {run} is finished: 20 of 20 steps, results in {run}/results.json; to continue it, "
-        "raise train.steps\n"
+@pytest.mark.parametrize("machine", [CPU, ("nvidia", 1)])
+def test_a_finished_run_says_so(started: list[Launch], cli: CommandLine) -> None:
+    stored("old", "llama2-tiny", steps=20)
+    told = (
+        "the run in old is finished: 20 of 20 steps, results in old/results.json; to continue it, raise train.steps\n"
     )
-    assert not err
+    assert cli("train", "llama2-tiny", "--run-dir", "old") == (told, "")
     assert not started
 
 
-def test_a_named_step_is_gone_back_to_from_the_end(started: list[tuple[list[str], int, Path]]) -> None:
+def test_a_named_step_is_gone_back_to_from_the_end(started: list[Launch], cli: CommandLine) -> None:
     stored("old", "quickstart", steps=240)
-    assert main(["train", "quickstart", "checkpoint.resume=80", "--run-dir", "old"]) == 0
+    cli("train", "quickstart", "checkpoint.resume=80", "--run-dir", "old")
     assert len(started) == 1
 
 
-def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(
-    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(started: list[Launch], cli: CommandLine) -> None:
     run = stored("old", "quickstart")
     with RunLock(run):
         request(run, "SIGTERM")
         before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        assert main(["train", "quickstart", "--run-dir", "old"]) == 2
+        err = cli.refused("train", "quickstart", "--run-dir", "old")
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    err = capsys.readouterr().err
     assert err.startswith(f"shardwise: --run-dir (old) is in use by another run (process {os.getpid()} on ")
     assert not started
 
 
 def test_a_run_without_data_or_with_another_model_is_refused(
-    started: list[tuple[list[str], int, Path]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    started: list[Launch], cli: CommandLine, tmp_path: Path
 ) -> None:
-    assert main(["train", "llama2-7b"]) == 2
-    err = capsys.readouterr().err
+    err = cli.refused("train", "llama2-7b")
     assert err.startswith("shardwise: llama2-7b must name its data by data.path, data.blend or data.dataset ")
     assert err.endswith("  For a trial:          data.dataset=python\n")
     stored("old", "quickstart", steps=240)
-    assert main(["train", "quickstart", "train.seed=7", "data.dataset=tiny", "--run-dir", "old"]) == 2
-    err = capsys.readouterr().err
+    err = cli.refused("train", "quickstart", "train.seed=7", "data.dataset=tiny", "--run-dir", "old")
     assert "  train.seed (7) must be 1234\n  data.dataset (tiny) must be stories\n" in err
     assert not started
     assert not (tmp_path / "runs").exists()
-    assert main(["train", "llama2-7b", "data.dataset=python"]) == 0
+    cli("train", "llama2-7b", "data.dataset=python")
     assert len(started) == 1
 
 
-def test_bad_data_starts_nothing(
-    started: list[tuple[list[str], int, Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_data_starts_nothing(started: list[Launch], monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
     monkeypatch.setattr("shardwise.cli.run_preparation.prepare", prepare)
-    assert main(["train", "quickstart"]) == 2
-    assert capsys.readouterr().err == "shardwise: data.path (x) is empty\n"
+    assert cli.refused("train", "quickstart") == "shardwise: data.path (x) is empty\n"
     assert not started
     assert not Path("runs").exists()
 
 
-def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in job.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", "quickstart", "--nproc", "4"]) == 2
-    assert "--nproc (4) must be left out inside a job: its world size is 2" in capsys.readouterr().err
+    said = cli.refused("train", "quickstart", "--nproc", "4")
+    assert "--nproc (4) must be left out inside a job: its world size is 2" in said
 
 
 def _plausible(field: FieldInfo) -> list[object]:
@@ -503,9 +438,9 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
 
 
-def test_a_run_goes_on_by_the_name_latest_in_its_own_folder() -> None:
+def test_a_run_goes_on_by_the_name_latest_in_its_own_folder(cli: CommandLine) -> None:
     small = ["data.dataset=tiny", "train.global_batch=2", "train.micro_batch=1"]
-    assert main(["train", "llama2-tiny", "--run-dir", "runs/first", *small, "train.stop_after=1"]) == 0
-    assert main(["train", "--run-dir", "runs/latest", "train.stop_after=2"]) == 0
+    cli("train", "llama2-tiny", "--run-dir", "runs/first", *small, "train.stop_after=1")
+    cli("train", "--run-dir", "runs/latest", "train.stop_after=2")
     assert Path("runs/latest").readlink() == Path("first")
     assert [path.name for path in sorted(Path("runs").iterdir())] == ["first", "latest"]

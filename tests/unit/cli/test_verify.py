@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.cli.verify import Verified
 from shardwise.config import UserModelConfig, load_config
 from shardwise.verify.layouts import Cell, candidates, parse_layouts
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import Differences
 from shardwise.verify.verification import CellOutcome, Verification
+from tests.command_line import CommandLine
 
 EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
 
@@ -36,19 +36,14 @@ def _nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (["llama2-tiny", "--layouts", "tensor=2"], "--layouts tensor=2: unknown key; did you mean parallel.tensor?"),
     ],
 )
-def test_wrong_input_is_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert text in err
-    assert "Traceback" not in err
+def test_wrong_input_is_refused(arguments: list[str], text: str, cli: CommandLine) -> None:
+    assert text in cli.refused("verify", *arguments)
 
 
-def test_more_ranks_than_accelerators_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr("shardwise.base.hardware.accelerators", lambda: ("nvidia", 2))
-    assert main(["verify", "llama2-tiny", "--nproc", "4"]) == 2
-    assert "--nproc (4) must be at most the number of accelerators (2): " in capsys.readouterr().err
+    said = cli.refused("verify", "llama2-tiny", "--nproc", "4")
+    assert "--nproc (4) must be at most the number of accelerators (2): " in said
 
 
 def verified(*layouts: str, failing: int = 0) -> Verified:
@@ -59,9 +54,8 @@ def verified(*layouts: str, failing: int = 0) -> Verified:
     outcomes = [CellOutcome(cell, EXACT, ()) for cell in cells]
     if failing:
         outcomes[:failing] = [CellOutcome(cell, EXACT, ("the losses differ by 1.0e-03",)) for cell in cells[:failing]]
-        outcomes[0] = CellOutcome(
-            cells[0], None, ("rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log",)
-        )
+        broken = "rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log"
+        outcomes[0] = CellOutcome(cells[0], None, (broken,))
     return Verified("gpt3-23b", config, Verification((5.0, 4.9), [*outcomes, CellOutcome(Cell(), EXACT, ())]), ())
 
 

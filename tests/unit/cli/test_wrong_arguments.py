@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import COMMANDS, OTHER_NAMES, OTHER_VALUES, SECTIONS, WITHOUT_KEY
 from shardwise.config.suggestions import suggestions
+from tests.command_line import CommandLine
 
 TRAIN = "train llama2-tiny "
 MISTAKES = {
@@ -72,9 +72,8 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(line)) == 2
-    said = capsys.readouterr()
+def test_a_mistake_is_answered_by_what_was_meant(line: str, cli: CommandLine) -> None:
+    said = cli(*shlex.split(line), code=2)
     assert said.out == ""
     answer, _, corrected = said.err.partition("\n")
     assert re.fullmatch(rf"shardwise: \S.+did you mean {re.escape(MISTAKES[line])}\?", answer), said.err
@@ -84,27 +83,24 @@ def test_a_mistake_is_answered_by_what_was_meant(line: str, capsys: pytest.Captu
     if corrected:
         meant = corrected.strip().removeprefix("corrected: shardwise ")
         assert set(shlex.split(line)) & set(shlex.split(meant)) >= {*line.split()[:2]}
-        main([*shlex.split(meant), "--no-such-option"])
-        assert re.fullmatch(r"shardwise: unknown option --no-such-option\b.*\n", capsys.readouterr().err)
+        said = cli.refused(*shlex.split(meant), "--no-such-option")
+        assert re.fullmatch(r"shardwise: unknown option --no-such-option\b.*\n", said)
 
 
 @pytest.mark.parametrize("line", CORRECTED)
-def test_a_refused_command_line_ends_with_the_corrected_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(line)) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+def test_a_refused_command_line_ends_with_the_corrected_one(line: str, cli: CommandLine) -> None:
+    last = cli.refused(*shlex.split(line)).splitlines()[-1]
     assert last == f"corrected: shardwise {CORRECTED[line]}".strip()
 
 
 @pytest.mark.parametrize("line", WITHOUT)
-def test_a_corrected_command_names_what_it_leaves_out(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(line)) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == WITHOUT[line]
+def test_a_corrected_command_names_what_it_leaves_out(line: str, cli: CommandLine) -> None:
+    assert cli.refused(*shlex.split(line)).splitlines()[-1] == WITHOUT[line]
 
 
 @pytest.mark.parametrize("line", [TRAIN + "train.steps=-1", TRAIN + "--fp16", TRAIN + "--zzz", "train nope --nproc 2"])
-def test_without_a_sure_correction_there_is_no_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(shlex.split(line)) == 2
-    assert "corrected" not in capsys.readouterr().err
+def test_without_a_sure_correction_there_is_no_command(line: str, cli: CommandLine) -> None:
+    assert "corrected" not in cli.refused(*shlex.split(line))
 
 
 @pytest.mark.parametrize(
@@ -125,16 +121,12 @@ def test_without_a_sure_correction_there_is_no_command(line: str, capsys: pytest
         (TRAIN + "zzz.a=1", "zzz.a: unknown key; the sections are model, parallel, train, "),
     ],
 )
-def test_a_mistake_without_a_likely_meaning_names_what_there_is(
-    line: str, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(line.split()) == 2
-    assert capsys.readouterr().err.startswith(f"shardwise: {text}")
+def test_a_mistake_without_a_likely_meaning_names_what_there_is(line: str, text: str, cli: CommandLine) -> None:
+    assert cli.refused(*line.split()).startswith(f"shardwise: {text}")
 
 
-def test_every_unknown_option_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"{TRAIN} --lr 1 --nodes 2 --gpus 2 -- --bs".split()) == 2
-    assert capsys.readouterr().err == (
+def test_every_unknown_option_is_told(cli: CommandLine) -> None:
+    assert cli.refused(*f"{TRAIN} --lr 1 --nodes 2 --gpus 2 -- --bs".split()) == (
         "shardwise: 2 errors\n"
         "- unknown option --lr: did you mean optimizer.lr=1?\n"
         "- unknown option --gpus: did you mean --nproc?\n"
@@ -143,11 +135,8 @@ def test_every_unknown_option_is_told(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("arguments", [[], ["data"], ["checkpoint"]])
-def test_a_command_line_that_names_nothing_prints_help(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 0
-    said = capsys.readouterr()
+def test_a_command_line_that_names_nothing_prints_help(arguments: list[str], cli: CommandLine) -> None:
+    said = cli(*arguments)
     assert said.err == ""
     assert said.out.startswith("usage: shardwise")
 

@@ -4,14 +4,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout, load_config, resume_changes, resume_problems
-
-
-def problems(world: int, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        check_layout(load_config("llama2-tiny", ["train.bitwise=true", *overrides]), world)
-    return caught.value.problems
+from shardwise.config import load_config, resume_changes, resume_problems
+from tests.unit.config.refusals import layout_of, problem, problems
 
 
 def resolved(*overrides: str) -> dict[str, Any]:
@@ -37,11 +31,11 @@ def resolved(*overrides: str) -> dict[str, Any]:
     ],
 )
 def test_what_fits(world: int, overrides: list[str]) -> None:
-    assert check_layout(load_config("llama2-tiny", ["train.bitwise=true", *overrides]), world).world == world
+    assert layout_of(["train.bitwise=true", *overrides], world=world).world == world
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "problem"),
+    ("world", "overrides", "told"),
     [
         (1, ["parallel.grain=3"], "parallel.grain (3) must be a power of two with train.bitwise (true): set"),
         (1, ["parallel.context_grain=2", "train.sequence_length=12"], "train.sequence_length (12) must be a"),
@@ -57,20 +51,16 @@ def test_what_fits(world: int, overrides: list[str]) -> None:
         (1, ["precision.reduce=bfloat16"], "precision.reduce (bfloat16) must be precision.gradient (float32) with"),
     ],
 )
-def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> None:
-    (found,) = problems(world, *overrides)
-    assert found.startswith(problem)
+def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
+    assert problem("train.bitwise=true", *overrides, world=world).startswith(told)
     # Without it each of them is a training.
-    assert check_layout(load_config("llama2-tiny", overrides), world).world == world
+    assert layout_of(overrides, world=world).world == world
 
 
 def test_all_misfits_are_told_at_once() -> None:
-    found = problems(1, "parallel.grain=5", "train.data_grain=6", "parallel.tensor_overlap=pieces")
-    assert [text.partition(" ")[0] for text in found] == [
-        "parallel.grain",
-        "train.data_grain",
-        "parallel.tensor_overlap",
-    ]
+    keys = ("parallel.grain=5", "train.data_grain=6", "parallel.tensor_overlap=pieces")
+    found = problems("train.bitwise=true", *keys, world=1)
+    assert [text.partition(" ")[0] for text in found] == [key.partition("=")[0] for key in keys]
 
 
 @pytest.mark.parametrize(("micro_batches", "groups"), [(1, 1), (4, 4), (6, 2), (7, 1), (8, 8), (48, 8)])
@@ -105,27 +95,22 @@ ORDER = (
     ],
 )
 def test_the_order_of_sums_stays(override: str, difference: str) -> None:
-    (problem,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
-    assert problem.splitlines()[1].strip() == difference
+    (sentence,) = resume_problems(resolved("train.bitwise=true"), resolved("train.bitwise=true", override))
+    assert sentence.splitlines()[1].strip() == difference
 
 
-def test_the_data_grain_that_a_run_has_may_be_written() -> None:
+def test_layouts_may_change_and_the_grain_that_a_run_has_may_be_written() -> None:
     then = resolved("train.bitwise=true")
     written = resolved("train.bitwise=true", "train.data_grain=4")
     assert resume_problems(then, written) == []
     assert resume_changes(then, written) == []
-
-
-def test_the_context_grain_of_a_run_stays_where_its_context_degree_changes() -> None:
-    then = resolved("train.bitwise=true", "parallel.context=2")
-    (problem,) = resume_problems(then, resolved("train.bitwise=true"))
-    assert "parallel.context_grain (1) must be 2" in problem
-    assert resume_problems(then, resolved("train.bitwise=true", "parallel.context_grain=2")) == []
-
-
-def test_layouts_may_change() -> None:
     other = resolved("train.bitwise=true", "parallel.tensor=2", "parallel.sequence=true", "optimizer.zero=1")
-    assert resume_problems(resolved("train.bitwise=true"), other) == []
+    assert resume_problems(then, other) == []
+    # The grain of a context degree stays where the degree changes.
+    cut = resolved("train.bitwise=true", "parallel.context=2")
+    (sentence,) = resume_problems(cut, then)
+    assert "parallel.context_grain (1) must be 2" in sentence
+    assert resume_problems(cut, resolved("train.bitwise=true", "parallel.context_grain=2")) == []
 
 
 @pytest.mark.parametrize(

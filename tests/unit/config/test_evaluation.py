@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout, config_from, dump_yaml, load_config
+from shardwise.config import config_from, dump_yaml, load_config
 from shardwise.config.recipe_files import parse_yaml
+from tests.unit.config.refusals import layout_of, problem
 
 EVERY = "train.eval_every=2"
 
@@ -16,16 +16,17 @@ def test_a_set_is_a_path_or_keys_of_data() -> None:
     assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
     assert sets["code"].split == sets["wiki"].split == "1,0"
     assert config_from(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
-
-
-def test_nothing_need_be_held_out_beside_sets() -> None:
-    config = load_config("llama2-tiny", [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"])
-    check_layout(config, 1)
-    assert not config.evaluates_held_out
+    # Nothing need be held out beside sets.
+    keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
+    assert layout_of(keys, world=1)
+    assert not load_config("llama2-tiny", keys).evaluates_held_out
+    assert problem("evaluation.sets.a=x", world=1).startswith("evaluation.sets (a) need train.eval_every")
+    told = "evaluation.tasks must be left out with model.family bert"
+    assert problem("evaluation.tasks=[x]", recipe="bert-tiny", world=1).startswith(told)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("overrides", "told"),
     [
         (["evaluation.sets.a.pth=x"], "evaluation.sets.a.pth: unknown key; did you mean evaluation.sets.a.path?"),
         (["evaluation.sets.a=3"], "evaluation.sets.a (3) must be a mapping of keys"),
@@ -44,22 +45,5 @@ def test_nothing_need_be_held_out_beside_sets() -> None:
         (["evaluation.limit=0", "evaluation.tasks=[x]"], "evaluation.limit (0) must be greater than 0"),
     ],
 )
-def test_what_a_set_cannot_be(overrides: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load_config("llama2-tiny", [EVERY, *overrides])
-    (text,) = raised.value.problems
-    assert text.startswith(problem)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "overrides", "problem"),
-    [
-        ("llama2-tiny", ["evaluation.sets.a=x"], "evaluation.sets (a) need train.eval_every"),
-        ("bert-tiny", ["evaluation.tasks=[x]"], "evaluation.tasks must be left out with model.family bert"),
-    ],
-)
-def test_what_the_layout_refuses(recipe: str, overrides: list[str], problem: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_layout(load_config(recipe, overrides), 1)
-    (text,) = raised.value.problems
-    assert text.startswith(problem)
+def test_what_a_set_cannot_be(overrides: list[str], told: str) -> None:
+    assert problem(EVERY, *overrides).startswith(told)

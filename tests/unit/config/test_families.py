@@ -42,7 +42,6 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_answer_the_same_questions(family: str) -> None:
     model = model_of(family)
-    assert not isinstance(model, UserModelConfig)
     head_dim = {"qwen3": 128, "gemma3": 256}.get(family, 16)
     assert (model.num_key_value_heads, model.head_dim) == (4, head_dim)
     assert model.rotary_dim == (head_dim if family in LLAMAS else 4 if family == "gpt_neox" else 0)
@@ -73,22 +72,27 @@ def test_all_families_answer_the_same_questions(family: str) -> None:
 )
 def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
     model = model_of(family, **changes)
-    assert not isinstance(model, UserModelConfig)
     sites = (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p, model.ffn_dropout_p)
     assert sites == dropout
     assert model.has_dropout
     assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
 
 
-def test_every_fourth_block_of_smollm3_has_no_rotary_positions() -> None:
+def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
-    assert not isinstance(every_fourth, UserModelConfig)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=[1, 1, 1, 0, 1, 1, 0, 1]) == every_fourth
     assert model_of("smollm3", num_hidden_layers=6, no_rope_layers=None) == every_fourth
+    for changes, windows in (
+        ({"sliding_window": 3}, [3, 3, 3, 3]),
+        ({"sliding_window": 3, "layer_types": 2}, [3, None, 3, None]),
+        ({"sliding_window": None}, [None] * 4),
+    ):
+        model = model_of("qwen2", num_hidden_layers=4, **changes)
+        assert [model.window(layer) for layer in range(4)] == windows
 
 
-def test_gpt_accepts_the_names_of_gpt2() -> None:
+def test_other_names_of_keys_and_what_is_derived() -> None:
     names = {"n_embd": 64, "n_inner": 256, "n_layer": 2, "n_head": 4, "n_positions": 64, "hidden_act": "gelu"}
     model = config_of({"family": "gpt", "vocab_size": 512, **names, "layer_norm_eps": 1e-4}).model
     assert model == model_of("gpt", activation_function="gelu", layer_norm_epsilon=1e-4)
@@ -97,13 +101,7 @@ def test_gpt_accepts_the_names_of_gpt2() -> None:
         "model.n_embd (32) and model.hidden_size (64) are one quantity: give one of them",
         "model.n_head (2) and model.num_attention_heads (4) are one quantity: give one of them",
     ]
-
-
-def test_gpts_feed_forward_layer_is_four_times_as_wide() -> None:
-    assert model_of("gpt", intermediate_size=None).intermediate_size == 256
-
-
-def test_gpt_neox_accepts_the_older_name_of_its_base() -> None:
+    assert model_of("gpt", intermediate_size=None).intermediate_size == 256, "four times as wide"
     assert model_of("gpt_neox", rotary_emb_base=5000) == model_of("gpt_neox", rope_theta=5000)
 
 
@@ -138,19 +136,13 @@ def test_what_a_family_refuses(family: str, changes: dict[str, Any], problem: st
     assert found[0].startswith(problem)
 
 
-def test_a_missing_family_is_named() -> None:
-    assert problems(SIZES) == [
-        "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, "
-        "olmoe, qwen3_moe, mixtral, glm4_moe, gpt, gpt_neox or bert, or package.module:Class for your own)"
-    ]
-
-
-def test_own_models_keep_their_keys() -> None:
+def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     config = config_of({**OWN, "depth": 3, "nested": {"width": 5}})
     assert isinstance(config.model, UserModelConfig)
     assert config.model.model_dump()["nested"] == {"width": 5}
     assert (config.model.objectives, config.model.causal, config.model.has_dropout) == (("lm",), True, False)
     assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+    assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
 
 
 @pytest.mark.parametrize(
@@ -175,22 +167,15 @@ def test_own_models_are_held_to_what_they_say(changes: dict[str, Any], problem: 
     assert found[0].startswith(problem)
 
 
-def test_own_models_without_sizes_may_be_cut_in_any_way() -> None:
-    assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_odd_heads_name_all_valid_degrees(family: str) -> None:
-    sizes = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
-    assert problems({"family": family, **SIZES, **sizes}, world=2, parallel={"tensor": 2}) == [
+def test_sizes_that_do_not_fit_are_told_alike(family: str) -> None:
+    model = {"family": family, **SIZES}
+    odd = {"hidden_size": 1600, "num_attention_heads": 25, "intermediate_size": 6400}
+    assert problems({**model, **odd}, world=2, parallel={"tensor": 2}) == [
         "parallel.tensor (2) must divide model.num_attention_heads (25): valid degrees are 1, 5 and 25"
     ]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sequences_have_positions(family: str) -> None:
     unless = " without model.rope_scaling" if family in (*LLAMAS, "gpt_neox") else ""
-    assert problems({"family": family, **SIZES}, train={"sequence_length": 65}) == [
+    assert problems(model, train={"sequence_length": 65}) == [
         f"train.sequence_length (65) must be at most model.max_position_embeddings (64){unless}"
     ]
 
@@ -205,19 +190,12 @@ def test_masking_belongs_to_bert() -> None:
     ]
 
 
-def test_a_revision_is_one_of_a_hub_id() -> None:
+def test_what_a_configuration_lacks_is_named() -> None:
+    assert problems(SIZES) == [
+        "model.family is missing (the architecture: llama, mistral, qwen2, qwen3, olmo2, olmo3, smollm3, gemma3, "
+        "olmoe, qwen3_moe, mixtral, glm4_moe, gpt, gpt_neox or bert, or package.module:Class for your own)"
+    ]
     assert config_of(OWN, checkpoint={"load": "gpt2", "revision": "main"}).checkpoint.revision == "main"
     assert problems(OWN, checkpoint={"revision": "main"}) == [
         "checkpoint.revision ('main') needs checkpoint.load, the hub id"
     ]
-
-
-def test_every_nth_block_without_the_window() -> None:
-    def windows(**changes: Any) -> list[int | None]:
-        model = model_of("qwen2", **{"num_hidden_layers": 4, "sliding_window": 3} | changes)
-        assert not isinstance(model, UserModelConfig)
-        return [model.window(layer) for layer in range(4)]
-
-    assert windows() == [3, 3, 3, 3]
-    assert windows(layer_types=2) == [3, None, 3, None]
-    assert windows(sliding_window=None) == [None] * 4

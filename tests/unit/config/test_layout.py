@@ -4,12 +4,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Layout, check_layout, load_config
-
-
-def problems(world: int, *overrides: str, recipe: str = "llama2-tiny") -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        check_layout(load_config(recipe, list(overrides)), world)
-    return caught.value.problems
+from tests.unit.config.refusals import layout_of, problem, problems
 
 
 @pytest.mark.parametrize(
@@ -28,13 +23,15 @@ def test_what_fits(world: int, overrides: list[str], data: int, accumulation: in
     assert layout.pipeline == 1
 
 
-def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None:
-    config = load_config("llama2-tiny", ["parallel.sequence=true", "train.sequence_length=63"])
-    assert check_layout(config, 1).sequence_parallel is False
+def test_what_an_absent_axis_does_not_check() -> None:
+    """Sequence parallelism has no effect without tensor parallelism; scaled positions allow longer sequences."""
+    assert layout_of(["parallel.sequence=true", "train.sequence_length=63"], world=1).sequence_parallel is False
+    overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
+    assert layout_of(overrides, world=1).world == 1
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "problem"),
+    ("world", "overrides", "told"),
     [
         (3, ["parallel.tensor=2"], "the number of ranks (3) must be a multiple of parallel.tensor (2): nearest 2 or 4"),
         (0, [], "the number of ranks (0) must be at least 1"),
@@ -69,10 +66,8 @@ def test_sequence_parallelism_has_no_effect_without_tensor_parallelism() -> None
         ),
     ],
 )
-def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> None:
-    found = problems(world, *overrides)
-    assert len(found) == 1, found
-    assert found[0].startswith(problem)
+def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
+    assert problem(*overrides, world=world).startswith(told)
 
 
 @pytest.mark.parametrize(
@@ -84,16 +79,9 @@ def test_what_does_not_fit(world: int, overrides: list[str], problem: str) -> No
     ],
 )
 def test_what_no_trained_tokenizer_can_do_needs_one_or_weights(keys: list[str]) -> None:
-    (problem,) = problems(1, *keys)
-    assert " (true) needs data.tokenizer: one " in problem
-    check_layout(load_config("llama2-tiny", [*keys, "data.tokenizer=t"]), 1)
-    check_layout(load_config("llama2-tiny", [*keys, "checkpoint.load=MODEL"]), 1)
-
-
-def test_misfits_name_the_valid_degrees() -> None:
-    assert "parallel.tensor (3) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4" in problems(
-        3, "parallel.tensor=3"
-    )
+    assert " (true) needs data.tokenizer: one " in problem(*keys, world=1)
+    for given in ("data.tokenizer=t", "checkpoint.load=MODEL"):
+        assert layout_of([*keys, given], world=1)
 
 
 @pytest.mark.parametrize(("kv_heads", "tensor", "fits"), [(2, 4, True), (4, 2, True), (6, 4, False), (1, 4, True)])
@@ -109,26 +97,22 @@ def test_key_value_heads_are_cut_or_replicated(kv_heads: int, tensor: int, fits:
 
 
 def test_all_misfits_are_told_at_once() -> None:
-    found = problems(
-        6, "parallel.tensor=3", "parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99"
-    )
-    assert [text.split(" ")[0] for text in found] == [
-        "train.global_batch",
-        *["parallel.tensor"] * 3,
-        "optimizer.warmup_steps",
-    ]
-
-
-def test_rope_scaling_allows_longer_sequences() -> None:
-    overrides = ["train.sequence_length=128", "model.rope_scaling={rope_type: linear, factor: 2}"]
-    assert check_layout(load_config("llama2-tiny", overrides), 1).world == 1
+    overrides = ("parallel.sequence=true", "train.global_batch=9", "optimizer.warmup_steps=99")
+    found = problems("parallel.tensor=3", *overrides, world=6)
+    names = ["train.global_batch", *["parallel.tensor"] * 3, "optimizer.warmup_steps"]
+    assert [text.split(" ")[0] for text in found] == names
+    heads = "parallel.tensor (3) must divide model.num_attention_heads (4): valid degrees are 1, 2 and 4"
+    assert heads in problems("parallel.tensor=3", world=3)
+    told = "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
+    assert problem("parallel.context=2", recipe="bert-tiny", world=2).startswith(told)
 
 
 def test_which_ranks_are_a_pipeline_rank() -> None:
     """As `Mesh` orders them: pipeline, data, tensor."""
-    assert [Layout(16, tensor=2, pipeline=2).ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
-    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
     layout = Layout(16, tensor=2, pipeline=2)
+    assert layout.data == 4
+    assert [layout.ranks_of(rank) for rank in (0, 1)] == ["ranks 0-7", "ranks 8-15"]
+    assert [Layout(3, pipeline=3).ranks_of(rank) for rank in range(3)] == ["rank 0", "rank 1", "rank 2"]
     assert [layout.coordinates(rank) for rank in (0, 1, 2, 15)] == [
         {"pp": 0, "dp": 0, "tp": 0},
         {"pp": 0, "dp": 0, "tp": 1},
@@ -138,30 +122,14 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
     assert Layout(8, tensor=2, context=2).coordinates(6) == {"pp": 0, "dp": 1, "cp": 1, "tp": 0}
 
 
-def test_families_whose_samples_cannot_be_shared_are_refused() -> None:
-    (problem,) = problems(2, "parallel.context=2", recipe="bert-tiny")
-    assert problem.startswith(
-        "parallel.context (2) must be 1 with model.family bert, whose tokens attend to later ones"
-    )
-
-
-@pytest.mark.parametrize(("sequence", "parts"), [(False, 1), (True, 4)])
-def test_a_sequence_is_cut_by_sequence_parallelism_alone(sequence: bool, parts: int) -> None:
-    assert Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts == parts
-
-
 def test_a_layout_checks_itself() -> None:
-    assert Layout(32, tensor=4, pipeline=2).data == 4
-    with pytest.raises(ConfigError, match=r"number of ranks \(2\) must be a multiple of .*\(2 × 2 = 4\): nearest 4"):
-        Layout(2, tensor=2, pipeline=2)
-    with pytest.raises(ConfigError, match=r"number of ranks \(6\) must be a multiple of .*\(4 × 2 = 8\): nearest 8"):
-        Layout(6, tensor=4, pipeline=2)
+    for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
+        told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
+        with pytest.raises(ConfigError, match=told):
+            Layout(world, tensor=tensor, pipeline=2)
     with pytest.raises(ConfigError) as caught:
         Layout(0, tensor=0)
     assert len(caught.value.problems) == 2
-
-
-def test_accumulation_must_be_whole() -> None:
     with pytest.raises(ConfigError, match="nearest 6 or 12"):
         Layout(3).accumulation(load_config("llama2-tiny").train)
 
@@ -169,3 +137,5 @@ def test_accumulation_must_be_whole() -> None:
 def test_a_manifest_records_a_layout_under_the_names_of_its_format() -> None:
     recorded = Layout(8, tensor=2, sequence_parallel=True, pipeline=2).recorded()
     assert recorded == {"world": 8, "tensor": 2, "sequence": True, "pipeline": 2, "virtual": 1, "data": 2}
+    parts = [Layout(8, tensor=4, sequence_parallel=sequence).sequence_parts for sequence in (False, True)]
+    assert parts == [1, 4], "a sequence is cut by sequence parallelism alone"

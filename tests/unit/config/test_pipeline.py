@@ -4,21 +4,24 @@ import re
 
 import pytest
 
-from shardwise.base.errors import ConfigError, listing
-from shardwise.config import ParallelConfig, check_layout, config_from, load_config
+from shardwise.config import ParallelConfig, check_layout, load_config
 from shardwise.config.rules import fits_schedule
+from tests.unit.config.refusals import layout_of, problem
+from tests.unit.config.test_families import OWN, problems
 
 
-def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None) -> list[str]:
-    """Of gpt-tiny, which has 8 blocks, with a global batch of 8 micro-batches."""
-    config = load_config(recipe, ["train.micro_batch=1", *overrides])
-    with pytest.raises(ConfigError) as caught:
-        check_layout(config, world or config.parallel.tensor * config.parallel.pipeline)
-    return caught.value.problems
+def refused(*overrides: str, world: int | None = None) -> str:
+    """The sentence that refuses gpt-tiny, which has 8 blocks, with a global batch of 8 micro-batches."""
+    parallel = load_config("gpt-tiny", keys := ["train.micro_batch=1", *overrides]).parallel
+    return problem(*keys, recipe="gpt-tiny", world=world or parallel.tensor * parallel.pipeline)
+
+
+def keys_of(text: str) -> list[str]:
+    return [key if "." in key else f"parallel.{key}" for key in text.split()]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("overrides", "told"),
     [
         ("pipeline=9", r"pipeline \(9\) must be at most .*_layers \(8\), .*: set parallel\.pipeline=8"),
         ("pipeline=5 schedule=interleaved", "\\(5 × 2 = 10\\) must be at most .*_layers \\(8\\), .*: set"),
@@ -34,9 +37,8 @@ def problems(*overrides: str, recipe: str = "gpt-tiny", world: int | None = None
         ("stages=[4,4]", r"stages \(\[4, 4\]\) must be left out with parallel\.pipeline \(1\), which cuts no model"),
     ],
 )
-def test_what_cannot_be_cut_so(overrides: str, problem: str) -> None:
-    (found,) = problems(*(f"parallel.{one}" for one in overrides.split()))
-    assert re.search(problem, found)
+def test_what_cannot_be_cut_so(overrides: str, told: str) -> None:
+    assert re.search(told, refused(*keys_of(overrides)))
 
 
 @pytest.mark.parametrize(
@@ -57,35 +59,27 @@ def test_what_cannot_be_cut_so(overrides: str, problem: str) -> None:
     ],
 )
 def test_too_few_or_uneven_micro_batches(overrides: str, needs: str, batches: str) -> None:
-    settings = [one if "." in one else f"parallel.{one}" for one in overrides.split()]
-    config = load_config("gpt-tiny", ["train.micro_batch=1", *settings])
-    number = config.train.global_batch
-    assert problems(*settings) == [
-        f"the micro-batches of a step on each rank ({number}) must be {needs} with parallel.schedule "
-        f"{config.parallel.schedule}: set train.global_batch={batches}"
-    ]
+    keys = ["train.micro_batch=1", *keys_of(overrides)]
+    config = load_config("gpt-tiny", keys)
+    assert refused(*keys) == (
+        f"the micro-batches of a step on each rank ({config.train.global_batch}) must be {needs} with "
+        f"parallel.schedule {config.parallel.schedule}: set train.global_batch={batches}"
+    )
+    degree = config.parallel.pipeline
     for valid in batches.split(" or "):
-        changed = load_config("gpt-tiny", ["train.micro_batch=1", *settings, f"train.global_batch={valid}"])
-        assert check_layout(changed, config.parallel.pipeline).pipeline == config.parallel.pipeline
+        assert layout_of([*keys, f"train.global_batch={valid}"], "gpt-tiny", degree).pipeline == degree
 
 
 def test_smaller_micro_batches_are_more() -> None:
-    (found,) = problems("parallel.pipeline=4", "train.micro_batch=4", world=8, recipe="gpt-tiny")
-    assert found.endswith("(1) must be at least parallel.pipeline (4) with parallel.schedule 1f1b: "
-                          "set train.global_batch=32, or lower train.micro_batch (4)")  # fmt: skip
+    assert refused("parallel.pipeline=4", "train.micro_batch=4", world=8).endswith(
+        "(1) must be at least parallel.pipeline (4) with parallel.schedule 1f1b: set train.global_batch=32, or lower "
+        "train.micro_batch (4)"
+    )
 
 
 def test_a_model_of_your_own_has_no_stages() -> None:
-    config = config_from(
-        {
-            "model": {"family": "package.module:Own", "vocab_size": 50},
-            "parallel": {"pipeline": 2},
-            "train": {"steps": 1, "global_batch": 4, "sequence_length": 16},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
-    with pytest.raises(ConfigError, match=r"pipeline \(2\) must be 1 with a model of your own \(model\.family package"):
-        check_layout(config, 2)
+    (sentence,) = problems(OWN, world=2, parallel={"pipeline": 2})
+    assert sentence.startswith("parallel.pipeline (2) must be 1 with a model of your own (model.family my.package")
 
 
 @pytest.mark.parametrize(
@@ -102,28 +96,21 @@ def test_a_model_of_your_own_has_no_stages() -> None:
 def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range | tuple[int, ...]) -> None:
     """Torch's own schedules are asked the same in tests/unit/pipeline/test_action_order.py."""
     parallel = ParallelConfig.model_validate({"pipeline": degree, "schedule": schedule})
-    assert listing(n for n in range(1, 17) if fits_schedule(parallel, n)) == listing(fitting)
+    assert [n for n in range(1, 17) if fits_schedule(parallel, n)] == list(fitting)
 
 
 @pytest.mark.parametrize(
     ("overrides", "stages"),
-    [("", 1), ("pipeline=2 schedule=zbv", 2), ("pipeline=2 schedule=interleaved virtual_stages=4", 4)],
+    [
+        ("", 1),
+        ("pipeline=2 schedule=zbv", 2),
+        ("pipeline=2 schedule=interleaved virtual_stages=4", 4),
+        ("pipeline=3 stages=[2,4,2]", 1),
+        ("schedule=dualpipev virtual_stages=7 train.global_batch=2", 1),  # which has no effect without a pipeline
+    ],
 )
 def test_stages_on_each_rank(overrides: str, stages: int) -> None:
-    settings = [f"parallel.{one}" for one in overrides.split()]
-    config = load_config("gpt-tiny", ["train.micro_batch=1", *settings])
+    config = load_config("gpt-tiny", ["train.micro_batch=1", *keys_of(overrides)])
     layout = check_layout(config, config.parallel.pipeline)
-    assert layout.virtual == config.parallel.stages_per_rank == stages
+    assert layout.virtual == stages
     assert layout.stages == stages * config.parallel.pipeline
-
-
-def test_without_a_pipeline_the_schedule_has_no_effect() -> None:
-    config = load_config(
-        "gpt-tiny", ["parallel.schedule=dualpipev", "parallel.virtual_stages=7", "train.global_batch=2"]
-    )
-    assert check_layout(config, 1).stages == 1
-
-
-def test_stages_may_be_unequal_by_name() -> None:
-    config = load_config("gpt-tiny", ["train.micro_batch=1", "parallel.pipeline=3", "parallel.stages=[2,4,2]"])
-    assert check_layout(config, 3).stages == 3

@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout, load_config
+from tests.unit.config.refusals import problem, problems
 
 IN_BACKWARD = ("train.switches=[update_in_backward]", "optimizer.max_norm=null")
 FLASH = ("train.switches=[flash_attention_3]", "precision.mode=mixed")
@@ -11,7 +10,7 @@ GRAPHS = ("train.switches=[cuda_graphs]",)
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides", "problem"),
+    ("world", "overrides", "told"),
     [
         (1, IN_BACKWARD[:1], "optimizer.max_norm (1.0), which needs all gradients first"),
         (1, (*IN_BACKWARD, "optimizer.offload=true"), "optimizer.offload (true)"),
@@ -34,27 +33,15 @@ GRAPHS = ("train.switches=[cuda_graphs]",)
         (2, (*GRAPHS, "parallel.tensor=2"), "parallel.tensor (2)"),
     ],
 )
-def test_what_does_not_go_with_a_switch(world: int, overrides: tuple[str, ...], problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_layout(load_config("llama2-tiny", list(overrides)), world)
-    (switch,) = (key.partition("[")[2].rstrip("]") for key in overrides if key.startswith("train.switches"))
-    expected = f"train.switches ({switch}) must be left out with {problem}"
-    assert any(text.startswith(expected) for text in caught.value.problems), caught.value.problems
+def test_what_does_not_go_with_a_switch(world: int, overrides: tuple[str, ...], told: str) -> None:
+    found = problems(*overrides, world=world)
+    switch = overrides[0].partition("[")[2].rstrip("]")
+    assert any(text.startswith(f"train.switches ({switch}) must be left out with {told}") for text in found), found
 
 
-@pytest.mark.parametrize(
-    ("recipe", "problem"),
-    [
-        ("bert-tiny", "model.family (bert)"),
-        ("olmoe-tiny", "model.family (olmoe), which has experts, or may have them"),
-    ],
-)
-def test_models_that_no_graph_holds(recipe: str, problem: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_layout(load_config(recipe, list(GRAPHS)), 1)
-    assert f"train.switches (cuda_graphs) must be left out with {problem}" in caught.value.problems
-
-
-def test_a_switch_that_is_none_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="cuda_graphs"):
-        load_config("llama2-tiny", ["train.switches=[cuda_graph]"])
+def test_models_that_no_graph_holds_and_a_switch_that_is_none() -> None:
+    told = "train.switches (cuda_graphs) must be left out with model.family"
+    assert f"{told} (bert)" in problems(*GRAPHS, recipe="bert-tiny", world=1)
+    experts = f"{told} (olmoe), which has experts, or may have them"
+    assert experts in problems(*GRAPHS, recipe="olmoe-tiny", world=1)
+    assert "cuda_graphs" in problem("train.switches=[cuda_graph]")

@@ -2,30 +2,21 @@
 
 import pytest
 
-from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout, load_config
+from shardwise.config import load_config
 from shardwise.config.token_counts import parse_tokens, steps_of, tokens_text
+from tests.unit.config.refusals import problem
 
 TOKENS_OF_STEP = 8 * 256
 """Of llama-small."""
-
-
-def problems(*overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as raised:
-        check_layout(load_config("llama-small", overrides), 2)
-    return raised.value.problems
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"), [("500k", 500_000), ("1.5 T", 15 * 10**11), ("20B tokens", 2 * 10**10), ("2M", 2_000_000)]
-)
-def test_tokens_are_read(text: str, tokens: int) -> None:
-    assert parse_tokens(text) == tokens
+WSD = "optimizer.schedule=wsd"
+POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
 
 
 @pytest.mark.parametrize("text", ["500k", "1.5T", "300B", "2M", "1.234567M", "0.5k"])
 def test_tokens_are_written_as_they_are_read(text: str) -> None:
-    assert tokens_text(parse_tokens(text) or 0) == text
+    assert tokens_text(parse_tokens(text)) == text
+    number, unit = float(text[:-1]), {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}[text[-1]]
+    assert parse_tokens(f"{text[:-1]} {text[-1]} tokens") == parse_tokens(text) == round(number * unit)
 
 
 @pytest.mark.parametrize("text", ["20", 400 * "9" + "B", "20X", "20b", "1e9", "-2M", "M", "", "auto", 20, None, True])
@@ -50,12 +41,9 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
     values = config.recorded()
     for key, text in keys.items():
         section, name = key.split(".")
-        assert values[section][name] == steps_of(parse_tokens(text) or 0, TOKENS_OF_STEP)
-    points = "[{at: 0, factor: 0}, {at: 100k, factor: 1}]"
-    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
-    assert [
-        point.at for point in load_config("llama-small", [*free, f"optimizer.points={points}"]).optimizer.points
-    ] == [0, 49]
+        assert values[section][name] == steps_of(parse_tokens(text), TOKENS_OF_STEP)
+    points = "optimizer.points=[{at: 0, factor: 0}, {at: 100k, factor: 1}]"
+    assert [point.at for point in load_config("llama-small", [*POINTS, points]).optimizer.points] == [0, 49]
 
 
 def test_steps_follow_the_batch_of_a_rule() -> None:
@@ -65,17 +53,15 @@ def test_steps_follow_the_batch_of_a_rule() -> None:
 
 
 def test_a_text_that_is_neither_is_one_sentence() -> None:
-    assert problems("train.steps=20X") == [
-        "train.steps ('20X') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
-    ]
-    assert problems("train.steps=20B", "train.global_batch=none") == [
-        "train.global_batch ('none') must be a whole number, or 'N per M ranks'"
-    ]
-    assert problems("train.steps=9000T")[0].startswith("train.steps ")
+    told = "train.steps ('20X') must be a whole number of steps, or tokens such as 20B, 500M or 1.5T"
+    assert refused("train.steps=20X") == told
+    told = "train.global_batch ('none') must be a whole number, or 'N per M ranks'"
+    assert refused("train.steps=20B", "train.global_batch=none") == told
+    assert refused("train.steps=9000T").startswith("train.steps ")
 
 
-WSD = "optimizer.schedule=wsd"
-POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+def refused(*overrides: str) -> str:
+    return problem(*overrides, recipe="llama-small", world=2)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +80,19 @@ POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.mi
     ],
 )
 def test_a_wrong_schedule_is_one_sentence(overrides: tuple[str, ...], start: str) -> None:
-    (problem,) = problems(*overrides)
-    assert problem.startswith(start)
+    assert refused(*overrides).startswith(start)
 
 
 def test_steps_follow_a_batch_by_a_rule_where_the_tokens_are_to_stay() -> None:
     points = "optimizer.points=[{at: 0, factor: 0}, {at: 10, factor: 1}]"
-    keys = ["optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0", points]
-    keys += ["train.steps=1000", "train.eval_every=0", "checkpoint.every=100", "train.global_batch=8 per 2 ranks"]
+    keys = [
+        *POINTS,
+        points,
+        "train.steps=1000",
+        "train.eval_every=0",
+        "checkpoint.every=100",
+        "train.global_batch=8 per 2 ranks",
+    ]
     config = load_config("llama-small", keys)
     assert config.with_batch_for(4).train.steps == 1000
     doubled = config.with_tokens_for_any_batch().with_batch_for(4)

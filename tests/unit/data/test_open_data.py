@@ -1,7 +1,6 @@
 """What a dry run finds of data and tokenizer: the words of `prepare` where it would refuse them, and nothing built."""
 
 import gzip
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ import pytest
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config, config_from
 from shardwise.data.describe import Glance, glance, inspect
 from shardwise.data.formats import stream as stream_data
 from shardwise.data.formats.common import random_text
@@ -19,17 +17,8 @@ from shardwise.data.formats.record import DataFormat, Inspection
 from shardwise.data.open_data import FORMATS, format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from tests.dist.training import FAMILIES
 from tests.unit.data import hdf5_shards
-
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
+from tests.unit.data.small_runs import config, saved_tokenizer
 
 
 @pytest.fixture
@@ -39,34 +28,30 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.base.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
-    (tmp_path / "one.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    (tmp_path / "bad.jsonl").write_text('{"text": \n')
-    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts/a.txt").write_text("a")
-    (tmp_path / "texts/b.jsonl").write_text('{"text": "b"}\n')
+    for name, content in {
+        "one.jsonl": b'{"text": "one"}\n{"text": \n',
+        "bad.jsonl": b'{"text": \n',
+        "latin.txt": "é".encode("latin-1"),
+        "empty.txt": b"",
+        "texts/a.txt": b"a",
+        "texts/b.jsonl": b'{"text": "b"}\n',
+        "saved/state.json": b'{"_data_files": [{"filename": "data.arrow"}]}',
+        "saved/dataset_info.json": b"{}",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "shards").mkdir()
     hdf5_shards.write(tmp_path / "shards/a_training_0.hdf5", hdf5_shards.arrays(4))
     with IndexedWriter("tokens", 300) as writer:
         writer.add([1, 2, 3], [3])
     Path("cut.bin").write_bytes(Path("tokens.bin").read_bytes())
     Path("cut.idx").write_bytes(Path("tokens.idx").read_bytes()[:-8])
-    train_tokenizer(["a b"], 257, "bytes").save(tmp_path / "tokenizer")
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
-    (tmp_path / "saved/dataset_info.json").write_text("{}")
+    saved_tokenizer(tmp_path / "tokenizer", "a b", 257)
     return tmp_path
 
 
-def chosen(family: str = "llama", vocab_size: int = 300, **data: Any) -> Config:
-    model = {**SIZES, **FAMILIES[family], "vocab_size": vocab_size}
-    train = {"steps": 2, "global_batch": 2, "micro_batch": 1, "sequence_length": 16}
-    return config_from({"model": model, "train": train, "optimizer": {"lr": 1e-3}, "data": data})
-
-
 def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
-    return glance(chosen(family, vocab_size, **data))
+    return glance(config(vocab_size, family=family, steps=2, **data))
 
 
 GOOD: dict[str, tuple[dict[str, Any], str]] = {
@@ -116,24 +101,20 @@ def test_what_can_be_read_is_described(kind: str, at: Path) -> None:
 def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], most: int | None, at: Path) -> None:
     """As far as files tell without reading: a token takes a byte of text at least."""
     (at / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n'))
-    config = chosen(**data)
-    few = 100 * (most or 16) // 16
 
     def warnings(steps: int) -> list[str]:
-        train = config.train.model_copy(update={"steps": steps, "global_batch": 1})
-        found = glance(config.model_copy(update={"train": train}))
+        found = glance(config(**data).with_keys(train={"steps": steps, "global_batch": 1}))
         assert found.problems == []
         return [text for name, text in found.rows if name == "warning"]
 
+    few = 100 * (most or 16) // 16
     assert warnings(few) == []
     if most is None:
         assert warnings(10**9) == []
     else:
         (text,) = warnings(few + 1)
-        tokens = 16 * (few + 1)
-        assert text.startswith(
-            f"train.steps ({few + 1}) read {tokens:,} tokens, and the data have at most {most}: each"
-        )
+        tokens = f"{16 * (few + 1):,}"
+        assert text.startswith(f"train.steps ({few + 1}) read {tokens} tokens, and the data have at most {most}: each")
         assert "is read at least 10" in text
     assert "warning" not in [name for name, _ in look(mixture={"a": {"weight": 1, **data}}).rows]
 
@@ -161,8 +142,7 @@ def test_the_held_out_part_has_a_row(
     monkeypatch.setattr(hub, "find", lambda wanted: "hub")
     (row,) = [row for name, row in look(**data).rows if name == "held out"]
     assert row.startswith(text)
-    config = chosen(**data)
-    evaluating = config.model_copy(update={"train": config.train.model_copy(update={"eval_every": 1})})
+    evaluating = config(eval_every=1, steps=2, **data)
     reads = "an evaluation of the run reads its first 16 sequences at most" in evaluating.held_out_text
     assert reads is not text.startswith("nothing")
 
@@ -193,14 +173,12 @@ def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial: "
     ):
-        prepare(chosen(), at)
+        prepare(config(), at)
 
 
 def test_shards_are_opened(at: Path) -> None:
-    assert look("bert", path="shards").rows[:2] == [
-        ("data", "shards: 1 HDF5 shard"),
-        ("tokenizer", "none, as the data hold tokens"),
-    ]
+    rows = [("data", "shards: 1 HDF5 shard"), ("tokenizer", "none, as the data hold tokens")]
+    assert look("bert", path="shards").rows[:2] == rows
     (problem,) = look(path="shards").problems
     assert problem.startswith("model.family (llama) must be bert where data.path (shards) is HDF5 shards")
 
@@ -238,24 +216,19 @@ def test_a_vocabulary_that_the_model_has_no_room_for(at: Path) -> None:
     )
     (problem,) = look(vocab_size=200, path="texts").problems
     assert problem.startswith("model.vocab_size (200) must be at least 257 ")
-    assert look(path="texts", tokenizer="tokenizer").rows[1] == (
-        "tokenizer",
-        "tokenizer: 257 tokens, of model.vocab_size (300)",
-    )
+    row = look(path="texts", tokenizer="tokenizer").rows[1]
+    assert row == ("tokenizer", "tokenizer: 257 tokens, of model.vocab_size (300)")
+    assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2, "all is reported at once"
 
 
 @pytest.mark.parametrize(("rows", "share"), [(285, None), (300, "14%"), (600, "57%")])
 def test_rows_that_no_token_uses_are_told(rows: int, share: str | None, at: Path) -> None:
     told = [text for name, text in look(vocab_size=rows, path="texts", tokenizer="tokenizer").rows if name == "warning"]
     unused = [text for text in told if "model.vocab_size" in text]
-    assert [text.startswith(f"the tokenizer has 257 tokens, so that {share} of the rows of") for text in unused] == (
-        [] if share is None else [True]
-    )
-    assert all("set model.vocab_size=257, whose" in text for text in unused)
-
-
-def test_all_that_is_wrong_is_reported_at_once(at: Path) -> None:
-    assert len(look(path="nowhere", tokenizer="nowhere.json").problems) == 2
+    assert len(unused) == (share is not None)
+    for text in unused:
+        assert text.startswith(f"the tokenizer has 257 tokens, so that {share} of the rows of")
+        assert "set model.vocab_size=257, whose" in text
 
 
 def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
@@ -271,7 +244,7 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     Path("texts/stats.json").write_text('{"rows": 2}\n')
     (problem,) = look(path="texts").problems
     assert problem.startswith("texts/stats.json: line 1 has no field 'text'")
-    stream = chosen(path="texts", streaming=True, tokenizer="tokenizer")
+    stream = config(path="texts", streaming=True, tokenizer="tokenizer")
     with pytest.raises(DataError, match=r"texts/stats\.json: line 1 has no field"):
         stream_data._build(at, open_source(stream.data), stream, None)
     Path("texts/stats.json").unlink()
@@ -286,7 +259,7 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
 def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command supports it then, and refuses keys that do not fit its samples."""
     module = ModuleType("shardwise.data.formats.probe")
-    module.FORMAT = DataFormat(  # type: ignore[attr-defined]
+    module.FORMAT = DataFormat(
         name="probe",
         contents="tokens",
         is_at=lambda path: path.suffix == ".probe",
@@ -296,13 +269,10 @@ def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.M
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("shardwise.data.open_data.FORMATS", (*FORMATS, "probe"))
-    config = chosen(path="some.probe")
-    assert format_of(config.data) is module.FORMAT
-    assert prepare(config, at).count("train") == random_text().count("train")
-    assert look(path="some.probe").rows[:2] == [
-        ("data", "some.probe: a probe"),
-        ("tokenizer", "none, as the data hold tokens"),
-    ]
+    assert format_of(config(path="some.probe").data) is module.FORMAT
+    assert prepare(config(path="some.probe"), at).count("train") == random_text().count("train")
+    rows = [("data", "some.probe: a probe"), ("tokenizer", "none, as the data hold tokens")]
+    assert look(path="some.probe").rows[:2] == rows
     assert inspect("some.probe", 1, {}).format == "probe"
     (problem,) = look(path="some.probe", streaming=True, tokenizer="tokenizer").problems
     assert problem.endswith("whose tokens are read where they lie")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.config import BertConfig, GPTConfig, LlamaConfig, UserModelConfig
+from shardwise.config import BertConfig, GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config
 from shardwise.models.parameter_counts import (
     flops_per_token,
@@ -10,27 +10,19 @@ from shardwise.models.parameter_counts import (
     model_flops_utilization,
     recomputed_flops_per_token,
 )
+from tests.unit.estimates.families import OWN
 
 LLAMA2_7B = LlamaConfig(
-    family="llama",
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
+    family="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
     num_attention_heads=32,
-)
+)  # fmt: skip
 GPT2_XL = GPTConfig(
     family="gpt", vocab_size=50257, hidden_size=1600, num_hidden_layers=48, num_attention_heads=25,
 )  # fmt: skip
 BERT_LARGE = BertConfig(
-    family="bert",
-    vocab_size=30522,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=24,
+    family="bert", vocab_size=30522, hidden_size=1024, intermediate_size=4096, num_hidden_layers=24,
     num_attention_heads=16,
-)
-OWN = UserModelConfig(family="package.module:Own", vocab_size=50)
+)  # fmt: skip
 
 
 def test_matmuls_and_causal_attention() -> None:
@@ -88,5 +80,5 @@ def test_recompute_repeats_the_forward_pass() -> None:
 def test_utilization_is_a_share_of_all_ranks_peak_and_never_invented() -> None:
     assert model_flops_utilization(1e9, 4000.0, 8, 1e12) == pytest.approx(0.5)
     assert model_flops_utilization(1e9, 4000.0, 8, None) is None
-    assert model_flops_utilization(flops_per_token(OWN, 128), 4000.0, 8, 1e12) is None
-    assert recomputed_flops_per_token(OWN, 128, "full", fused_attention=True) is None
+    assert model_flops_utilization(flops_per_token(OWN.model, 128), 4000.0, 8, 1e12) is None
+    assert recomputed_flops_per_token(OWN.model, 128, "full", fused_attention=True) is None

@@ -1,15 +1,14 @@
 """What is computed and gathered again, by the memory of a rank."""
 
-from typing import Any
-
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, Layout, check_layout, config_from, load_config
+from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise.estimates.memory_choice import choice_text, fitted
 from shardwise.estimates.rank_workload import RankWorkload
 from tests.block_stacks import block_stack
+from tests.unit.estimates.families import OWN
 
 TP8 = Layout(8, tensor=8, sequence_parallel=True)
 ORDER = (("none", False), ("none", True), ("selective", True), ("full", False))
@@ -25,8 +24,12 @@ def total(config: Config, layout: Layout = TP8) -> int:
     return memory.total
 
 
-def chosen(memory: float | None, *overrides: str, **options: Any) -> tuple[str, bool]:
-    config = fitted(llama(*overrides), TP8, memory, accelerator=True, device="a device", **options)
+def fit(config: Config, memory: float | None, layout: Layout = TP8) -> Config:
+    return fitted(config, layout, memory, accelerator=True, device="a device")
+
+
+def chosen(memory: float | None, *overrides: str) -> tuple[str, bool]:
+    config = fit(llama(*overrides), memory)
     return config.recompute, config.regathers
 
 
@@ -64,25 +67,17 @@ def test_gathering_again_leaves_six_tenths_of_the_activations() -> None:
 
 def test_choices_are_named() -> None:
     config = llama("train.recompute=auto")
-    assert choice_text(fitted(config, TP8, 1e15, accelerator=True, device=""), config) == "train.recompute=none"
-    least = choice_text(fitted(config, TP8, 1, accelerator=True, device=""), config)
-    assert least is not None
-    assert least.startswith("train.recompute=full")
+    assert choice_text(fit(config, 1e15), config) == "train.recompute=none"
+    assert (choice_text(fit(config, 1), config) or "").startswith("train.recompute=full")
     assert choice_text(config, config) is None
 
 
 def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be none, selective or full on a device, whose memory is not known"):
         chosen(None, "train.recompute=auto")
-    own = config_from(
-        {
-            "model": {"family": "package.module:Own", "vocab_size": 50},
-            "train": {"steps": 1, "global_batch": 2, "sequence_length": 16, "recompute": "auto"},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
+    own = OWN.with_keys(train={"recompute": "auto"})
     with pytest.raises(ConfigError, match="must be none, selective or full for a model of your own"):
-        fitted(own, check_layout(own, 1), 1e9, accelerator=True, device="a device")
+        fit(own, 1e9, check_layout(own, 1))
 
 
 def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
@@ -91,8 +86,7 @@ def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
     keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=16", "train.recompute=full", *long)
 
     def passes_keys(memory: float | None, *overrides: str) -> bool:
-        config = load_config("llama2-7b", [*keys, *overrides])
-        return fitted(config, layout, memory, accelerator=True, device="a device").passes_keys
+        return fit(load_config("llama2-7b", [*keys, *overrides]), memory, layout).passes_keys
 
     needed = total(load_config("llama2-7b", keys), layout)
     assert not passes_keys(needed)
@@ -101,4 +95,4 @@ def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
     assert not passes_keys(needed - 1, "compile.enabled=true")
     assert not passes_keys(None)
     config = load_config("llama2-7b", keys)
-    assert choice_text(fitted(config, layout, 1, accelerator=True, device=""), config) == "parallel.context_keys=ring"
+    assert choice_text(fit(config, 1, layout), config) == "parallel.context_keys=ring"

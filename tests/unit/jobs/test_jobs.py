@@ -10,9 +10,10 @@ from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import JsonLines, RunDirectory
 from shardwise_jobs.cli import jobs as command
 from shardwise_jobs.commands import SlurmJob
-from shardwise_jobs.jobs import JobState, state_of
+from shardwise_jobs.jobs import JobState, goodput, state_of
 from shardwise_jobs.submission import Submitted
 from tests.monitor_runs import FIRST, Start, ending, stamp, write_run
+from tests.unit.jobs.test_restarts import CRASH
 
 KILLED = "rank 1 was killed (SIGKILL; usually out of memory)"
 
@@ -76,3 +77,21 @@ def test_each_job_of_a_run_has_its_own_end_and_steps(tmp_path: Path, monkeypatch
     with JsonLines(RunDirectory(run).metrics) as file:
         file.write({"event": "step", "time": stamp(time.time()), "step": 43, "loss": 2.0})
     assert state("4713", replace(waiting, state="RUNNING", elapsed="0:10")) == ("running", 43)
+
+
+def test_the_parts_of_a_job_are_its_whole_time() -> None:
+    """40 steps of which 10 are lost, which is noticed after 5 s; a start that fails; 30 more steps."""
+    start = {"until_joined": 2.0, "until_training": 10.0, "after_last_step": 5.0}
+    first = replace(CRASH, seconds=55.0, **start, first_step=0, step=40)
+    nothing = replace(CRASH, seconds=5.0, **start | {"until_joined": None, "until_training": None}, first_step=None)
+    start |= {"until_joined": 1.0, "after_last_step": 0.2}
+    last = replace(CRASH, how="finished", seconds=40.0, **start, first_step=30)
+    told = dict(goodput([first, nothing, replace(last, step=60)], loading=3.0))
+    assert told["goodput"] == "60.0 % of 100 s in 3 starts"
+    seconds = {"lost steps": "10 s: 10 steps", "detection": "5 s ", "restart": "8 s ", "load": "3.0 s "}
+    for part, text in {**seconds, "first step": "14 s "}.items():
+        assert told[f"  {part}"].startswith(text)
+
+
+def test_a_job_without_a_start_has_none() -> None:
+    assert goodput([]) == []

@@ -6,22 +6,10 @@ import pytest
 from shardwise_jobs.restarts import AttemptEnding, decide, history, history_file, record
 
 CRASH = AttemptEnding(
-    how="failed",
-    job="7",
-    requeues=0,
-    nodes=2,
-    began=100.0,
-    seconds=60.0,
-    until_joined=1.0,
-    until_training=10.0,
-    after_last_step=2.0,
-    first_step=0,
-    step=5,
-    checkpoint=0,
-    rank=3,
+    how="failed", job="7", requeues=0, nodes=2, began=100.0, seconds=60.0, until_joined=1.0, until_training=10.0,
+    after_last_step=2.0, first_step=0, step=5, checkpoint=0, rank=3, exit_code=1,
     text="rank 3 was killed (SIGKILL; usually out of memory)\nrank 1 waited for x of micro-batch 3",
-    exit_code=1,
-)
+)  # fmt: skip
 
 
 def crash(step: int, checkpoint: int = 0, text: str = CRASH.text, rank: int = 3) -> AttemptEnding:

@@ -25,29 +25,16 @@ def test_the_script_has_what_slurm_and_the_reader_want_to_know() -> None:
     keys = ("launch.partition=gpu", "launch.gres=gpu:h100:8", "launch.time=90", "launch.sbatch=[--qos=high]")
     text = job_script(plan(*keys, "launch.environment={NCCL_DEBUG: WARN, GREETING: it's}"))
     lines = text.splitlines()
-    for line in (
-        "#!/usr/bin/env bash",
-        '#SBATCH --job-name="a b"',
-        '#SBATCH --comment="shardwise:/runs/a b"',
-        '#SBATCH --output="/runs/a b/logs/job-%j.log"',
-        "#SBATCH --chdir=/home/me",
-        "#SBATCH --partition=gpu",
-        "#SBATCH --gres=gpu:h100:8",
-        "#SBATCH --time=01:30:00",
-        "#SBATCH --exclusive --mem=0",
-        "#SBATCH --nodes=2-4",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --signal=B:USR1@300",
-        "#SBATCH --qos=high",
-        "export NCCL_DEBUG=WARN",
-        """export GREETING='it'"'"'s'""",
-    ):
-        assert line in lines, line
+    assert {
+        "#!/usr/bin/env bash", '#SBATCH --job-name="a b"', '#SBATCH --comment="shardwise:/runs/a b"',
+        '#SBATCH --output="/runs/a b/logs/job-%j.log"', "#SBATCH --chdir=/home/me", "#SBATCH --partition=gpu",
+        "#SBATCH --gres=gpu:h100:8", "#SBATCH --time=01:30:00", "#SBATCH --exclusive --mem=0", "#SBATCH --nodes=2-4",
+        "#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --signal=B:USR1@300", "#SBATCH --qos=high",
+        "export NCCL_DEBUG=WARN", """export GREETING='it'"'"'s'""",
+    } <= {*lines}  # fmt: skip
     options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert max(options) < min(n for n, line in enumerate(lines) if line and line[0] != "#"), (
-        "sbatch reads no later ones"
-    )
+    commands = [number for number, line in enumerate(lines) if line and line[0] != "#"]
+    assert max(options) < min(commands), "sbatch reads no later ones"
     (command,) = (line for line in lines if "-m shardwise supervise " in line)
     assert "-P -m shardwise supervise llama2-7b launch.partition=gpu" in command
     assert command.endswith("--run-dir '/runs/a b' --ranks-per-node 8 \"$@\") &")

@@ -14,6 +14,7 @@ from shardwise.config import recipe_text
 from shardwise.runs.folder import RunDirectory
 from shardwise_jobs import commands
 from shardwise_jobs.cli import jobs, submit
+from tests.command_line import CommandLine
 
 TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1", "train.global_batch=8")
 
@@ -26,6 +27,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
 
+def with_path(path: str) -> list[str]:
+    return [f"data.path={path}" if word == "data.dataset=tiny" else word for word in TWO]
+
+
+def dry(cli: CommandLine, *words: object) -> str:
+    return cli(*TWO, *words, "--dry-run").out
+
+
 def made() -> list[str]:
     return [path.name for path in Path("runs").iterdir()] if Path("runs").exists() else []
 
@@ -36,67 +45,55 @@ def test_who_does_not_want_it_is_left_without_a_folder(monkeypatch: pytest.Monke
     assert made() == []
 
 
-def test_data_that_are_not_there_are_told_before_the_job_waits(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [one if one != "data.dataset=tiny" else "data.path=nowhere" for one in TWO]
-    assert main([*wrong, "-y"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+def test_data_that_are_not_there_are_told_before_the_job_waits(cli: CommandLine) -> None:
+    wrong = with_path("nowhere")
+    assert "nowhere" in cli.refused(*wrong, "-y")
     assert made() == []
-    assert main([*wrong, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = cli(*wrong, "--dry-run").out
     assert re.search(r"^warning +data\.path \(nowhere\) does not exist", out, re.M)
     assert "#SBATCH --nodes=2" in out
     assert re.search(r"^memory +.* on CPUs; --device h100:8 sizes it for GPUs$", out, re.M)
 
 
-def test_a_pipeline_on_chips_of_aws_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_on_chips_of_aws_is_warned_of_once(cli: CommandLine) -> None:
     """Their library of April 2026 has no messages from rank to rank."""
 
     def warned(*options: str, stages: int = 2) -> int:
         command = ["submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "1", f"parallel.pipeline={stages}"]
-        assert main([*command, "train.global_batch=64", *options, "--dry-run"]) == 0
-        return len(re.findall(r"^warning +parallel\.pipeline \(2\) is refused by T", capsys.readouterr().out, re.M))
+        out = cli(*command, "train.global_batch=64", *options, "--dry-run").out
+        return len(re.findall(r"^warning +parallel\.pipeline \(2\) is refused by T", out, re.M))
 
     assert warned("--gres", "neuron:trn2:4") == warned("--device", "trn1:16") == 1
     assert warned("--gres", "neuron:4", "--device", "trn2:16") == 1
     assert warned("--gres", "neuron:4", stages=1) == warned("--gres", "gpu:h100:8", "--device", "h100:8") == 0
 
 
-def test_what_a_failed_job_resumes_from_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_failed_job_resumes_from_is_told(cli: CommandLine) -> None:
     def told(*keys: str) -> str:
-        assert main([*TWO, *keys, "--dry-run"]) == 0
-        return next((line for line in capsys.readouterr().out.splitlines() if line.startswith("resumes ")), "")
+        return next((line for line in dry(cli, *keys).splitlines() if line.startswith("resumes ")), "")
 
     assert "on the disk; set checkpoint.memory_every=100 to resume from a copy" in told()
     assert "from a copy in the nodes' memory, made every 20 steps (" in told("checkpoint.every=20")
     assert "more than 50% of a node" in told("checkpoint.memory_every=1", "checkpoint.memory_share=0.5")
 
 
-def test_a_dry_run_warns_of_the_disk_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_warns_of_the_disk_of_this_machine(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """The job may run elsewhere: its script is printed. To submit it from here is refused."""
     monkeypatch.setattr("shardwise.runs.folder.free_bytes", lambda _path: 1000)
-    assert main([*TWO, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = dry(cli)
     assert re.search(r"^warning +on this machine: the free disk space under \S+ \(1000 B\) must be at least", out, re.M)
     assert "#SBATCH --nodes=2" in out
-    assert main([*TWO, "-y"]) == 2
-    assert "must be at least what one checkpoint takes" in capsys.readouterr().err
+    assert "must be at least what one checkpoint takes" in cli.refused(*TWO, "-y")
 
 
-def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_writes_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([*TWO, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_writes_nothing(cli: CommandLine) -> None:
+    out = dry(cli)
     assert re.search(r"^files +recipe.yaml, job.sh and logs/ in .* llama2-tiny-…; a dry run writes none, ", out, re.M)
     assert re.search(r"supervise \S+/runs/llama2-tiny/recipe\.yaml data\.dataset=tiny", out)
     assert made() == []
-    assert main([*TWO, "--dry-run", "--run-dir", "one"]) == 0
-    shown = capsys.readouterr().out
+    shown = dry(cli, "--run-dir", "one")
     assert not Path("one").exists()
-    assert main([*TWO, "--write-only", "--run-dir", "one"]) == 0
-    out = capsys.readouterr().out
+    out = cli(*TWO, "--write-only", "--run-dir", "one").out
     assert out.endswith(f"nothing was submitted; submit it by: sbatch {Path('one/job.sh').absolute()}\n")
     assert Path("one/job.sh").read_text(encoding="utf-8").rstrip("\n") in shown
     assert Path("one/recipe.yaml").read_text(encoding="utf-8") == recipe_text("llama2-tiny")
@@ -104,41 +101,36 @@ def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_write
 
 
 def test_files_alone_are_written_without_slurm_into_a_new_folder(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(commands, "require", lambda: pytest.fail("SLURM was asked for"))
-    assert main([*TWO, "--write-only"]) == 0
+    cli(*TWO, "--write-only")
     (name,) = made()
     assert re.fullmatch(r"llama2-tiny-\d{8}-\d{6}", name)
     assert f"/runs/{name}/logs/job-%j.log" in Path("runs", name, "job.sh").read_text(encoding="utf-8")
-    assert main([*TWO, "data.path=/cluster/corpus.jsonl", "--write-only", "--run-dir", "two"]) == 0
-    assert "warning" in capsys.readouterr().out, "the cluster may have the data"
+    said = cli(*TWO, "data.path=/cluster/corpus.jsonl", "--write-only", "--run-dir", "two").out
+    assert "warning" in said, "the cluster may have the data"
     assert "data.path=/cluster/corpus.jsonl" in Path("two/job.sh").read_text(encoding="utf-8")
-    assert main(["submit", "acme/tiny", "--nodes", "2", "--write-only"]) == 2
-    assert "it is a model: `shardwise recipes acme/tiny --write my.yaml` writes " in capsys.readouterr().err
-    assert main([*TWO, "--write-only", "--precompile", "--dry-run"]) == 2
-    assert "--write-only must go without --dry-run and --precompile" in capsys.readouterr().err
+    said = cli.refused("submit", "acme/tiny", "--nodes", "2", "--write-only")
+    assert "it is a model: `shardwise recipes acme/tiny --write my.yaml` writes " in said
+    said = cli.refused(*TWO, "--write-only", "--precompile", "--dry-run")
+    assert "--write-only must go without --dry-run and --precompile" in said
 
 
-def test_all_problems_of_a_job_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_a_job_are_told_at_once(cli: CommandLine) -> None:
     missing = ["data.path=nowhere", "data.tokenizer=none.json", "--time", "04:00", "--dry-run"]
     other = ("launch.warning_seconds (300) must be less than launch.time (04:00, 240 s)", "data.path (nowhere)")
-    for recipe, options, named in (
-        ("llama2-tiny", ["--nodes", "2", "parallel.tensor=3", "launch.ranks_per_node=3"], "parallel.tensor (3) must "),
-        (
-            "llama2-7b",
-            ["--nodes", "1", "--gres", "gpu:t4:8", "parallel.tensor=1"],
-            "the memory expected on each rank (",
-        ),
-        ("llama2-tiny", [], "--nodes must be given"),
+    for words, named in (
+        ("llama2-tiny --nodes 2 parallel.tensor=3 launch.ranks_per_node=3", "parallel.tensor (3) must "),
+        ("llama2-7b --nodes 1 --gres gpu:t4:8 parallel.tensor=1", "the memory expected on each rank ("),
+        ("llama2-tiny", "--nodes must be given"),
     ):
-        assert main(["submit", recipe, *options, *missing]) == 2
-        shown = capsys.readouterr()
-        assert shown.out == ""
-        assert [text for text in (named, *other, "data.tokenizer (none") if f"\n- {text}" not in shown.err] == []
+        out, err = cli("submit", *words.split(), *missing, code=2)
+        assert out == ""
+        assert [text for text in (named, *other, "data.tokenizer (none") if f"\n- {text}" not in err] == []
 
 
-def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(cli: CommandLine) -> None:
     large = ["submit", "llama2-7b", "data.dataset=python", "parallel.pipeline=1", "--nodes", "4", "--dry-run"]
     too_large = r"^warning +memory does not fit: \d+ GiB are needed beside a reserve of 6% of the device's 74\.5 GiB"
     fewer = r"^warning +launch\.gres \(gpu:4\) reserves fewer devices on a node than --device \(h100:8\) names"
@@ -147,55 +139,48 @@ def test_a_job_that_does_not_fit_or_gets_fewer_gpus_is_warned_of(capsys: pytest.
         (["--device", "h100:8", "--gres", "gpu:4", "parallel.tensor=4"], False, True),
         (["--device", "h100", "--gres", "gpu:4", "parallel.tensor=4"], False, False),
     ):
-        assert main([*large, *options]) == 0
-        out = capsys.readouterr().out
+        out = cli(*large, *options).out
         assert (bool(re.search(too_large, out, re.M)), bool(re.search(fewer, out, re.M))) == (is_large, are_fewer)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_without_an_answer_of_sinfo_a_job_asks_for_the_devices_that_the_user_names(
-    fails: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: bool, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fails:
         (tmp_path / "sinfo").write_text("#!/bin/sh\nexit 1\n")
         (tmp_path / "sinfo").chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     for options, gres in (
-        (["--device", "h100:8"], "gpu:8"),
-        (["--device", "h100:8", "launch.ranks_per_node=4"], "gpu:8"),
-        (["--device", "h100", "launch.ranks_per_node=4"], "gpu:4"),
-        (["--device", "trn2:64", "launch.ranks_per_node=64"], "neuron:16"),
-        (["--device", "h100:8", "--gres", "gpu:h100:4"], "gpu:h100:4"),
-        (["--device", "cpu:4"], None),
-        (["launch.ranks_per_node=8"], None),
+        ("--device h100:8", "gpu:8"),
+        ("--device h100:8 launch.ranks_per_node=4", "gpu:8"),
+        ("--device h100 launch.ranks_per_node=4", "gpu:4"),
+        ("--device trn2:64 launch.ranks_per_node=64", "neuron:16"),
+        ("--device h100:8 --gres gpu:h100:4", "gpu:h100:4"),
+        ("--device cpu:4", None),
+        ("launch.ranks_per_node=8", None),
     ):
-        few = ["submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "train.global_batch=128"]
-        few.append("train.micro_batch=1")
-        assert main([*few, *options, "--dry-run"]) == 0
-        out = capsys.readouterr().out
+        few = "submit llama2-tiny data.dataset=tiny --nodes 2 train.global_batch=128 train.micro_batch=1"
+        out = cli(*few.split(), *options.split(), "--dry-run").out
         assert re.findall(r"^#SBATCH --gres=(\S+)$", out, re.M) == ([gres] if gres else [])
-        note = re.search(r"^note +no sinfo answers here.*: the job asks for (.*)$", out, re.M)
-        if "--gres" in options:
-            assert note is None
-        else:
-            assert note is not None
-            shown = f"{gres} on each node, by --device; --gres names other ones"
-            assert note[1] == (
-                shown if gres else "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
-            )
+        notes = re.findall(r"^note +no sinfo answers here.*: the job asks for (.*)$", out, re.M)
+        told = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
+        if gres:
+            told = f"{gres} on each node, by --device; --gres names other ones"
+        assert notes == ([] if "--gres" in options else [told])
 
 
-def test_a_warmup_of_much_of_the_run_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warmup_of_much_of_the_run_is_warned_of(cli: CommandLine) -> None:
     """The warmup of a recipe is that of its own steps."""
     long = ["llama3.1-8b", "train.steps=300B"]
     told = "optimizer.warmup_steps (8,000) is 45% of train.steps (17,881): optimizer.warmup_steps=357 is 2%"
-    assert main(["submit", *long, "--nodes", "4", "--device", "h100:8", "--dry-run"]) == 0
-    assert re.search(rf"^warning +{re.escape(told)}$", capsys.readouterr().out, re.M)
-    assert main(["train", *long, "--nproc", "8", "--dry-run"]) == 0
-    assert re.search(rf"^# warning +{re.escape(told)}$", capsys.readouterr().out, re.M)
-    for keys in (["optimizer.warmup_steps=1788"], ["train.steps=894070"]):
-        assert main(["train", *long, *keys, "--nproc", "8", "--dry-run"]) == 0
-        assert "warmup" not in re.sub(r"(?m)^ *warmup_steps: .*", "", capsys.readouterr().out)
+    out = cli("submit", *long, "--nodes", "4", "--device", "h100:8", "--dry-run").out
+    assert re.search(rf"^warning +{re.escape(told)}$", out, re.M)
+    train = ["train", *long, "--nproc", "8", "--dry-run"]
+    assert re.search(rf"^# warning +{re.escape(told)}$", cli(*train).out, re.M)
+    for key in ("optimizer.warmup_steps=1788", "train.steps=894070"):
+        out = cli(*train, key).out
+        assert "warmup" not in re.sub(r"(?m)^ *warmup_steps: .*", "", out)
 
 
 @pytest.mark.parametrize(
@@ -222,13 +207,12 @@ def test_another_machine_gets_the_same_command(
 
 @pytest.mark.parametrize("host", ["", "-oProxyCommand=x", "user@-oProxyCommand=x", "a\nb"])
 def test_fault_20_a_host_that_ssh_would_take_for_an_option_is_refused(
-    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    host: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("ssh was started"))
     arguments = ["submit", "llama2-tiny", f"--ssh={host}"]
     monkeypatch.setattr("sys.argv", ["shardwise", *arguments])
-    assert main(arguments) == 2
-    assert re.match(r"shardwise: --ssh \('.*'\) must be (one word|without line breaks)", capsys.readouterr().err)
+    assert re.match(r"shardwise: --ssh \('.*'\) must be (one word|without line breaks)", cli.refused(*arguments))
 
 
 def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,15 +259,12 @@ def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: 
     assert made() == []
 
 
-def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that_trains(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    wanted = ["compile.enabled=true", "data.path=https://me:word@example.org/a.txt", "--run-dir", "one"]
-    options = [*(argument for argument in TWO if argument != "data.dataset=tiny"), *wanted, "--dry-run"]
+def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that_trains(cli: CommandLine) -> None:
+    command = with_path("https://me:word@example.org/a.txt")
 
     def scripts(*more: str) -> list[str]:
-        main([*options, *more])
-        return capsys.readouterr().out.split("#!/usr/bin/env bash\n")[1:]
+        out = cli(*command, "compile.enabled=true", "--run-dir", "one", "--dry-run", *more).out
+        return out.split("#!/usr/bin/env bash\n")[1:]
 
     (train,) = scripts()
     compiling, training = scripts("--precompile")
@@ -295,16 +276,14 @@ def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that
     assert "word" not in compiling + training
 
 
-def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr(commands, "submit", lambda *_: "7")
     monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
     for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
-        wrong = [one if one != "data.dataset=tiny" else f"data.path={path}" for one in TWO]
-        assert main([*wrong, "-y", "--detach", "--run-dir", name]) == 0
-    script = {name: Path(name) / "job.sh" for name in ("open", "closed")}
-    assert script["open"].stat().st_mode & 0o077
-    assert script["closed"].stat().st_mode & 0o777 == 0o600
-    assert "me:word@" in script["closed"].read_text()
+        cli(*with_path(path), "-y", "--detach", "--run-dir", name)
+    assert Path("open/job.sh").stat().st_mode & 0o077
+    assert Path("closed/job.sh").stat().st_mode & 0o777 == 0o600
+    assert "me:word@" in Path("closed/job.sh").read_text()
 
 
 def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(

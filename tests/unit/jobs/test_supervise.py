@@ -13,6 +13,7 @@ from shardwise.cli import main
 from shardwise.launch import stop_requests
 from shardwise.runs.folder import RunLock
 from shardwise_jobs.cli import supervise
+from tests.command_line import CommandLine
 
 COMMAND = ("supervise", "llama2-tiny", "data.dataset=tiny", "--run-dir", "run", "--ranks-per-node", "1")
 
@@ -62,18 +63,14 @@ def test_a_late_signal_starts_no_other_supervisor(lock: ExitStack, monkeypatch: 
             signal.signal(number, handler)
 
 
-def test_a_folder_that_stays_in_use_is_told(
-    lock: ExitStack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_stays_in_use_is_told(lock: ExitStack, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setattr(supervise, "_LOCK_TRIES", 1)
     monkeypatch.setattr(supervise, "_LOCK_PAUSE", 0)
     with lock:
-        assert main(COMMAND) == 2
-    assert "--run-dir (run) is in use by another run" in capsys.readouterr().err
+        assert "--run-dir (run) is in use by another run" in cli.refused(*COMMAND)
 
 
-def test_a_folder_that_is_gone_is_told(lock: ExitStack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_gone_is_told(lock: ExitStack, cli: CommandLine) -> None:
     lock.close()
     shutil.rmtree("run")
-    assert main(COMMAND) == 2
-    assert "--run-dir (run) is gone, with all that this job has trained" in capsys.readouterr().err
+    assert "--run-dir (run) is gone, with all that this job has trained" in cli.refused(*COMMAND)

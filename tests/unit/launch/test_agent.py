@@ -135,7 +135,6 @@ def test_an_agent_that_gets_no_job_ends(probe: list[str], tmp_path: Path) -> Non
     assert process.returncode == -signal.SIGKILL
     with local.agent_ahead(2) as first, local.agent_ahead(2) as second:
         assert first is second
-        assert first.stdin is not None
         first.stdin.close()
         assert first.wait(120) == 1
 
@@ -152,7 +151,6 @@ with local.agent_ahead(2) as agent:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_launcher_that_is_killed_during_the_import_leaves_no_process() -> None:
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
         pid = int(launcher.stdout.readline())
         launcher.kill()
         assert processes.wait_for(lambda: not processes.alive(pid), 120)

@@ -14,15 +14,9 @@ from shardwise.launch.environment import Rank, joined, may_be_a_task
 from shardwise.launch.first_failure import Failure
 
 SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2,1(x2),1",
-    "SLURM_STEP_NODELIST": "gpu[3,7-9]",
-}
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "2,1(x2),1", "SLURM_STEP_NODELIST": "gpu[3,7-9]",
+}  # fmt: skip
 MPIRUN = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "LOCAL_RANK", "SIZE"), "112", strict=True)}
 
 
@@ -31,6 +25,12 @@ def _known_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {"gpu3": "10.0.0.3"}
     monkeypatch.setattr(external_launchers, "_node_address", addresses.get)
     monkeypatch.setattr(external_launchers, "_resolves", lambda name: name in addresses.values())
+
+
+def adopted(**variables: str) -> dict[str, str]:
+    """What a task adds to these variables, which are kept."""
+    external_launchers.adopt_task(variables)
+    return variables
 
 
 def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
@@ -44,9 +44,7 @@ def test_a_task_of_srun_has_its_place_and_the_steps_first_host() -> None:
 
 def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
     def port(**changed: str) -> int:
-        variables = {**SRUN, **changed}
-        external_launchers.adopt_task(variables)
-        return int(variables["MASTER_PORT"])
+        return int(adopted(**{**SRUN, **changed})["MASTER_PORT"])
 
     assert port(SLURM_PROCID="0") == port()
     others = [port(SLURM_JOB_ID="8"), port(SLURM_STEP_ID="1"), port(SLURM_RESTART_COUNT="1")]
@@ -56,8 +54,7 @@ def test_all_tasks_of_a_job_and_no_other_job_meet_at_a_port() -> None:
 
 
 def test_on_one_node_the_tasks_meet_on_the_loopback_interface() -> None:
-    variables = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
-    external_launchers.adopt_task(variables)
+    variables = adopted(**{**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"})
     assert variables["MASTER_ADDR"] == "127.0.0.1"
 
 
@@ -137,9 +134,7 @@ JOB["SLURM_JOB_NODELIST"] = SRUN["SLURM_STEP_NODELIST"]
     ids=["mpich", "mpich-inside-srun", "pmi-of-srun", "mvapich2", "srun-without-its-step"],
 )  # fmt: skip
 def test_fault_14_a_task_of_each_launcher_joins(variables: dict[str, str], place: tuple[int, int, int]) -> None:
-    own = dict(variables)
-    external_launchers.adopt_task(own)
-    assert joined(own) == Rank(*place)
+    assert joined(adopted(**variables)) == Rank(*place)
 
 
 @pytest.mark.parametrize(
@@ -178,20 +173,12 @@ def test_fault_14_a_task_that_cannot_know_its_place_is_told_what_to_set(variable
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1", "PMIX_RANK": "0"},
         {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
         {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "1"},
+        *({**SRUN, **placed} for placed in ({"RANK": "0"}, {"WORLD_SIZE": "4"}, {"WORLD_SIZE": "1"})),
     ],
-    ids=["script-of-a-job", "one-task", "mpiexec", "flux"],
+    ids=["script-of-a-job", "one-task", "mpiexec", "flux", "with-a-rank", "in-a-world", "world-of-one"],
 )
-def test_fault_14_a_process_that_is_alone_stays_so(variables: dict[str, str]) -> None:
-    own = dict(variables)
-    external_launchers.adopt_task(own)
-    assert own == variables
-
-
-@pytest.mark.parametrize("kept", [{"RANK": "0"}, {"WORLD_SIZE": "4"}, {"WORLD_SIZE": "1"}])
-def test_who_is_placed_already_or_alone_stays_so(kept: dict[str, str]) -> None:
-    variables = {**SRUN, **kept}
-    external_launchers.adopt_task(variables)
-    assert variables == {**SRUN, **kept}
+def test_fault_14_a_process_that_is_alone_or_placed_already_stays_so(variables: dict[str, str]) -> None:
+    assert adopted(**variables) == variables
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ input()
 
 def test_a_child_dies_with_its_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     os.kill(child, 0)
     parent.kill()

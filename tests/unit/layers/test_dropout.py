@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import Dropout, DropoutKey
 from tests.unit.layers.groups import pretend_group
 
@@ -12,6 +13,10 @@ MODES = ["fast", "invariant"]
 
 def key(mode: str = "fast", *, step: int = 3, first: int = 8, samples: int = B) -> DropoutKey:
     return DropoutKey(1, step, torch.arange(first, first + samples), first, mode)  # type: ignore[arg-type]
+
+
+def dropped(group: Group | None = None, **options: bool) -> Dropout:
+    return Dropout(0.5, layer=0, site=1, group=group, **options)
 
 
 def masked(layer: Dropout, k: DropoutKey, rows: int = S, samples: int = B, width: int = H) -> torch.Tensor:
@@ -48,15 +53,10 @@ def test_the_key_decides_whatever_ran_before(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_a_key_nothing_is_dropped(mode: str) -> None:
-    x = torch.ones(S, B, H)
-    assert Dropout(0.5, layer=0, site=0)(x, None) is x
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_gradient_passes_through_the_mask(mode: str) -> None:
     layer = Dropout(0.25, layer=0, site=1)
     x = torch.ones(S, B, H, requires_grad=True)
+    assert layer(x, None) is x, "without a key nothing is dropped"
     y = layer(x, key(mode))
     y.sum().backward()
     assert x.grad is not None
@@ -64,47 +64,35 @@ def test_gradient_passes_through_the_mask(mode: str) -> None:
 
 
 def test_fast_masks_differ_between_shards_of_the_sequence_and_agree_between_copies() -> None:
-    shards = [
-        masked(Dropout(0.5, layer=0, site=1, group=pretend_group(r, 2), sequence_parallel_enabled=True), key())
-        for r in range(2)
-    ]
-    copies = [masked(Dropout(0.5, layer=0, site=1, group=pretend_group(r, 2)), key()) for r in range(2)]
+    groups = [pretend_group(r, 2) for r in range(2)]
+    shards = [masked(dropped(group, sequence_parallel_enabled=True), key()) for group in groups]
+    copies = [masked(dropped(group), key()) for group in groups]
     assert torch.equal(*copies)
     assert abs(float((shards[0] == shards[1]).float().mean()) - 0.5) < 0.1
 
 
 def test_parts_of_the_width_are_parts_of_one_mask_or_differ() -> None:
     """As the input of a row-parallel layer is cut: `invariant` masks are columns of the whole, `fast` ones differ."""
-    whole = masked(Dropout(0.5, layer=0, site=3), key("invariant"))
-    cut = [Dropout(0.5, layer=0, site=3, group=pretend_group(r, 4), input_is_parallel=True) for r in range(4)]
+    whole = masked(dropped(), key("invariant"))
+    cut = [dropped(pretend_group(r, 4), input_is_parallel=True) for r in range(4)]
     columns = [masked(layer, key("invariant"), width=H // 4) for layer in cut]
     assert torch.equal(torch.cat(columns, dim=-1), whole)
     fast = [masked(layer, key(), width=H // 4) for layer in cut]
     assert abs(float((fast[0] == fast[1]).float().mean()) - 0.5) < 0.2, "two ranks draw related masks"
     with pytest.raises(ValueError, match="must not both be true: one dim is cut"):
-        Dropout(0.5, layer=0, site=3, sequence_parallel_enabled=True, input_is_parallel=True)
+        dropped(sequence_parallel_enabled=True, input_is_parallel=True)
 
 
-def test_invariant_masks_are_parts_of_one_mask() -> None:
-    """By sequence shards, and by samples: what a rank or a micro-batch draws is its part of the whole."""
-    whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))
-    shards = [
-        masked(
-            Dropout(0.5, layer=0, site=1, group=pretend_group(r, 4), sequence_parallel_enabled=True),
-            key("invariant"),
-            S // 4,
-        )
-        for r in range(4)
-    ]
+def test_invariant_masks_are_parts_of_one_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By sequence shards, by samples and by what is hashed at once: each draws its part of the whole."""
+    whole = masked(dropped(), key("invariant"))
+    cut = [dropped(pretend_group(r, 4), sequence_parallel_enabled=True) for r in range(4)]
+    shards = [masked(layer, key("invariant"), S // 4) for layer in cut]
     assert torch.equal(torch.cat(shards), whole)
-    halves = [masked(Dropout(0.5, layer=0, site=1), key("invariant", first=f, samples=2), S, 2) for f in (8, 10)]
+    halves = [masked(dropped(), key("invariant", first=f, samples=2), S, 2) for f in (8, 10)]
     assert torch.equal(torch.cat(halves, dim=1), whole)
-
-
-def test_invariant_masks_do_not_depend_on_how_many_elements_are_hashed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = masked(Dropout(0.5, layer=0, site=1), key("invariant"))
     monkeypatch.setattr("shardwise.layers.dropout.MASK_CHUNK_ELEMENTS", 100)
-    assert torch.equal(masked(Dropout(0.5, layer=0, site=1), key("invariant")), whole)
+    assert torch.equal(masked(dropped(), key("invariant")), whole)
 
 
 def test_invariant_masks_are_those_of_splitmix64() -> None:

@@ -33,11 +33,11 @@ def plain_sum(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down
     return torch.stack(rows)
 
 
-def inputs(experts: Tensor) -> list[Tensor]:
+def inputs(experts: Tensor, width: int = WIDTH, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Tokens, their weights, and the matrices of the experts."""
     generator = torch.Generator().manual_seed(1)
-    shapes = [(len(experts), H), tuple(experts.shape), (N, 2 * WIDTH, H), (N, H, WIDTH)]
-    x, weights, gate_up, down = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [tensor.requires_grad_() for tensor in (x, weights.abs(), gate_up, down)]
+    shapes = [(len(experts), H), tuple(experts.shape), (N, 2 * width, H), (N, H, width)]
+    return [torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 CHOICES = {
@@ -82,13 +82,11 @@ def test_the_way_to_experts_and_back_says_that_it_has_no_second_derivative(way: 
 def test_grouped_products_compute_the_same(case: str) -> None:
     """What an accelerator does; widths are multiples of 16 bytes."""
     experts = CHOICES[case]
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(len(experts), H), tuple(experts.shape), (N, 8, H), (N, H, 4)]
-    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
-    x, weights, gate_up, down = given
-    dy = torch.randn(len(experts), H, generator=generator)
-    found = _grouped_sum(x, weights, experts, gate_up, down)
-    wanted = sum_of_experts(x, weights, experts, gate_up, down)
+    given = inputs(experts, width=4, dtype=torch.float32)
+    x, weights, *matrices = given
+    dy = torch.randn(len(experts), H)
+    found = _grouped_sum(x, weights, experts, *matrices)
+    wanted = sum_of_experts(x, weights, experts, *matrices)
     gradients = torch.autograd.grad(found, given, dy), torch.autograd.grad(wanted, given, dy)
     for gradient, same in zip((found, *gradients[0]), (wanted, *gradients[1]), strict=True):
         # Another library adds in another order, and terms of other signs are larger than their sum.
@@ -113,20 +111,19 @@ class Results(TorchDispatchMode):
 def test_grouped_products_hold_no_row_of_another_rank() -> None:
     """Of 64 tokens with 8 choices each, a rank of 8 has one: sums of rows need as many rows as tokens."""
     tokens, per_token, width = 64, 8, 4
-    generator = torch.Generator().manual_seed(1)
     experts = torch.full((tokens, per_token), N)
-    experts[:, 0] = torch.randint(N, (tokens,), generator=generator)
+    experts[:, 0] = torch.randint(N, (tokens,), generator=torch.Generator().manual_seed(1))
     experts[:4, 1:3] = torch.tensor([1, 3])
     experts = experts.sort(dim=1).values
     experts[-1] = N
-    shapes = [(tokens, H), tuple(experts.shape), (N, 2 * width, H), (N, H, width)]
-    given = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    given = inputs(experts, width, torch.float32)
+    x, weights, *matrices = given
     rows = int((experts < N).sum())
     with Results() as results:
-        found = _grouped_sum(given[0], given[1], experts, given[2], given[3], rows)
+        found = _grouped_sum(x, weights, experts, *matrices, rows)
         gradients = torch.autograd.grad(found, given, torch.ones_like(found))
     assert max(size for _, size in results.calls) <= 2 * width * rows < tokens * per_token * H
-    wanted = sum_of_experts(given[0], given[1], experts, given[2], given[3])
+    wanted = sum_of_experts(x, weights, experts, *matrices)
     same = torch.autograd.grad(wanted, given, torch.ones_like(wanted))
     for one, other in zip((found, *gradients), (wanted, *same), strict=True):
         torch.testing.assert_close(one, other)
@@ -143,12 +140,9 @@ def test_gradients_of_experts_with_rows_are_written_once() -> None:
 
 
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
+    """And those of the groups with the best two scores: here the second has the best expert, the first the pair."""
     scores = torch.tensor([[0.5, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.5, 0.5]])
     assert choose(Routing(N, 2), scores).tolist() == [[1, 2], [0, 1], [0, 2]]
-
-
-def test_experts_are_of_the_groups_with_the_best_two_scores() -> None:
-    """The second group has the best expert, and the first one the better pair."""
     routing = Routing(6, 2, groups=3, chosen_groups=1)
     assert choose(routing, torch.tensor([[0.6, 0.5, 0.9, 0.0, 0.1, 0.1]])).tolist() == [[0, 1]]
 
@@ -179,16 +173,8 @@ def test_weights_are_divided_by_their_sum_and_scaled(scores: Any) -> None:
 def test_each_expert_has_tensors_of_its_own_name() -> None:
     experts = layer(Routing(2, 1, has_bias=True, scores="sigmoid"))
     names = [piece.name for parameter in experts.parameters() for piece in parameter.placement.pieces]  # type: ignore[attr-defined]
-    assert sorted(names) == [
-        "mlp.experts.0.down_proj.weight",
-        "mlp.experts.0.gate_proj.weight",
-        "mlp.experts.0.up_proj.weight",
-        "mlp.experts.1.down_proj.weight",
-        "mlp.experts.1.gate_proj.weight",
-        "mlp.experts.1.up_proj.weight",
-        "mlp.gate.e_score_correction_bias",
-        "mlp.gate.weight",
-    ]
+    matrices = [f"experts.{number}.{kind}_proj.weight" for number in range(2) for kind in ("down", "gate", "up")]
+    assert sorted(names) == [f"mlp.{name}" for name in (*matrices, "gate.e_score_correction_bias", "gate.weight")]
 
 
 def test_the_router_computes_in_float32() -> None:

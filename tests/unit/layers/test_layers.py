@@ -25,12 +25,13 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.matmul import let_products_add
-from shardwise.layers.norm import LayerNorm, RMSNorm
+from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
 from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import MAKERS
 
 FOUR = pretend_group(1, 4)
 
@@ -46,6 +47,10 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"names \(1\) must be 3": lambda: GQAQKVColumnParallelLinear(8, (16, 8), head_dim=4, names=("q",)),
     r"init \(0.01\) must be a shardwise.Init": lambda: RMSNorm(8, init=0.01),  # type: ignore[arg-type]
     r"columns of w \(10\) .* size \(4\)": lambda: placement.Piece.columns("w", (4, 10), FOUR, Init.constant(0)),
+    # Most often because a column-parallel layer gathers its output, as it does by default.
+    r"a layer's input \(16\) must be that of this rank's weight \(32\): .*gather_output=False": lambda: (
+        RowParallelLinear(32, 8, input_is_parallel=True)(ColumnParallelLinear(8, 16)(torch.zeros(3, 1, 8)))
+    ),
 }
 
 
@@ -55,20 +60,10 @@ def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
         REFUSED[message]()
 
 
-def test_an_input_of_another_width_is_refused_with_what_the_layer_takes() -> None:
-    """Most often because a column-parallel layer gathers its output, as it does by default."""
-    first = ColumnParallelLinear(8, 16)
-    second = RowParallelLinear(32, 8, input_is_parallel=True)
-    text = r"a layer's input \(16\) must be that of this rank's weight \(32\): .*gather_output=False"
-    with pytest.raises(ValueError, match=text):
-        second(first(torch.zeros(3, 1, 8)))
-
-
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm])
 def test_a_seed_needs_a_name(kind: Any) -> None:
-    sizes = (4,) if kind is RMSNorm else (4, 4)
     with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
-        kind(*sizes, seed=1)
+        MAKERS[kind](seed=1)
 
 
 def test_without_a_seed_torchs_generator_decides() -> None:
@@ -115,23 +110,19 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert row.input_is_parallel
     assert [ParallelEmbedding(10, 4, index).padding_idx for index in (3, -1)] == [3, 9]
     assert LayerNorm(4, 0.5).eps == RMSNorm(4, 0.5).eps == 0.5
+    merged = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
+    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(merged)
 
 
-WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
-    "ColumnParallelLinear": lambda group: ColumnParallelLinear(4, 4, group=group),
-    "GQAQKVColumnParallelLinear": lambda group: GQAQKVColumnParallelLinear(8, (8, 4), head_dim=4, group=group),
-    "RowParallelLinear": lambda group: RowParallelLinear(4, 4, group=group),
-    "ParallelEmbedding": lambda group: ParallelEmbedding(4, 4, group=group),
-    "ParallelLMHead": lambda group: ParallelLMHead(4, 4, group=group),
-    "RMSNorm": lambda group: RMSNorm(4, sequence_parallel_enabled=True, group=group),
-    "ReplicatedEmbedding": lambda group: ReplicatedEmbedding(4, 4, sequence_parallel_enabled=True, group=group),
-    "Dropout": lambda group: Dropout(0.5, layer=0, site=0, sequence_parallel_enabled=True, group=group),
-    "parallel_cross_entropy": lambda group: parallel_cross_entropy(
-        torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
-    ),
-    "linear_cross_entropy": lambda group: linear_cross_entropy(
-        torch.zeros(2, 1, 4), torch.zeros(4, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
-    ),
+IDS = torch.zeros(2, 1, dtype=torch.int64)
+SEQUENCE = {"sequence_parallel_enabled": True}
+CUT = (ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead)
+WITHOUT_GROUP: dict[str, Callable[..., object]] = {kind.__name__: MAKERS[kind] for kind in CUT}
+WITHOUT_GROUP |= {kind.__name__: partial(MAKERS[kind], **SEQUENCE) for kind in (RMSNorm, ReplicatedEmbedding)}
+WITHOUT_GROUP |= {
+    "Dropout": partial(Dropout, 0.5, layer=0, site=0, **SEQUENCE),
+    "parallel_cross_entropy": partial(parallel_cross_entropy, torch.zeros(2, 1, 4), IDS),
+    "linear_cross_entropy": partial(linear_cross_entropy, torch.zeros(2, 1, 4), torch.zeros(4, 4), IDS),
 }
 
 
@@ -141,15 +132,15 @@ def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
 ) -> None:
     monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
-    make(None)  # alone: nothing to share
+    make(group=None)  # alone: nothing to share
     monkeypatch.setenv("WORLD_SIZE", "4")
-    make(Group())
+    make(group=Group())
     LayerNorm(4)  # the same with a group
     with pytest.warns(UserWarning, match=f"{owner} was given no group=, so each of the 4 ranks of this job") as warned:
-        make(None)
+        make(group=None)
     assert [warning.filename for warning in warned] == [__file__], "the warning does not point at the caller"
     for other in WITHOUT_GROUP.values():
-        other(None)
+        other(group=None)
 
 
 def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +148,14 @@ def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     for make in WITHOUT_GROUP.values():  # warnings are errors
-        make(None)
+        make(group=None)
 
 
 @pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
 def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
     for make in WITHOUT_GROUP.values():
         with pytest.raises(ArgumentError, match=r"group \(.*\) must be the ranks of one axis: .*mesh\.tp of Mesh"):
-            make(given)
+            make(group=given)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -180,35 +171,18 @@ def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
     assert tied.pieces[0].box == untied.pieces[0].box, "the head's rows are not the embedding's"
 
 
-def test_layers_say_what_they_are() -> None:
-    layer = MergedColumnParallelLinear(8, (4, 8), group=FOUR, names=("a", "b"), seed=1)
-    assert "8 -> [1, 2] of Group(tp 1/4)" in repr(layer)
-
-
 def test_a_keyword_that_no_layer_takes_is_refused() -> None:
     """Swallowed, it would train another model than was asked for."""
-    wrong: dict[str, Any] = {"sequence_parallel": True}
-    makers: list[Callable[..., object]] = [
-        partial(ColumnParallelLinear, 4, 8),
-        partial(MergedColumnParallelLinear, 4, (8, 8), names=("a", "b")),
-        partial(GQAQKVColumnParallelLinear, 4, (8, 4), head_dim=4),
-        partial(RowParallelLinear, 4, 8),
-        partial(ParallelEmbedding, 4, 8),
-        partial(ParallelLMHead, 4, 8),
-        partial(LayerNorm, 4),
-        partial(RMSNorm, 4),
-    ]
-    for make in makers:
+    for kind in MAKERS.keys() - {QueryKeyNorm}:
         with pytest.raises(ArgumentError, match=r"does not take sequence_parallel \(did you mean sequence_"):
-            make(**wrong)
+            MAKERS[kind](sequence_parallel=True)
 
 
 def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")  # where a missing group= would be warned of: the refusal comes first
     foreign: dict[str, Any] = {"init_method": nn.init.ones_, "stride": 1}
-    with pytest.raises(
-        ArgumentError, match=r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
-    ):
+    told = r"does not take init_method \(give init=, .*\) or stride \(leave it out: .*\)$"
+    with pytest.raises(ArgumentError, match=told):
         ColumnParallelLinear(4, 8, **foreign)
     loss_arguments: dict[str, Any] = {"tp_group": object()}
     with pytest.raises(ArgumentError, match=r"parallel_cross_entropy does not take tp_group \(give group=\)"):
@@ -238,9 +212,8 @@ def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multipli
     told = GQAQKVColumnParallelLinear(8, (128, 32), head_dim=8, **rest)
     derived = GQAQKVColumnParallelLinear(8, [128, 32], kv_size_multiplier=multiplier, **rest)
     assert derived._copies == told._copies == [1, copies, copies]
-    boxes = [
-        [(piece.box, piece.local) for piece in placement.of_or_whole(qkv.weight).pieces] for qkv in (derived, told)
-    ]
+    pieces = [placement.of_or_whole(qkv.weight).pieces for qkv in (derived, told)]
+    boxes = [[(piece.box, piece.local) for piece in each] for each in pieces]
     assert boxes[0] == boxes[1]
 
 
@@ -356,8 +329,7 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
     """And without it, or with one of another dtype, autograd adds."""
     layer = ColumnParallelLinear(8, 6, group=Group(), dtype=torch.bfloat16)
     x = torch.randn(4, 2, 8).bfloat16().requires_grad_()
-    bias = layer.bias
-    assert bias is not None
+    bias = cast(nn.Parameter, layer.bias)
     wanted = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight, bias])
     let_products_add([layer.weight])
     for dtype in (torch.bfloat16, torch.float32):
@@ -370,12 +342,8 @@ def test_products_add_to_a_gradient_where_there_is_one() -> None:
             bias.grad = None
             layer(x).square().sum().backward()
         handle.remove()
-        assert x.grad is not None
-        assert layer.weight.grad is not None
-        assert bias.grad is not None
-        assert torch.equal(x.grad, wanted[0])
-        assert torch.equal(layer.weight.grad, 2 * wanted[1].to(dtype))
-        assert torch.equal(bias.grad, wanted[2])
+        found = x.grad, layer.weight.grad, bias.grad
+        assert all(map(torch.equal, found, (wanted[0], 2 * wanted[1].to(dtype), wanted[2])))
         assert len(hooks) == 2
 
 

@@ -1,6 +1,6 @@
 """Gradients of replicated parameters: one sum over the ranks for each forward pass."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -41,6 +41,14 @@ def layer(x: Tensor, weight: Tensor, ranks: Group) -> Tensor:
     return torch.cat([part * view for part, view in zip(x.chunk(PARTS), views, strict=True)])
 
 
+def layers(x: Tensor, weights: Sequence[Tensor], ranks: Group, parameters: ReplicatedParameters) -> Tensor:
+    """A forward pass through a layer for each weight."""
+    with parameters.forward_pass():
+        for weight in weights:
+            x = layer(x, weight, ranks)
+    return x
+
+
 def test_all_gradients_are_summed_at_once_after_the_first_pass(sums: list[int]) -> None:
     ranks = two_ranks()
     weights = [nn.Parameter(torch.randn(3)) for _ in range(4)]
@@ -48,11 +56,8 @@ def test_all_gradients_are_summed_at_once_after_the_first_pass(sums: list[int]) 
     parameters = ReplicatedParameters()
     gradients = []
     for _ in range(2):
-        x = torch.ones(4, 3)
-        with parameters.forward_pass():
-            for weight in (*weights, frozen):
-                x = layer(x, weight, ranks)
-        gradients.append(torch.autograd.grad(x.sum(), weights))
+        y = layers(torch.ones(4, 3), (*weights, frozen), ranks, parameters)
+        gradients.append(torch.autograd.grad(y.sum(), weights))
     assert sums == [3, 3, 3, 3, 12]
     whole = torch.ones(4, 3)
     for weight in (*weights, frozen):
@@ -96,8 +101,7 @@ def test_layers_that_share_a_parameter_add_its_parts_first(sums: list[int]) -> N
     for ranks in (two_ranks(), Group(grain=PARTS)):
         parameters = ReplicatedParameters()
         for _ in range(2):
-            with parameters.forward_pass():
-                y = layer(layer(x, weight, ranks), weight, ranks)
+            y = layers(x, (weight, weight), ranks, parameters)
             gradients += torch.autograd.grad(y.sum(), [weight])
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     # Size 1: nothing to communicate, though this test's sum over ranks is called.
@@ -109,12 +113,9 @@ def test_a_pass_may_use_other_parameters_than_the_last_one(sums: list[int]) -> N
     always, sometimes = (nn.Parameter(torch.randn(3)) for _ in range(2))
     parameters = ReplicatedParameters()
     for weights in ((always, sometimes), (always,), (always, sometimes)):
-        x = torch.ones(4, 3)
-        with parameters.forward_pass():
-            for weight in weights:
-                x = layer(x, weight, ranks)
+        y = layers(torch.ones(4, 3), weights, ranks, parameters)
         sums.clear()
-        gradients = torch.autograd.grad(x.sum(), weights)
+        gradients = torch.autograd.grad(y.sum(), weights)
         assert all(gradient.abs().sum() > 0 for gradient in gradients)
     # The one that the last pass did not use has a sum of its own.
     assert sorted(sums) == [3, 3]
@@ -126,8 +127,7 @@ def test_several_micro_batches_may_be_under_way(sums: list[int]) -> None:
     parameters = ReplicatedParameters()
     outputs = []
     for number in range(3):
-        with parameters.forward_pass():
-            outputs.append(layer(torch.full((4, 3), float(number)), weight, ranks).sum())
+        outputs.append(layers(torch.full((4, 3), float(number)), (weight,), ranks, parameters).sum())
     for number, output in enumerate(outputs):
         (gradient,) = torch.autograd.grad(output, [weight])
         assert torch.equal(gradient, torch.full((3,), 4.0 * number))
@@ -140,12 +140,10 @@ def test_an_evaluation_in_between_changes_nothing(sums: list[int]) -> None:
     parameters = ReplicatedParameters()
     for is_trained in (True, False, True):
         sums.clear()
-        x = torch.ones(4, 3)
-        with torch.set_grad_enabled(is_trained), parameters.forward_pass():
-            for weight in weights:
-                x = layer(x, weight, ranks)
+        with torch.set_grad_enabled(is_trained):
+            y = layers(torch.ones(4, 3), weights, ranks, parameters)
         if is_trained:
-            torch.autograd.grad(x.sum(), weights)
+            torch.autograd.grad(y.sum(), weights)
     assert sums == [6]
 
 

@@ -12,19 +12,14 @@ from shardwise import batch_first
 from shardwise.base.errors import ConfigError
 from shardwise.models.batch_first import PLAIN_MODULE
 from tests.dist.test_own_training import trainer
-from tests.unit.models.own_classes import Write, config, problem
+from tests.unit.models.own_classes import PLAIN, Write, config, problem
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-HEAD = "import shardwise as sw\nfrom torch import nn\n\nclass Model(nn.Module):\n"
 IDS_ALONE = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-
     def forward(self, ids):
         return self.layer(ids)
 
-    def {name}(self, ids):
+    def head(self, ids):
         return self.layer(ids)
 """
 
@@ -45,13 +40,8 @@ class Module(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         logits = self.head(self.embedding(ids).cumsum(1))
-        kinds: dict[str, Any] = {
-            "tensor": logits,
-            "tuple": (logits.mean(), logits),
-            "named": Output(None, logits),
-            "none": {},
-        }
-        return kinds[self.kind]
+        pair = logits.mean(), logits
+        return {"tensor": logits, "tuple": pair, "named": Output(None, logits), "none": {}}[self.kind]
 
 
 def test_it_is_the_sum_over_targets_of_the_same_weights() -> None:
@@ -75,23 +65,18 @@ def test_the_forms_of_logits(kind: str) -> None:
     logits_SBV = module.head(module.embedding(ids_SB).cumsum(0))
     expected = F.cross_entropy(logits_SBV.flatten(0, 1), targets_SB.flatten(), reduction="sum")
     assert module(ids_SB, targets_SB).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_an_output_without_logits_is_named() -> None:
+    zeros = torch.zeros(2, 2, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"must return logits \[batch, sequence, vocabulary\], not a dict"):
-        batch_first(Module)(16, kind="none")(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64))
+        batch_first(Module)(16, kind="none")(zeros, zeros)
 
 
 def test_the_first_errors_of_a_plain_module_name_it(write: Write) -> None:
     """Each of: a forward of ids alone, an output that is no sum, swapped axes, a loss that gets no logits."""
-    text = IDS_ALONE.format(name="head")
-    family = write("", text, head=HEAD)
+    family = write(PLAIN, IDS_ALONE)
     assert problem(config(family)).endswith(PLAIN_MODULE)
-    loss = {"hooks": {"loss": "tests.own_hooks:cross_entropy"}}
-    said = problem(config(family, loss))
-    assert said.startswith(
-        "hooks.loss (tests.own_hooks:cross_entropy) needs a method logits(ids) of model.family (mine:"
-    )
+    said = problem(config(family, {"hooks": {"loss": "tests.own_hooks:cross_entropy"}}))
+    needs = "hooks.loss (tests.own_hooks:cross_entropy) needs a method logits(ids) of model.family (mine:"
+    assert said.startswith(needs)
     assert said.endswith(PLAIN_MODULE)
     for name in ("Pairs", "Summing"):
         with pytest.raises(ConfigError) as refused:

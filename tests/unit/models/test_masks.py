@@ -1,7 +1,5 @@
 """The keys that queries see, in each form of the mask, are those of the definition."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -49,13 +47,8 @@ def seen(mask: AttentionMask, keys: int, samples: int) -> Tensor:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("length", [BLOCK, 3 * BLOCK, 3 * BLOCK + 5, 40])
 def test_blocks_and_the_dense_mask_are_those_of_the_definition(length: int, window: int | None) -> None:
-    firsts = [
-        [0],
-        [0, 7, 30],
-        [0, *range(1, length, 31)],
-        [0, min(length - 1, BLOCK)],
-        [0, min(length - 1, BLOCK + 72)],
-    ]
+    late = [[0, min(length - 1, first)] for first in (BLOCK, BLOCK + 72)]
+    firsts = [[0], [0, 7, 30], [0, *range(1, length, 31)], *late]
     mask = AttentionMask((range(length),), starts(length, firsts), window)
     seen_BSS = seen(mask, length, len(firsts))
     dense = mask.dense(length, torch.float32, torch.device("cpu"))[:, 0]
@@ -231,15 +224,6 @@ def test_a_kernel_for_documents_is_told_where_each_begins(
 KNOWN = AttentionMask((range(64),), starts(64, [[0, 7]]).to("meta"), documents=DocumentSizes(2, 57))
 
 
-@contextmanager
-def one_order() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def form(mask: AttentionMask, **choices: bool) -> Any:
         options = {"is_compiled": False, "is_fused": True} | choices
@@ -257,15 +241,14 @@ def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pyte
     assert isinstance(form(half), Tensor), "keys of other queries"
     for number, expected in ((2**16 - 2, DocumentsMask), (2**16 - 1, Tensor)):
         assert isinstance(form(replace(KNOWN, documents=DocumentSizes(number, 57))), expected), "blocks along a grid"
-    with one_order():
-        assert isinstance(form(KNOWN), Tensor)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert isinstance(form(KNOWN), Tensor)
 
 
 def test_torch_describes_the_kernel_for_documents_as_it_is_called() -> None:
     with fake_tensors():
-        mask = replace(KNOWN, starts_SB=torch.zeros(64, 2, dtype=torch.int64), window=5).by_document(
-            64, is_compiled=False
-        )
+        whole = replace(KNOWN, starts_SB=torch.zeros(64, 2, dtype=torch.int64), window=5)
+        mask = whole.by_document(64, is_compiled=False)
         inputs = [torch.empty(64, 2, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
         y = mask.attend(*inputs, 0.5)
         gradients = torch.autograd.grad(y.flatten(2), inputs, torch.empty(64, 2, 64, dtype=torch.bfloat16))

@@ -20,17 +20,12 @@ from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, pro
 
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
-def test_it_is_found_in_the_current_directory(path: str, write: Write) -> None:
-    assert check_user_model(config(write(path=path))).__name__ == "Model"
-
-
-def test_the_current_directory_stands_in_for_no_library_afterwards(write: Write, tmp_path: Path) -> None:
-    family = write()
-    before = list(sys.path)
-    check_user_model(config(family))
-    assert sys.path == [*before, str(tmp_path)], "what the module imports later must be found, after all else"
-    check_user_model(config(family))
-    assert sys.path == [*before, str(tmp_path)]
+def test_it_is_found_in_the_current_directory(path: str, write: Write, tmp_path: Path) -> None:
+    """Which stands in for no library afterwards: what the module imports later must be found, after all else."""
+    family, before = write(path=path), list(sys.path)
+    for _ in range(2):
+        assert check_user_model(config(family)).__name__ == "Model"
+        assert sys.path == [*before, str(tmp_path)]
 
 
 def test_the_current_directory_comes_before_installed_packages(write: Write, tmp_path: Path) -> None:
@@ -64,30 +59,26 @@ def test_a_class_that_cannot_be_found(family: str, head: str | None, said: str, 
 # ---- what it is given
 
 
-ALL_OF_IT = """
-    def __init__(self, vocab_size, depth, *, group, sequence_parallel, recompute, seed, device, dtype, rope=None):
-        super().__init__()
-        self.layer = nn.Linear(3, vocab_size, device=device, dtype=dtype)
-        self.given = (depth, group, sequence_parallel, recompute, seed, device, dtype, rope)
-"""
+def constructor(arguments: str, *lines: str) -> str:
+    """Of a class, which takes these arguments and makes a layer."""
+    body = ("super().__init__()", "self.layer = nn.Linear(3, 3)", *lines)
+    return f"\n    def __init__(self, {arguments}):\n" + "".join(f"        {line}\n" for line in body)
 
 
 def test_keys_become_keywords_and_the_run_adds_what_is_named(write: Write) -> None:
+    arguments = "depth, *, vocab_size, group, sequence_parallel, recompute, seed, device, dtype, rope=None"
+    given = "self.given = (depth, group, sequence_parallel, recompute, seed, device, dtype, rope)"
     sections = {"train": {"recompute": "full", "seed": 5}}
     group = Group()
     rope = {"base": 1e4, "kind": ["a", "b"]}
-    built = build(config(write(ALL_OF_IT), sections, depth=3, rope=rope), group, device="cpu", dtype=torch.bfloat16)
+    chosen = config(write(constructor(arguments, given)), sections, depth=3, rope=rope)
+    built = build(chosen, group, device="cpu", dtype=torch.bfloat16)
     assert built.given == (3, group, False, "full", 5, "cpu", torch.bfloat16, rope)
 
 
 def test_a_key_may_have_the_name_of_an_attribute_of_the_section(write: Write) -> None:
-    constructor = """
-    def __init__(self, vocab_size, causal, json, shapes):
-        super().__init__()
-        self.layer = nn.Linear(3, vocab_size)
-        self.given = (causal, json, shapes)
-"""
-    assert build(config(write(constructor), causal=False, json="x", shapes=[1])).given == (False, "x", [1])
+    family = write(constructor("vocab_size, causal, json, shapes", "self.given = (causal, json, shapes)"))
+    assert build(config(family, causal=False, json="x", shapes=[1])).given == (False, "x", [1])
 
 
 def test_sizes_that_the_layout_is_held_to_need_no_taker(write: Write) -> None:
@@ -98,12 +89,8 @@ def test_sizes_that_the_layout_is_held_to_need_no_taker(write: Write) -> None:
 
 
 def test_a_constructor_may_take_everything(write: Write) -> None:
-    takes_all = """
-    def __init__(self, **given):
-        super().__init__()
-        self.layer, self.given = nn.Linear(3, 3), given
-    """
-    built = build(config(write(takes_all), depth=3), dtype=torch.bfloat16)
+    family = write(constructor("**given", "self.given = given"))
+    built = build(config(family, depth=3), dtype=torch.bfloat16)
     assert built.given == {"vocab_size": 16, "depth": 3}, "of the run it is given what it names"
     assert built.layer.weight.dtype == torch.bfloat16
     sections = {"parallel": {"tensor": 2}, "train": {"recompute": "full"}}
@@ -113,13 +100,17 @@ def test_a_constructor_may_take_everything(write: Write) -> None:
 
 
 def test_what_a_constructor_passes_on_its_base_takes(write: Write) -> None:
+    """Whatever lies between that has none."""
     base = """
+class Mixin:
+    pass
+
 class Base(nn.Module):
     def __init__(self, width, recompute, group=None):
         super().__init__()
         self.layer, self.group = nn.Linear(3, width), group
 
-class Model(Base):
+class Model(Mixin, Base):
 """
     passes_on = """
     def __init__(self, depth=1, **kwargs):
@@ -132,25 +123,6 @@ class Model(Base):
     assert built.layer.weight.shape == (16, 3)
 
 
-def test_a_mixin_without_a_constructor_is_passed_over(write: Write) -> None:
-    base = """
-class Mixin:
-    pass
-
-class Base(nn.Module):
-    def __init__(self, recompute, vocab_size):
-        super().__init__()
-        self.layer, self.recompute = nn.Linear(3, 3), recompute
-
-class Model(Mixin, Base):
-"""
-    passes_on = """
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-    """
-    assert build(config(write(passes_on, head=HEAD.partition("class")[0] + base))).recompute == "none"
-
-
 def test_a_key_beside_the_one_that_was_meant_is_reported_with_it(write: Write) -> None:
     assert problem(config(write(), width=4, widht=3)) == (
         "model.widht: mine:Model takes no such argument; did you mean model.width?"
@@ -159,12 +131,8 @@ def test_a_key_beside_the_one_that_was_meant_is_reported_with_it(write: Write) -
 
 def test_a_misspelt_key_is_reported_as_far_as_names_are_known(write: Write) -> None:
     """Of `**kwargs` nobody knows the names: what is like none of the others is passed on."""
-    takes_all = """
-    def __init__(self, vocab_size, width=4, **kwargs):
-        super().__init__()
-        self.layer, self.given = nn.Linear(3, width), kwargs
-    """
-    chosen = config(write(takes_all), widht=3, color="red")
+    arguments = "vocab_size, width=4, **kwargs"
+    chosen = config(write(constructor(arguments, "self.given = kwargs")), widht=3, color="red")
     assert problem(chosen) == "model.widht: mine:Model takes no such argument; did you mean model.width?"
     assert build(config("mine:Model", widht=3, width=5, color="red")).given == {"color": "red", "widht": 3}
 
@@ -203,15 +171,10 @@ def test_a_model_that_takes_no_dtype_is_converted(write: Write) -> None:
 
 def test_a_model_without_data_is_converted(write: Write) -> None:
     """As `shardwise compile --capture-only` makes it; torch's own conversion of such tensors fails."""
-    constructor = """
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.head.weight = self.layer.weight
-        self.register_buffer("places", torch.arange(3), persistent=False)
-    """
+    tied = ("self.head = nn.Linear(3, 3)", "self.head.weight = self.layer.weight")
+    buffer = 'self.register_buffer("places", torch.arange(3), persistent=False)'
     with fake_tensors():
-        model = build(config(write(constructor)), device="cpu", dtype=torch.bfloat16)
+        model = build(config(write(constructor("vocab_size", *tied, buffer))), device="cpu", dtype=torch.bfloat16)
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert len(list(model.parameters())) == 3
     assert model.get_buffer("places").dtype == torch.int64
@@ -232,11 +195,8 @@ def test_layers_without_names_have_those_of_their_paths(write: Write) -> None:
 
 
 def test_keys_that_nobody_takes_and_keys_that_are_missing(write: Write) -> None:
-    takes_some = """
-    def __init__(self, vocab_size, depth, width, group=None):
-        super().__init__()
-    """
-    assert problems(config(write(takes_some), widht=3, color="red", device="cpu")) == [
+    family = write(constructor("vocab_size, depth, width, group=None"))
+    assert problems(config(family, widht=3, color="red", device="cpu")) == [
         "model.device: the run itself gives device to mine:Model: rename it",
         "model.color: mine:Model takes no such argument; it takes vocab_size, depth and width",
         "model.widht: mine:Model takes no such argument; did you mean model.width?",
@@ -276,11 +236,6 @@ def test_forward_takes_the_batch_and_needs_no_more(parameters: str, said: str, w
     assert problem(config(family)).startswith(f"model.family (mine:Model): forward({said}")
 
 
-def test_a_class_without_forward(write: Write) -> None:
-    said = problem(config(write(PLAIN, "    def logits(self, ids):\n        pass")))
-    assert said == "model.family (mine:Model) must have a method forward(ids, targets)"
-
-
 @pytest.mark.parametrize(
     "forward",
     [
@@ -302,13 +257,14 @@ def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
     takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
     assert check_user_model(config(write(PLAIN, f"    {takes}", path="taking.py"), RESETS))
     family = write(PLAIN, "    def forward(self, ids, targets):\n        pass")
+    without = write(PLAIN, "    def logits(self, ids):\n        pass", path="without.py")
+    assert problem(config(without)) == f"model.family ({without}) must have a method forward(ids, targets)"
     assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))
 
 
 def test_all_is_told_at_once(write: Write) -> None:
-    found = problems(
-        config(write(PLAIN, "    def forward(self, x):\n        pass"), {"parallel": {"tensor": 2}}, depth=1)
-    )
+    family = write(PLAIN, "    def forward(self, x):\n        pass")
+    found = problems(config(family, {"parallel": {"tensor": 2}}, depth=1))
     assert [text.split()[0] for text in found] == ["model.depth:", "parallel.tensor", "model.family"]
 
 

@@ -14,7 +14,7 @@ import shardwise
 from examples.own_model import plain
 from shardwise.base.errors import ConfigError
 from shardwise.cli.entry import main
-from shardwise.config import Config, Layout, config_from, load_config
+from shardwise.config import Config, Layout, load_config
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.batch_first import batch_first
@@ -23,19 +23,15 @@ from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.models.user_model import build_user_model
 from shardwise.train.summary import start_rows
 from tests.e2e.command import within
+from tests.unit.models import own_classes
 
 S, B, V, H = 32, 2, 512, 64
 SIZES = {"hidden_size": H, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def config_of(family: str, **keys: Any) -> Config:
-    return config_from(
-        {
-            "model": {"family": family, "vocab_size": V, **keys},
-            "train": {"steps": 2, "global_batch": B, "micro_batch": B, "sequence_length": S},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
+    train = {"steps": 2, "global_batch": B, "micro_batch": B, "sequence_length": S}
+    return own_classes.config(family, {"train": train}, **{"vocab_size": V, **keys})
 
 
 class Attending(nn.Module):
@@ -95,9 +91,7 @@ ATTENDING = f"{__name__}:Attending"
 class Convolving(nn.Module):
     """A cut class without attention, whose keys have no names of Hugging Face's."""
 
-    def __init__(
-        self, vocab_size: int, width: int, inner: int, group: shardwise.Group | None = None, **sizes: int
-    ) -> None:
+    def __init__(self, vocab_size: int, width: int, inner: int, group: Group | None = None, **sizes: int) -> None:
         super().__init__()
         self.embedding = shardwise.ParallelEmbedding(vocab_size, width, group=group)
         up = shardwise.ColumnParallelLinear(width, inner, gather_output=False, group=group)
@@ -196,15 +190,17 @@ def test_a_run_on_a_known_device_has_an_mfu(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"parameters": 7, "memory": {}, "token_flops": own_token_flops(config)}
     name = "NVIDIA H100 80GB HBM3"
     rows = dict(start_rows(config, Layout(1), device_name=name, **sizes, steps=(0, 2), epochs="", run_path=tmp_path))
-    assert re.fullmatch(
-        r"of 989.* TFLOP/s; .* FLOPs per token, forward and backward, with all of attention", rows["MFU"]
-    )
+    told = r"of 989.* TFLOP/s; .* FLOPs per token, forward and backward, with all of attention"
+    assert re.fullmatch(told, rows["MFU"])
 
 
-def test_a_forward_that_reads_its_data_is_told_and_trains_all_the_same(tmp_path: Path) -> None:
+def test_a_forward_that_reads_its_data_is_told_and_trains_all_the_same() -> None:
     config = config_of(f"{__name__}:ReadsData")
-    with pytest.raises(ConfigError, match=r"ReadsData\): forward must work on tensors without data"):
+    told = r"ReadsData\): forward must work on tensors without data"
+    with pytest.raises(ConfigError, match=told):
         own_shapes(config)
+    with pytest.raises(ConfigError, match=told):
+        shardwise.plan(config, "h100:8")
     assert own_token_flops(config) is None
 
 
@@ -272,8 +268,3 @@ def test_a_plan_says_what_was_counted(capsys: pytest.CaptureFixture[str], tmp_pa
     assert f"own, {parameters / 1e6:.1f} M parameters" in shown
     assert "with one checkpoint after the last step" in " ".join(shown.split())
     assert "dropped" not in shown
-
-
-def test_a_plan_from_python_refuses_what_cannot_be_built_without_data() -> None:
-    with pytest.raises(ConfigError, match="forward must work on tensors without data"):
-        shardwise.plan(config_of(f"{__name__}:ReadsData"), "h100:8")

@@ -1,6 +1,5 @@
 """A class of the user's own that is cut into pipeline stages: what a stage has, and why one is refused."""
 
-import re
 from typing import Any
 
 import pytest
@@ -43,13 +42,6 @@ NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
 PlainDecoder = plain.Decoder
 
 
-def refused(name: str) -> str:
-    chosen = config(f"tests.unit.models.test_own_stages:{name}", PIPELINE, **SIZES)
-    with pytest.raises(ConfigError) as caught:
-        build(chosen, part=Part(range(2), True, False))
-    return str(caught.value)
-
-
 def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     chosen = config("tests.dist.own_blocks:Plain", PIPELINE, **SIZES)
     whole = dict(build(chosen).named_parameters())
@@ -73,11 +65,13 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     ],
 )
 def test_what_cannot_be_cut_is_named(name: str, said: str) -> None:
-    assert re.search(rf"model.family \(tests.unit.models.test_own_stages:{name}\): {said}", refused(name))
+    chosen = config(f"{__name__}:{name}", PIPELINE, **SIZES)
+    with pytest.raises(ConfigError, match=rf"model.family \({__name__}:{name}\): {said}"):
+        build(chosen, part=Part(range(2), True, False))
 
 
 def test_a_class_without_blocks_is_told_what_names_them() -> None:
-    family = "tests.unit.models.test_own_stages:PlainDecoder"
+    family = f"{__name__}:PlainDecoder"
     said = problem(config(family, PIPELINE, **SIZES))
     assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
 

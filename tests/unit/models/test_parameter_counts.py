@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.config import config_from, load_config, recipe_names
+from shardwise.config import load_config, recipe_names
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.models.build import build_model
@@ -115,41 +115,12 @@ def test_parameters_are_the_models_in_its_order(name: str, tensor: int, sequence
         dist.destroy_process_group()
     chosen = family(make_config(section(name)))
     found = list(local_parameters(chosen, tensor, sequence))
-    assert [(one.elements, one.matrix, one.tensors) for one in found] == [
-        (one.elements, one.matrix, one.tensors) for one in stored
-    ]
     for ours, real in zip(found, stored, strict=True):
+        assert (ours.elements, ours.matrix, ours.tensors) == (real.elements, real.matrix, real.tensors)
         assert ours.partial_over == real.partial_over
-        if real.partial_over > 1:
-            assert ours.partial_from == real.partial_from
-    assert local_parameter_count(chosen, tensor) == sum(one.elements for one in stored)
-
-
-def test_one_rank_of_eight_holds_an_eighth_and_the_norms() -> None:
-    norms = 65 * 4096
-    assert local_parameter_count(model(LLAMA2_7B), 8) == (6_738_415_616 - norms) // 8 + norms
-
-
-def test_replicated_heads_and_padded_vocabulary_count_as_stored() -> None:
-    tiny = model(
-        LLAMA2_7B, vocab_size=10, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    tables = 2 * 3 * 8  # ceil(10 / 4) = 3 rows
-    attention = 8 * (2 + 2 * 2) + 2 * 8  # one query head and one whole key/value head of width 2
-    mlp = 3 * 8 * 3
-    assert local_parameter_count(tiny, 4) == tables + attention + mlp + 3 * 8
-
-
-def test_biases_are_cut_with_columns_and_whole_with_rows() -> None:
-    plain = model(LLAMA2_7B, num_hidden_layers=1)
-    biased = model(LLAMA2_7B, num_hidden_layers=1, attention_bias=True, mlp_bias=True)
-    counts = {t: (local_parameter_count(plain, t), local_parameter_count(biased, t)) for t in (1, 4)}
-    columns, rows = 3 * 4096 + 2 * 11008, 2 * 4096
-    for t, (without, having) in counts.items():
-        assert having is not None
-        assert without is not None
-        assert having - without == columns // t + rows
+        assert ours.partial_over == 1 or ours.partial_from == real.partial_from
+    assert local_parameter_count(chosen, tensor) == sum(each.elements for each in stored)
+    assert canonical_tensor_count(chosen) == sum(each.tensors for each in stored)
 
 
 def test_the_head_is_multiplied_even_when_tied_and_tables_never() -> None:
@@ -167,31 +138,3 @@ def test_berts_heads_are_multiplied_with_what_they_see() -> None:
     assert matmul_parameter_count(bert, "token") == 24 * 12 * 1024**2
     assert matmul_parameter_count(bert, "prediction") == (30522 + 1024) * 1024
     assert matmul_parameter_count(bert, "sequence") == (1024 + 2) * 1024
-
-
-@pytest.mark.parametrize(
-    ("name", "tensors"),
-    [
-        ("llama", 3 * 9 + 3),
-        ("llama, shared heads, tied, biased", 3 * 16 + 2),
-        ("qwen2", 3 * 12 + 3),
-        ("qwen3", 3 * 11 + 3),
-        ("olmo2", 3 * 11 + 3),
-        ("gpt", 3 * 12 + 4),
-        ("gpt_neox", 3 * 12 + 4),
-        ("bert", 3 * 16 + 5 + 9),
-    ],
-)
-def test_tensors_by_their_hugging_face_names(name: str, tensors: int) -> None:
-    assert canonical_tensor_count(model(section(name))) == tensors
-
-
-def test_of_a_model_of_your_own_nothing_is_known() -> None:
-    own = config_from(
-        {
-            "model": {"family": "package.module:Own", "vocab_size": 50},
-            "train": {"steps": 1, "global_batch": 1, "sequence_length": 16},
-            "optimizer": {"lr": 1e-3},
-        }
-    ).model
-    assert (parameter_count(own), local_parameter_count(own, 2), canonical_tensor_count(own)) == (None, None, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -52,15 +51,9 @@ class ProbeConfig(DecoderConfig):
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A recipe of the family, in a folder of its own."""
+def recipe(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(families.FAMILIES, "probe", ProbeConfig)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    Path("probe.yaml").write_text(RECIPE)
+    (own_folder / "probe.yaml").write_text(RECIPE)
     return "probe.yaml"
 
 

@@ -72,10 +72,8 @@ def test_keys_that_come_rank_by_rank_give_attention_over_all(
         places = runs_of_places(LENGTH // RANKS, rank, RANKS)
         own_starts = None if starts_SB is None else rows_of(starts_SB, rank)
         mask = AttentionMask(places, own_starts, window)
-        masks = [
-            FORMS[form](replace(mask, key_places=runs_of_places(LENGTH // RANKS, other, RANKS)))
-            for other in range(RANKS)
-        ]
+        key_places = [runs_of_places(LENGTH // RANKS, other, RANKS) for other in range(RANKS)]
+        masks = [FORMS[form](replace(mask, key_places=places)) for places in key_places]
         returned = pretend(monkeypatch, k, v)
         ring = ring_attention.RingMask(masks, pretend_group(rank, RANKS))
         y = ring.attend(*(rows_of(x, rank) for x in inputs), None)
@@ -85,8 +83,7 @@ def test_keys_that_come_rank_by_rank_give_attention_over_all(
                 total += term
             for other, terms in returned.items():
                 for total, term in zip(gradients[1:], terms, strict=True):
-                    runs = runs_of_places(LENGTH // RANKS, other, RANKS)
-                    for run, part in zip(runs, term.chunk(2), strict=True):
+                    for run, part in zip(key_places[other], term.chunk(2), strict=True):
                         total[run.start : run.stop] += part
     if has_gradients:
         wanted = torch.autograd.grad(expected, inputs, dy)

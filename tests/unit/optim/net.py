@@ -1,9 +1,11 @@
-"""A small model with every kind of parameter, and a loop that trains it."""
+"""A small model with every kind of parameter, and a loop that trains it, alone or beside an equal one."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardwise import ZeroRedundancyOptimizer
 
 PLAIN = {"grad_clipping": False}
 
@@ -34,6 +36,36 @@ class Net(nn.Module):
 def make(seed: int = 0) -> Net:
     torch.manual_seed(seed)
     return Net()
+
+
+def sharded(model: nn.Module, wrapped: type = torch.optim.AdamW, /, **options: Any) -> ZeroRedundancyOptimizer:
+    """The optimizer that shares out, around a class."""
+    return ZeroRedundancyOptimizer(model.parameters(), wrapped, **options)
+
+
+class Pair:
+    """A model with a class of torch, and an equal one with that class in the optimizer that shares out."""
+
+    def __init__(self, wrapped: type = torch.optim.AdamW, wrapping: dict[str, Any] = PLAIN, **options: Any) -> None:
+        self.plain, self.ours = make(), make()
+        self.reference = wrapped(self.plain.parameters(), **options)
+        self.optimizer = sharded(self.ours, wrapped, **wrapping, **options)
+        self.both = ((self.plain, self.reference), (self.ours, self.optimizer))
+
+    def backward(self, step: int) -> None:
+        for model, _ in self.both:
+            model(batch(step)).backward()
+
+    def step(self) -> None:
+        self.reference.step()
+        self.reference.zero_grad()
+        self.optimizer.step()
+
+    def assert_equal(self) -> None:
+        assert_equal(self.ours, self.plain)
+
+    def assert_close(self, rtol: float = 2e-6, atol: float = 1e-7) -> None:
+        torch.testing.assert_close([*self.ours.parameters()], [*self.plain.parameters()], rtol=rtol, atol=atol)
 
 
 def batch(step: int) -> Tensor:

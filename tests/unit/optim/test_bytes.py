@@ -81,36 +81,27 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::empty"}
 """Operators of Muon's iteration, whose time the planner computes apart, and memory that nothing moves."""
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "wrapped", "options"),
-    [
-        ("adamw", {"mode": "mixed"}, torch.optim.AdamW, {"gradient_dtype": torch.float32, "fused": True}),
-        ("adamw", {"mode": "mixed", "gradient": "bfloat16"}, torch.optim.AdamW, {"fused": True}),
-        ("adamw", {"mode": "float32"}, torch.optim.AdamW, {"dtype": torch.float32, "fused": True}),
-        (
-            "adamw",
-            {"mode": "bfloat16", "rounding": "nearest"},
-            torch.optim.AdamW,
-            {"optimizer_dtype": torch.bfloat16, "fused": True},
-        ),
-        ("lamb", {"mode": "mixed"}, LAMB, {"gradient_dtype": torch.float32, "weight_decay": 0.01}),
-        ("muon", {"mode": "mixed"}, Muon, {"gradient_dtype": torch.float32}),
-    ],
-    ids=["mixed", "mixed, bfloat16 gradients", "float32", "bfloat16", "LAMB", "Muon"],
-)
-def test_the_planner_charges_the_bytes_that_are_moved(
-    name: str, precision: dict[str, Any], wrapped: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
+MIXED = {"gradient_dtype": torch.float32}
+CASES: dict[str, tuple[str, dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "mixed": ("adamw", {"mode": "mixed"}, torch.optim.AdamW, {**MIXED, "fused": True}),
+    "bfloat16 gradients": ("adamw", {"mode": "mixed", "gradient": "bfloat16"}, torch.optim.AdamW, {"fused": True}),
+    "float32": ("adamw", {"mode": "float32"}, torch.optim.AdamW, {"dtype": torch.float32, "fused": True}),
+    "bfloat16": (
+        *("adamw", {"mode": "bfloat16", "rounding": "nearest"}, torch.optim.AdamW),
+        {"optimizer_dtype": torch.bfloat16, "fused": True},
+    ),
+    "LAMB": ("lamb", {"mode": "mixed"}, LAMB, {**MIXED, "weight_decay": 0.01}),
+    "Muon": ("muon", {"mode": "mixed"}, Muon, MIXED),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_planner_charges_the_bytes_that_are_moved(case: str) -> None:
+    name, keys, wrapped, options = CASES[case]
     moved = bytes_of_a_step(wrapped, **options)
-    matrices = ELEMENTS if name == "muon" else 0
-    charged = update_bytes(
-        OptimizerConfig(name=name, lr=1e-2),
-        PrecisionConfig(**precision).resolved(accelerator=False),
-        elements=ELEMENTS,
-        matrices=matrices,
-        ranks=1,
-        frees_gradients=False,
-    )
+    settings, precision = OptimizerConfig(name=name, lr=1e-2), PrecisionConfig(**keys).resolved(accelerator=False)
+    sizes = {"elements": ELEMENTS, "matrices": ELEMENTS if name == "muon" else 0}
+    charged = update_bytes(settings, precision, **sizes, ranks=1, frees_gradients=False)
     assert charged / ELEMENTS == sum(size for operator, size in moved.items() if operator not in PRODUCTS), moved
 
 

@@ -6,29 +6,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise import ZeroRedundancyOptimizer
 from shardwise.distributed.torch_private import divides_gradients
-from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, set_to_none, train
+from tests.unit.optim.net import PLAIN, Net, Pair, batch, make, set_to_none, sharded, train
 
 
 @pytest.mark.parametrize("max_norm", [1e-2, 0.3, 1e3])
 def test_clips_as_torch_does(max_norm: float) -> None:
-    plain, ours = make(), make()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, max_norm=max_norm, lr=0.1)
+    pair = Pair(torch.optim.SGD, {"max_norm": max_norm}, lr=0.1)
     for step in range(5):
-        for model in (plain, ours):
-            model(batch(step)).backward()
-        wanted = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        gradient_norm, parameter_norm = optimizer.norms()
+        pair.backward(step)
+        wanted = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm)
+        gradient_norm, parameter_norm = pair.optimizer.norms()
         assert float(gradient_norm) == pytest.approx(float(wanted), rel=1e-6)
-        trained = [p for p in plain.parameters() if p.requires_grad]
+        trained = [p for p in pair.plain.parameters() if p.requires_grad]
         assert float(parameter_norm) == pytest.approx(float(nn.utils.get_total_norm(trained)), rel=1e-6)
-        reference.step()
-        reference.zero_grad()
-        optimizer.step()
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
+        pair.step()
+    pair.assert_close()
 
 
 @pytest.mark.parametrize("max_norm", [1e-2, 1e3])
@@ -38,8 +31,8 @@ def test_a_fused_kernel_clips_as_it_reads(
 ) -> None:
     """Without a pass over the gradients. It divides, where the pass multiplies: the results differ by rounding."""
     fused, plain = make(), make()
-    of_fused = ZeroRedundancyOptimizer(fused.parameters(), wrapped, max_norm=max_norm, lr=1e-2, fused=True)
-    of_plain = ZeroRedundancyOptimizer(plain.parameters(), wrapped, max_norm=max_norm, lr=1e-2, fused=False)
+    of_fused = sharded(fused, wrapped, max_norm=max_norm, lr=1e-2, fused=True)
+    of_plain = sharded(plain, wrapped, max_norm=max_norm, lr=1e-2, fused=False)
     for step in range(5):
         for model in (fused, plain):
             model(batch(step)).backward()
@@ -47,8 +40,7 @@ def test_a_fused_kernel_clips_as_it_reads(
             patch.setattr(Tensor, "mul_", None)
             of_fused.step()
         of_plain.step()
-    for p, q in zip(fused.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close([*fused.parameters()], [*plain.parameters()], rtol=2e-5, atol=1e-7)
     assert not hasattr(of_fused.inner, "grad_scale")
 
 
@@ -59,26 +51,19 @@ def test_only_kernels_of_torch_divide() -> None:
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             super().step()
 
-    for wrapped, options, divides in (
-        (torch.optim.AdamW, {"fused": True}, True),
-        (torch.optim.AdamW, {"fused": False}, False),
-        (Adjusted, {"fused": True}, False),
-    ):
-        inner = ZeroRedundancyOptimizer(make().parameters(), wrapped, **options).inner
+    adamw = torch.optim.AdamW
+    for wrapped, fused, divides in ((adamw, True, True), (adamw, False, False), (Adjusted, True, False)):
+        inner = sharded(make(), wrapped, fused=fused).inner
         assert divides_gradients(inner, inner.param_groups[0]) == divides
 
 
-def test_max_norm_must_be_positive() -> None:
-    optimizer = ZeroRedundancyOptimizer(make().parameters(), torch.optim.SGD)
+def test_max_norm_is_positive_or_none() -> None:
     with pytest.raises(ValueError, match=r"max_norm \(nan\) must be positive"):
-        optimizer.clip_grad_norm_(float("nan"))
-
-
-def test_max_norm_of_none_does_not_clip() -> None:
-    plain, ours = make(), make()
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, max_norm=None))
-    assert_equal(ours, plain)
+        sharded(make(), torch.optim.SGD).clip_grad_norm_(float("nan"))
+    pair = Pair(torch.optim.SGD, {"max_norm": None}, lr=0.1)
+    for model, optimizer in pair.both:
+        train(model, optimizer)
+    pair.assert_equal()
 
 
 def clip_by_torch(parameters: Iterable[nn.Parameter], *norms: float) -> list[float]:
@@ -89,33 +74,27 @@ def clip_by_torch(parameters: Iterable[nn.Parameter], *norms: float) -> list[flo
 @pytest.mark.parametrize("norms", [[0.01], [3.0, 0.02], [1e3]])
 def test_clips_by_hand_as_torch_does_and_not_a_second_time(norms: list[float]) -> None:
     """Gradients included. The optimizer's own max_norm is back in the next step."""
-    plain, ours = make(), make()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, max_norm=1e-3)
+    pair = Pair(torch.optim.SGD, {"max_norm": 1e-3}, lr=0.1)
     for step in range(3):
-        for model in (plain, ours):
-            model(batch(step)).backward()
-        wanted = clip_by_torch(plain.parameters(), *norms)
-        found = [float(optimizer.clip_grad_norm_(norm)) for norm in norms]
+        pair.backward(step)
+        wanted = clip_by_torch(pair.plain.parameters(), *norms)
+        found = [float(pair.optimizer.clip_grad_norm_(norm)) for norm in norms]
         assert found == pytest.approx(wanted, rel=1e-6)
-        for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        for p, q in zip(pair.ours.parameters(), pair.plain.parameters(), strict=True):
             if q.grad is not None and q.numel():
                 torch.testing.assert_close(p.grad, q.grad, rtol=2e-6, atol=1e-7)
-        reference.step()
-        reference.zero_grad()
-        optimizer.step()
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-6, atol=1e-7)
-    ours(batch(0)).backward()
-    before = [p.detach().clone() for p in ours.parameters()]
-    optimizer.step()
-    moved = [p.detach() - q for p, q in zip(ours.parameters(), before, strict=True)]
+        pair.step()
+    pair.assert_close()
+    pair.ours(batch(0)).backward()
+    before = [p.detach().clone() for p in pair.ours.parameters()]
+    pair.optimizer.step()
+    moved = [p.detach() - q for p, q in zip(pair.ours.parameters(), before, strict=True)]
     assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
 def test_a_norm_that_is_not_finite_is_an_error_where_asked() -> None:
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    optimizer = sharded(model, torch.optim.SGD)
     (model(batch(0)) * float("inf")).backward()
     assert not optimizer.clip_grad_norm_(1.0).isfinite()
     with pytest.raises(RuntimeError, match=r"the gradient norm \((inf|nan)\) of the whole model must be finite"):
@@ -150,19 +129,17 @@ def test_gradients_that_change_after_their_reduction_began_are_refused(
         rf"gradients were {what} after their reduction .* began: clip them by optimizer\.clip_grad_norm_\(max_norm\)"
     )
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **PLAIN)
+    optimizer = sharded(model, **PLAIN)
     with optimizer.accumulate(last=True):
         model(batch(0)).backward()
-    change(model)
-    with pytest.raises(RuntimeError, match=match):
-        optimizer.step()
-    optimizer.zero_grad()
-    model(batch(0)).backward()
-    optimizer.norms()
-    change(model)
-    with pytest.raises(RuntimeError, match=match):
-        optimizer.step()
-    optimizer.zero_grad()
+    for is_reduced in (False, True):
+        if is_reduced:
+            model(batch(0)).backward()
+            optimizer.norms()
+        change(model)
+        with pytest.raises(RuntimeError, match=match):
+            optimizer.step()
+        optimizer.zero_grad()
     model(batch(0)).backward()
     change(model)
     optimizer.step()

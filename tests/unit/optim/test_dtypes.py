@@ -8,20 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim.buckets import Bucket
-from tests.unit.optim.net import PLAIN, assert_equal, batch, make, nothing, set_to_none, train
+from tests.unit.optim.net import PLAIN, assert_equal, batch, make, nothing, set_to_none, sharded, train
 
 
 def test_mixed_precision_is_adamw_on_masters() -> None:
     """Gradients add up in float32, the update is on float32 masters, the bfloat16 parameters are their roundings."""
     model = make().bfloat16()
-    masters = [p.detach().float().clone() for p in model.parameters() if p.requires_grad and p.numel()]
-    reference = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=0.01)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=0.01, gradient_dtype=torch.float32, **PLAIN
-    )
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    masters = [p.detach().float().clone() for p in trained]
+    reference = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=0.01)
+    optimizer = sharded(model, lr=0.01, gradient_dtype=torch.float32, **PLAIN)
     for step in range(5):
         sums = [torch.zeros_like(m) for m in masters]
         for micro in range(4):
@@ -42,9 +39,7 @@ def test_mixed_precision_is_adamw_on_masters() -> None:
 @pytest.mark.parametrize("clear", [nothing, set_to_none])
 def test_small_gradients_are_not_lost_in_mixed_precision(clear: Callable[[nn.Module], None]) -> None:
     weight = nn.Linear(1, 1, bias=False).bfloat16()
-    optimizer = ZeroRedundancyOptimizer(
-        weight.parameters(), torch.optim.SGD, lr=1.0, gradient_dtype=torch.float32, **PLAIN
-    )
+    optimizer = sharded(weight, torch.optim.SGD, lr=1.0, gradient_dtype=torch.float32, **PLAIN)
     clear(weight)
     for size in [1.0] + [2.0**-9] * 512:
         weight(torch.tensor([[size]], dtype=torch.bfloat16)).sum().backward()
@@ -54,7 +49,7 @@ def test_small_gradients_are_not_lost_in_mixed_precision(clear: Callable[[nn.Mod
 @pytest.mark.parametrize("how", ["load_state_dict", "data"])
 def test_new_weights_reach_the_masters(how: str) -> None:
     model, other = make().bfloat16(), make(seed=1).bfloat16()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-6)
+    optimizer = sharded(model, torch.optim.SGD, lr=1e-6)
     train(model, optimizer, 2)
     masters = [b.master.detach().clone() for b in optimizer.buckets]
     kept = copy.deepcopy(model.state_dict())
@@ -82,7 +77,7 @@ def test_versions_alone_tell_what_was_written(
 ) -> None:
     """Without comparisons a step reads no parameter to find that nobody changed one."""
     model = make().bfloat16()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-6)
+    optimizer = sharded(model, torch.optim.SGD, lr=1e-6)
     optimizer.compares_values = False
     train(model, optimizer, 2)
     with monkeypatch.context() as patch:
@@ -103,14 +98,14 @@ def test_versions_alone_tell_what_was_written(
 def test_float64_parameters_keep_their_precision() -> None:
     plain, ours = make().double(), make().double()
     train(plain, torch.optim.AdamW(plain.parameters()))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN))
+    train(ours, sharded(ours, **PLAIN))
     assert_equal(ours, plain)
 
 
 def test_mixed_dtypes_in_one_group() -> None:
     model = make()
     model.second.bfloat16()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    optimizer = sharded(model, lr=0.01)
     before = [p.detach().clone() for p in model.parameters()]
     for p in model.parameters():
         if p.requires_grad and p.numel():

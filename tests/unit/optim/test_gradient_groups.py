@@ -25,6 +25,13 @@ def run(gradient: Tensor, sums: GroupSums, groups: Tensor) -> None:
             gradient += micro_batch
         if number < len(groups) - 1:
             sums.end_group()
+    sums.join()
+
+
+def added(groups: Tensor) -> Tensor:
+    gradient = torch.zeros(999)
+    run(gradient, GroupSums(gradient), groups)
+    return gradient
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -36,7 +43,6 @@ def test_the_sum_is_that_of_the_tree(count: int, micro_batches: int) -> None:
     for _ in range(2):
         gradient.zero_()
         run(gradient, sums, groups)
-        sums.join()
         by_group = []
         for group in groups:
             total = torch.zeros(999)
@@ -50,18 +56,8 @@ def test_the_sum_is_that_of_the_tree(count: int, micro_batches: int) -> None:
 @pytest.mark.parametrize("degree", [2, 4, 8])
 def test_the_ranks_add_up_the_tree(degree: int) -> None:
     groups = random(0, 8, 2, 999)
-    of_ranks = []
-    for own in groups.chunk(degree):
-        gradient = torch.zeros(999)
-        sums = GroupSums(gradient)
-        run(gradient, sums, own)
-        sums.join()
-        of_ranks.append(gradient)
-    whole = torch.zeros(999)
-    sums = GroupSums(whole)
-    run(whole, sums, groups)
-    sums.join()
-    assert torch.equal(tree_sum(torch.stack(of_ranks)), whole)
+    of_ranks = torch.stack([added(own) for own in groups.chunk(degree)])
+    assert torch.equal(tree_sum(of_ranks), added(groups))
 
 
 def test_dropped_groups_are_not_added() -> None:

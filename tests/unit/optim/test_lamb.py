@@ -1,6 +1,7 @@
 """LAMB against the paper's formulas, alone and through the wrapper, in one process."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import LAMB, Mesh, ZeroRedundancyOptimizer
 from shardwise.config import load_config
 from shardwise.train.build import _optimizer_class
-from tests.unit.optim.net import PLAIN, batch, make, train
+from tests.unit.optim.net import PLAIN, batch, make, sharded, train
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -21,6 +22,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [p for p in everything if p.dim() == 2], "weight_decay": 0.1},
         {"params": [p for p in everything if p.dim() != 2], "weight_decay": 0.0},
     ]
+
+
+def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, LAMB, **PLAIN, **options)
 
 
 class Reference:
@@ -62,6 +67,20 @@ def assert_close(found: nn.Module, wanted: nn.Module, tolerance: float) -> None:
             assert error <= tolerance, f"{name} is off by {error:.1e} of its norm"
 
 
+def train_both(
+    plain: nn.Module, reference: Reference, ours: nn.Module, optimizer: Any, steps: int, max_norm: float | None = None
+) -> Iterator[list[float]]:
+    """The reference's ratios of each step, with gradients of `plain` that are clipped before."""
+    for step in range(steps):
+        for model, chosen in ((plain, reference), (ours, optimizer)):
+            chosen.zero_grad()
+            model(batch(step)).backward()
+            if max_norm is not None and chosen is reference:
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+            chosen.step()
+        yield reference.ratios
+
+
 # ---- the algorithm
 
 
@@ -69,14 +88,8 @@ def assert_close(found: nn.Module, wanted: nn.Module, tolerance: float) -> None:
 def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) -> None:
     plain, ours = make().to(dtype), make().to(dtype)
     reference = Reference(groups(plain), lr=0.05)
-    optimizer = LAMB(groups(ours), lr=0.05)
-    for step in range(20):
-        for model, chosen in ((plain, reference), (ours, optimizer)):
-            chosen.zero_grad()
-            model(batch(step)).backward()
-            chosen.step()
-        if step == 0:
-            assert min(reference.ratios) < 0.6, "no ratio is far from 1, so the test shows little"
+    first, *_ = train_both(plain, reference, ours, LAMB(groups(ours), lr=0.05), 20)
+    assert min(first) < 0.6, "no ratio is far from 1, so the test shows little"
     assert_close(ours, plain, tolerance)
 
 
@@ -85,17 +98,9 @@ def test_alone_it_is_the_papers_algorithm(dtype: torch.dtype, tolerance: float) 
 def test_through_the_wrapper_it_is_the_same(bucket_mib: float, max_norm: float | None) -> None:
     """Each tensor has its own ratio in flat slices of many; gradients are clipped before."""
     plain, ours = make(), make()
-    reference = Reference(groups(plain), lr=0.05)
-    optimizer = ZeroRedundancyOptimizer(
-        groups(ours), LAMB, lr=0.05, bucket_mib=bucket_mib, grad_clipping=max_norm is not None, max_norm=max_norm or 1.0
-    )
-    for step in range(20):
-        for model, chosen in ((plain, reference), (ours, optimizer)):
-            chosen.zero_grad()
-            model(batch(step)).backward()
-            if max_norm is not None and chosen is reference:
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-            chosen.step()
+    clipping = PLAIN if max_norm is None else {"max_norm": max_norm}
+    optimizer = ZeroRedundancyOptimizer(groups(ours), LAMB, lr=0.05, bucket_mib=bucket_mib, **clipping)
+    list(train_both(plain, Reference(groups(plain), lr=0.05), ours, optimizer, 20, max_norm))
     assert_close(ours, plain, 5e-6)
 
 
@@ -107,38 +112,27 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
         model.first.weight.data.mul_(100.0)
     reference = Reference(groups(plain), lr=0.05, most=1.0)
     optimizer = (wrap if wrapped else LAMB)(groups(ours), lr=0.05, trust_clip=True)
-    seen = list[float]()
-    for step in range(3):
-        for model, chosen in ((plain, reference), (ours, optimizer)):
-            chosen.zero_grad()
-            model(batch(step)).backward()
-            chosen.step()
-        seen += reference.ratios
+    seen = [ratio for ratios in train_both(plain, reference, ours, optimizer, 3) for ratio in ratios]
     assert max(seen) > 2.0
     assert min(seen) < 0.6
     assert_close(ours, plain, 5e-6)
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-def test_fault_05_the_key_reaches_the_optimizer(clipped: bool) -> None:
-    config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
-    chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
-    optimizer = chosen(make().parameters(), **options)
-    assert isinstance(optimizer, LAMB)
-    assert optimizer.trust_clip is clipped
+def test_fault_05_the_key_reaches_the_optimizer() -> None:
+    for clipped in (False, True):
+        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
+        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
+        optimizer = chosen(make().parameters(), **options)
+        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
 
 
 def test_without_decay_it_is_adam() -> None:
-    plain, ours, wrapped = make(), make(), make()
+    plain = make()
     train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-6))
-    train(ours, LAMB(ours.parameters(), lr=0.01, weight_decay=0.0))
-    train(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), LAMB, lr=0.01, weight_decay=0.0, **PLAIN))
-    assert_close(ours, plain, 1e-6)
-    assert_close(wrapped, plain, 1e-6)
-
-
-def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(parameters, LAMB, **PLAIN, **options)
+    for build in (LAMB, wrap):
+        ours = make()
+        train(ours, build(ours.parameters(), lr=0.01, weight_decay=0.0))
+        assert_close(ours, plain, 1e-6)
 
 
 @pytest.mark.parametrize("build", [LAMB, wrap])
@@ -191,7 +185,7 @@ def test_masters_take_the_step_in_mixed_precision() -> None:
     model = make().bfloat16()
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters() if p.requires_grad and p.numel()]
     reference = LAMB(masters, lr=0.01)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, lr=0.01, gradient_dtype=torch.float32, **PLAIN)
+    optimizer = sharded(model, LAMB, lr=0.01, gradient_dtype=torch.float32, **PLAIN)
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     for step in range(5):
         model(batch(step)).backward()
@@ -272,13 +266,13 @@ class OwnStep(LAMB):
 def test_a_subclass_may_change_the_ratio_but_not_the_step() -> None:
     plain, ours, unbounded = make(), make(), make()
     train(plain, Bounded(plain.parameters(), lr=0.05))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), Bounded, lr=0.05, **PLAIN))
+    train(ours, sharded(ours, Bounded, lr=0.05, **PLAIN))
     train(unbounded, LAMB(unbounded.parameters(), lr=0.05))
     assert_close(ours, plain, 2e-6)
     assert not torch.allclose(unbounded.first.weight, plain.first.weight, rtol=1e-2)
     OwnStep(make().parameters())
     with pytest.raises(ValueError, match=r"OwnStep cannot be sharded.*or be shardwise.LAMB"):
-        ZeroRedundancyOptimizer(make().parameters(), OwnStep)
+        sharded(make(), OwnStep)
 
 
 def test_layers_without_a_name_are_tensors_of_their_own() -> None:

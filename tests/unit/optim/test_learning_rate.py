@@ -18,19 +18,11 @@ from tests.arch.source import ROOT
 
 
 def make(
-    schedule: str,
-    *,
-    warmup: int = 4,
-    steps: int = 20,
-    min_lr: float = 1e-5,
-    constant: int = 0,
-    lr: float = 1e-3,
-    stop_after: int | None = None,
+    schedule: str, *, warmup: int = 4, steps: int = 20, min_lr: float = 1e-5, constant: int = 0, lr: float = 1e-3
 ) -> Config:
     keys = {"schedule": schedule, "lr": lr, "min_lr": min_lr, "warmup_steps": warmup, "constant_steps": constant}
     overrides = [f"optimizer.{key}={value}" for key, value in keys.items()]
-    stops = "null" if stop_after is None else stop_after
-    return load_config("llama-small", [f"train.steps={steps}", f"train.stop_after={stops}", *overrides])
+    return load_config("llama-small", [f"train.steps={steps}", *overrides])
 
 
 def with_keys(*keys: str) -> Config:
@@ -47,16 +39,20 @@ def rates(config: Config) -> list[float]:
     return [rate(config, step) for step in range(1, config.train.steps + 1)]
 
 
-def rates_of_transformers(schedule: str, *, warmup: int, steps: int, lr: float) -> list[float]:
+def rates_of(scheduler: torch.optim.lr_scheduler.LambdaLR, steps: int) -> list[float]:
     """Of all updates of a run that calls `scheduler.step()` after each."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
-    scheduler = getattr(transformers, f"get_{schedule}_schedule_with_warmup")(optimizer, warmup, steps)
     found = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
+        found += scheduler.get_last_lr()
+        scheduler.optimizer.step()
         scheduler.step()
     return found
+
+
+def rates_of_transformers(schedule: str, *, warmup: int, steps: int, lr: float) -> list[float]:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    made = getattr(transformers, f"get_{schedule}_schedule_with_warmup")(optimizer, warmup, steps)
+    return rates_of(made, steps)
 
 
 def rates_of_nemo(*, warmup: int, steps: int, lr: float, min_lr: float = 0.0, constant: int = 0) -> list[float]:
@@ -77,8 +73,9 @@ def rates_of_nemo(*, warmup: int, steps: int, lr: float, min_lr: float = 0.0, co
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
 def test_warmup_rises_from_the_first_step_to_the_peak(schedule: str) -> None:
-    config = make(schedule)
-    assert [rate(config, step) for step in range(1, 5)] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert rates(make(schedule))[:4] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3])
+    assert rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3), "all steps may be warmup"
+    assert rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -89,23 +86,14 @@ def test_decay_would_reach_the_minimum_one_step_after_the_last(schedule: str) ->
     assert rate(make(schedule, steps=19), 12) == pytest.approx(5.05e-4), "halfway from step 4 to step 20"
     assert rates(config)[3:] == sorted(rates(config)[3:], reverse=True)
     assert min(rates(make(schedule, min_lr=0.0))) > 0, "an update is wasted"
-
-
-def test_constant_does_not_decay() -> None:
-    assert rates(make("constant"))[3:] == pytest.approx([1e-3] * 17)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_last_constant_steps_have_the_minimum(schedule: str) -> None:
     found = rates(make(schedule, constant=5))
     assert found[15:] == pytest.approx([1e-5] * 5)
     assert found[14] > 1.001e-5, "step 15 of 20 is one of the decay"
     assert found[:15] == pytest.approx(rates(make(schedule, steps=15)))
 
 
-def test_cosine_is_a_cosine() -> None:
-    config = make("cosine", warmup=0, min_lr=0.0)
-    assert rates(config) == pytest.approx([5e-4 * (1 + math.cos(math.pi * step / 20)) for step in range(20)])
+def test_constant_does_not_decay() -> None:
+    assert rates(make("constant"))[3:] == pytest.approx([1e-3] * 17)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
@@ -147,14 +135,8 @@ def test_the_documented_table_is_true() -> None:
 
 
 def test_stopping_early_does_not_bend_the_schedule() -> None:
-    short, full = make("cosine", stop_after=5), make("cosine")
-    assert [rate(short, step) for step in range(1, 6)] == [rate(full, step) for step in range(1, 6)]
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
-def test_all_steps_may_be_warmup(schedule: str) -> None:
-    assert rate(make(schedule, warmup=20), 20) == pytest.approx(1e-3)
-    assert rate(make(schedule, warmup=0, steps=1, min_lr=0.0), 1) == pytest.approx(1e-3)
+    short, full = (with_keys("optimizer.schedule=cosine", *stop) for stop in (["train.stop_after=5"], []))
+    assert rates(short)[:5] == rates(full)[:5]
 
 
 @pytest.mark.parametrize(("shape", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("sqrt", "1-sqrt")])
@@ -164,12 +146,8 @@ def test_wsd_is_that_of_transformers(shape: str, theirs: str, decay: int) -> Non
     keys = [f"optimizer.decay_steps={decay}", f"optimizer.decay_shape={shape}", "optimizer.min_lr=0"]
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
     scheduler = transformers.get_wsd_schedule(optimizer, 4, decay + 1, num_training_steps=41, decay_type=theirs)
-    wanted = []
-    for _ in range(41):
-        wanted.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates(with_keys("optimizer.schedule=wsd", *keys)) == pytest.approx(wanted[1:])
+    found = rates(with_keys("optimizer.schedule=wsd", *keys))
+    assert found == pytest.approx(rates_of(scheduler, 41)[1:])
 
 
 def test_wsd_without_decay_is_constant_and_constant_steps_come_last() -> None:
@@ -187,33 +165,28 @@ def test_an_end_that_moved_is_told_with_the_rate_of_the_next_step() -> None:
         return moved_end_text(settings, 480, former_steps, 200)
 
     linear = ["optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.lr=4.8e-4"]
-    assert text(*linear) == (
-        "the linear schedule ends at step 480 in place of 240, so that step 201 has 2.80e-04 in place of 8.00e-05"
-    )
+    moved = "schedule ends at step 480 in place of 240, so that step 201 has"
+    assert text(*linear) == f"the linear {moved} 2.80e-04 in place of 8.00e-05"
     late = ["optimizer.schedule=wsd", "optimizer.warmup_steps=0", "optimizer.decay_steps=10", "optimizer.lr=1e-3"]
-    assert text(*late) == (
-        "the wsd schedule ends at step 480 in place of 240, so that step 201 has 1.00e-03, as before"
-    )
+    assert text(*late) == f"the wsd {moved} 1.00e-03, as before"
     assert text(*linear, former_steps=480) is None
     assert text("optimizer.schedule=constant", "optimizer.warmup_steps=0") is None
 
 
+FREE = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+
+
 def test_points_are_any_curve() -> None:
     points = "[{at: 2, factor: 0.5}, {at: 10, factor: 1}, {at: 20, factor: 1}, {at: 36, factor: 0.1, shape: sqrt}]"
-    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
-    found = rates(with_keys(*free, f"optimizer.points={points}"))
+    found = rates(with_keys(*FREE, f"optimizer.points={points}"))
     assert found[:2] == [1e-3] * 2, "before the first point"
     assert found[5] == pytest.approx(1.5e-3), "halfway"
     assert found[9:20] == [2e-3] * 11
     assert found[23] == pytest.approx(2e-4 + 1.8e-3 * 0.5), "a quarter of the way, whose root is a half"
     assert found[35:] == [2e-4] * 5, "after the last point"
-
-
-def test_points_write_the_named_schedules() -> None:
-    points = "[{at: 0, factor: 0}, {at: 4, factor: 1}, {at: 41, factor: 0.1, shape: cosine}]"
-    free = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
+    cosine = "[{at: 0, factor: 0}, {at: 4, factor: 1}, {at: 41, factor: 0.1, shape: cosine}]"
     wanted = rates(with_keys("optimizer.schedule=cosine", "optimizer.min_lr=2e-4"))
-    assert rates(with_keys(*free, f"optimizer.points={points}")) == wanted
+    assert rates(with_keys(*FREE, f"optimizer.points={cosine}")) == wanted
 
 
 def test_the_points_of_the_page_are_a_curve() -> None:

@@ -2,8 +2,8 @@
 
 import copy
 import hashlib
-from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from shardwise.distributed.placement import named_pieces
 from shardwise.layers import chunks
 from shardwise.optim import stochastic_rounding
 from shardwise.optim.gradient_norms import ElementRun
-from tests.unit.optim.net import PLAIN, assert_equal, batch, make, train
+from tests.unit.optim.net import PLAIN, assert_equal, batch, make, sharded, train
 
 SEED = 5
 STOCHASTIC: dict[str, Any] = PLAIN | {
@@ -99,22 +99,16 @@ def class_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def reference(
-    name: str,
-    options: dict[str, Any],
-    model: nn.Module,
-    steps: int,
-    gradient_dtype: torch.dtype,
-    *,
-    rounds_weights: bool = True,
+    name: str, options: dict[str, Any], model: nn.Module, gradient_dtype: torch.dtype, *, rounds_weights: bool = True
 ) -> None:
-    """The class itself on float32 copies; after each step, weights and state are rounded by the definition."""
+    """Four steps of the class itself on float32 copies, whose weights and state are rounded by the definition."""
     trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     for p in trained:
         p.grad_dtype = gradient_dtype
     copies = [nn.Parameter(p.detach().float()) for p in trained]
     optimizer = class_of(name)(copies, **options)
     names = named_pieces([{"params": list(model.parameters())}], 0)
-    for step in range(1, steps + 1):
+    for step in range(1, 5):
         model.zero_grad()
         model(batch(step)).backward()  # type: ignore[operator]
         for p, wide in zip(trained, copies, strict=True):
@@ -138,31 +132,19 @@ def reference(
     ("bucket_mib", "chunk", "gradient_dtype"), [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
 )
 def test_each_class_computes_in_float32_and_rounds_by_the_definition(
-    name: str,
-    options: dict[str, Any],
-    bucket_mib: float,
-    chunk: int,
-    gradient_dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, options: dict[str, Any], bucket_mib: float, chunk: int, gradient_dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     """Whatever the buckets, whatever is updated at once and whatever the gradients' dtype."""
     monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
     wanted, found = make().bfloat16(), make().bfloat16()
-    reference(name, options, wanted, 4, gradient_dtype)
-    optimizer = ZeroRedundancyOptimizer(
-        found.parameters(),
-        class_of(name),
-        bucket_mib=bucket_mib,
-        gradient_dtype=gradient_dtype,
-        **STOCHASTIC,
-        **options,
-    )
+    reference(name, options, wanted, gradient_dtype)
+    wrapping = STOCHASTIC | {"bucket_mib": bucket_mib, "gradient_dtype": gradient_dtype}
+    optimizer = sharded(found, class_of(name), **wrapping, **options)
     train(found, optimizer, 4, 1)
     assert_equal(found, wanted)
-    state = [
-        v for values in optimizer.inner.state.values() for v in values.values() if isinstance(v, Tensor) and v.dim()
-    ]
-    assert {value.dtype for value in state} <= {torch.bfloat16}, "state takes 2 bytes an element"
+    state = [value for values in optimizer.inner.state.values() for value in values.values()]
+    dtypes = {value.dtype for value in state if isinstance(value, Tensor) and value.dim()}
+    assert dtypes <= {torch.bfloat16}, "state takes 2 bytes an element"
     assert optimizer.state_bytes()["masters"] == 0, "the parameters are their own masters"
 
 
@@ -173,19 +155,10 @@ def test_state_beside_float32_masters_is_rounded_by_the_definition(
 ) -> None:
     """Also after a resume."""
     monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
-    models = [make() for _ in range(3)]
-    wanted, found, resumed = models
-    reference(name, options, wanted, 4, torch.float32, rounds_weights=False)
-    make_optimizer = partial(
-        ZeroRedundancyOptimizer,
-        optimizer_class=class_of(name),
-        bucket_mib=bucket_mib,
-        state_dtype=torch.bfloat16,
-        rounding_seed=SEED,
-        **PLAIN,
-        **options,
-    )
-    first, second = (make_optimizer(model.parameters()) for model in (found, resumed))
+    wanted, found, resumed = (make() for _ in range(3))
+    reference(name, options, wanted, torch.float32, rounds_weights=False)
+    wrapping = PLAIN | {"bucket_mib": bucket_mib, "state_dtype": torch.bfloat16, "rounding_seed": SEED}
+    first, second = (sharded(model, class_of(name), **wrapping, **options) for model in (found, resumed))
     train(found, first, 2, 1)
     resumed.load_state_dict(found.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -214,7 +187,7 @@ def test_bfloat16_keeps_a_second_moment_that_small_gradients_raise() -> None:
 
 def test_further_tensors_have_bits_of_their_own() -> None:
     weight = nn.Linear(3, 2, bias=False).bfloat16()
-    optimizer = ZeroRedundancyOptimizer(weight.parameters(), torch.optim.SGD, lr=1.0, **STOCHASTIC)
+    optimizer = sharded(weight, torch.optim.SGD, lr=1.0, **STOCHASTIC)
     bits = stochastic_rounding.RandomBits(named_pieces(optimizer.param_groups, 0), SEED)
     found = list(bits.of(ElementRun(optimizer.buckets[0], 0, 6), 9, 7))
     for lane, wanted in zip(found, expected_bits(" (2, 3) 0 of stage 0", 9, 7, 6), strict=True):
@@ -234,7 +207,7 @@ def test_the_compiled_rounding_has_the_bits_of_the_eager_one(
     for model, compiles in zip(models, (False, True), strict=True):
         monkeypatch.setattr(device, "compiles_kernels", lambda _, compiles=compiles: compiles)
         monkeypatch.setattr(stochastic_rounding, "_compiled_rounded", lambda: captured)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), class_of(name), lr=1e-2, **options, **STOCHASTIC)
+        optimizer = sharded(model, class_of(name), lr=1e-2, **options, **STOCHASTIC)
         train(model, optimizer, 3)
     assert_equal(*models)
 
@@ -270,10 +243,7 @@ def test_another_seed_rounds_otherwise() -> None:
     weights = []
     for seed in (0, 0, 1):
         model = make().bfloat16()
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.AdamW, **(STOCHASTIC | {"rounding_seed": seed})
-        )
-        train(model, optimizer, 2)
+        train(model, sharded(model, **(STOCHASTIC | {"rounding_seed": seed})), 2)
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
@@ -291,13 +261,13 @@ def test_another_seed_rounds_otherwise() -> None:
 )
 def test_what_cannot_be_rounded_is_refused(dtype: torch.dtype, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ZeroRedundancyOptimizer(make().to(dtype).parameters(), torch.optim.SGD, **(PLAIN | options))
+        sharded(make().to(dtype), torch.optim.SGD, **(PLAIN | options))
 
 
 def test_options_of_elementwise_classes_are_refused_with_others() -> None:
     for options in ({"state_dtype": torch.bfloat16}, {"offload": True}):
         with pytest.raises(ValueError, match=r"must be left out with LAMB, which needs whole tensors"):
-            ZeroRedundancyOptimizer(make().parameters(), LAMB, **options)
+            sharded(make(), LAMB, **options)
 
 
 class Harmonic(torch.optim.Optimizer):
@@ -335,11 +305,11 @@ def test_what_a_class_keeps_in_its_group_counts_steps(way: str, monkeypatch: pyt
 def test_a_state_of_before_rounding_loads() -> None:
     """It has no "steps": they are those of the wrapped class."""
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = sharded(model)
     train(model, optimizer, 3)
     older = optimizer.state_dict()
     del older["steps"]
-    fresh = ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW)
+    fresh = sharded(make())
     fresh.load_state_dict(older)
     assert fresh.steps == 3
 
@@ -348,9 +318,7 @@ def test_a_device_without_float64_sums_norms_in_float32(monkeypatch: pytest.Monk
     monkeypatch.setattr(device, "widest_dtype", lambda device: torch.float32)
     monkeypatch.setattr(Tensor, "double", lambda self: pytest.fail("float64 was used"))
     model = make().bfloat16()
-    clipped = STOCHASTIC | {"grad_clipping": True}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, max_norm=1.0, **clipped)
-    train(model, optimizer, 1)
+    train(model, sharded(model, LAMB, max_norm=1.0, **(STOCHASTIC | {"grad_clipping": True})), 1)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -358,9 +326,7 @@ def test_the_widest_dtype_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.widest_dtype(torch.device("cpu")) == torch.float64
     device.widest_dtype.cache_clear()
 
-    def refuse(*args: object, **options: object) -> None:
-        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-
+    refuse = mock.Mock(side_effect=TypeError("Cannot convert a MPS Tensor to float64 dtype"))
     monkeypatch.setattr(torch, "zeros", refuse)
     assert device.widest_dtype(torch.device("cpu")) == torch.float32
     device.widest_dtype.cache_clear()

@@ -14,7 +14,7 @@ from shardwise import ZeroRedundancyOptimizer
 from shardwise.optim import master_update
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import ElementRun
-from tests.unit.optim.net import PLAIN, Net, assert_equal, batch, make, nothing, set_to_none, train
+from tests.unit.optim.net import PLAIN, Net, Pair, assert_equal, batch, make, nothing, set_to_none, sharded, train
 
 # ---- the same training
 
@@ -36,19 +36,15 @@ def test_bit_equal_to_the_wrapped_class(name: str, options: dict[str, Any], buck
     wrapped = getattr(torch.optim, name)
     plain, ours = make(), make()
     train(plain, wrapped(plain.parameters(), **copy.deepcopy(options)))
-    sharding = {"bucket_mib": bucket_mib, "stage": stage, "model": ours}
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), wrapped, **sharding, **PLAIN, **options))
+    train(ours, sharded(ours, wrapped, bucket_mib=bucket_mib, stage=stage, model=ours, **PLAIN, **options))
     assert_equal(ours, plain)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
     plain, ours = make(), make()
-    optimizers = [
-        torch.optim.SGD(plain.parameters(), lr=0.1),
-        ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, stage=stage, model=ours, lr=0.1, **PLAIN),
-    ]
-    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+    around = sharded(ours, torch.optim.SGD, stage=stage, model=ours, lr=0.1, **PLAIN)
+    for model, optimizer in ((plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (ours, around)):
         for step in range(4):
             model(batch(step)).backward()
             if step % 2:
@@ -59,16 +55,15 @@ def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
 
 def test_fused_kernels() -> None:
     """The last elements of a tensor take the kernel's scalar path, which rounds otherwise; a bucket has no such end."""
-    plain, ours = make(), make()
-    train(plain, torch.optim.AdamW(plain.parameters(), fused=True))
-    train(ours, ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, fused=True, **PLAIN))
-    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
+    pair = Pair(fused=True)
+    for model, optimizer in pair.both:
+        train(model, optimizer)
+    pair.assert_close(rtol=1e-6, atol=1e-8)
 
 
 def test_memory_format_is_kept() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = sharded(model)
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     assert model.weight.grad is not None
@@ -81,7 +76,7 @@ def test_memory_format_is_kept() -> None:
 )
 def test_what_is_cut_must_be_known(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"{option} \(.*{value}.*\) must be "):
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, **{option: value})
+        sharded(make(), **{option: value})
 
 
 def test_norm_of_many_elements_is_exact() -> None:
@@ -106,7 +101,7 @@ def by_lambda(optimizer: torch.optim.Optimizer) -> Any:
 
 def test_parameters_are_read_for_their_norm_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = sharded(model, torch.optim.SGD, lr=0.1)
     model(batch(0)).backward()
     with monkeypatch.context() as patch:
         patch.setattr(ElementRun, "weights", None)
@@ -147,12 +142,11 @@ def test_a_class_may_change_its_own_options() -> None:
                 group["lr"] = 0.1 / group["count"]
             super().step()
 
-    plain, ours = make(), make()
-    train(plain, Counting(plain.parameters()))
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), Counting, **PLAIN)
-    train(ours, optimizer)
-    assert_equal(ours, plain)
-    assert optimizer.param_groups[0]["count"] == 5
+    pair = Pair(Counting)
+    for model, optimizer in pair.both:
+        train(model, optimizer)
+    pair.assert_equal()
+    assert pair.optimizer.param_groups[0]["count"] == 5
 
 
 def test_named_parameters_and_closure() -> None:
@@ -192,24 +186,20 @@ def replace(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("clear", [set_to_zero, set_to_none, replace])
 def test_gradients_that_the_user_cleared_or_replaced(clear: Callable[[nn.Module], None]) -> None:
-    plain, ours = make(), make()
-    reference = torch.optim.AdamW(plain.parameters())
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    pair = Pair()
     for step in range(4):
-        for model in (plain, ours):
+        for model in (pair.plain, pair.ours):
             model(batch(100 + step)).backward()  # dropped
             clear(model)
-            for micro in range(3):
-                model(batch(10 * step + micro)).backward()
-        reference.step()
-        reference.zero_grad()
-        optimizer.step()
-    assert_equal(ours, plain)
+        for micro in range(3):
+            pair.backward(10 * step + micro)
+        pair.step()
+    pair.assert_equal()
 
 
 def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
     ours = make()
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = sharded(ours, torch.optim.SGD, lr=0.1)
     before = [p.detach().clone() for p in ours.parameters()]
     ours(batch(0)).backward()
     for p in ours.parameters():
@@ -220,14 +210,13 @@ def test_a_gradient_that_is_cleared_before_the_step_is_none() -> None:
 
 def test_step_uses_gradients_up() -> None:
     """Without zero_grad nothing of the last step is left."""
-    plain, ours = make(), make()
-    train(plain, torch.optim.AdamW(plain.parameters()))
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    pair = Pair()
+    train(pair.plain, pair.reference)
     for step in range(5):
-        ours(batch(step)).backward()
-        optimizer.step()
-        assert all(not p.grad.any() for p in ours.parameters() if p.grad is not None)
-    assert_equal(ours, plain)
+        pair.ours(batch(step)).backward()
+        pair.optimizer.step()
+        assert all(not p.grad.any() for p in pair.ours.parameters() if p.grad is not None)
+    pair.assert_equal()
 
 
 def test_gradients_from_before_the_optimizer_count() -> None:
@@ -235,23 +224,20 @@ def test_gradients_from_before_the_optimizer_count() -> None:
     for model in (plain, ours):
         model(batch(0)).backward()
     torch.optim.AdamW(plain.parameters()).step()
-    ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN).step()
+    sharded(ours, **PLAIN).step()
     assert_equal(ours, plain)
 
 
 def test_graph_of_the_gradient_is_let_go() -> None:
     """create_graph=True gives gradients with a history; the bucket must not join it."""
-    plain, ours = make(), make()
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.1, **PLAIN)
-    for model in (plain, ours):
+    pair = Pair(torch.optim.SGD, lr=0.1)
+    for model, _ in pair.both:
         gradients = torch.autograd.grad(model(batch(0)), [model.first.weight], create_graph=True)
         (model(batch(1)) + gradients[0].square().sum()).backward()
-    optimizer.norms()
-    reference.step()
-    optimizer.step()
-    assert_equal(ours, plain)
-    assert not any(b.gradients.requires_grad for b in optimizer.buckets)
+    pair.optimizer.norms()
+    pair.step()
+    pair.assert_equal()
+    assert not any(bucket.gradients.requires_grad for bucket in pair.optimizer.buckets)
 
 
 @pytest.mark.parametrize("clear", [nothing, set_to_none])
@@ -260,7 +246,7 @@ def test_sparse_gradients(clear: Callable[[nn.Module], None]) -> None:
     for sparse in (False, True):
         torch.manual_seed(0)
         model = nn.Embedding(11, 4, sparse=sparse)
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **PLAIN)
+        optimizer = sharded(model, **PLAIN)
         for step in range(3):
             clear(model)
             model(batch(step)).square().sum().backward()
@@ -272,7 +258,7 @@ def test_sparse_gradients(clear: Callable[[nn.Module], None]) -> None:
 def test_backward_after_the_reduction_is_an_error() -> None:
     """Also in one process: clipping would use a norm without the late gradients."""
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = sharded(model)
     model(batch(0)).backward()
     optimizer.norms()
     with pytest.raises(RuntimeError, match=r"accumulate\(\).*or drop the reduced ones by optimizer.zero_grad\(\)"):
@@ -284,7 +270,7 @@ def test_backward_after_the_reduction_is_an_error() -> None:
 
 def test_unused_parameter_counts_as_zero_gradient() -> None:
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    optimizer = sharded(model, lr=0.1, weight_decay=0.5)
     before = model.first.weight.clone()
     model.embedding(batch(0)).sum().backward()
     optimizer.step()
@@ -297,7 +283,7 @@ def test_unused_parameter_counts_as_zero_gradient() -> None:
 def test_param_group_added_during_training() -> None:
     plain, ours = make(), make()
     reference = torch.optim.AdamW(plain.first.parameters(), lr=0.01)
-    optimizer = ZeroRedundancyOptimizer(ours.first.parameters(), torch.optim.AdamW, lr=0.01, **PLAIN)
+    optimizer = sharded(ours.first, lr=0.01, **PLAIN)
     train(plain, reference)
     train(ours, optimizer)
     for model, chosen in ((plain, reference), (ours, optimizer)):
@@ -330,7 +316,7 @@ def test_param_group_added_during_training() -> None:
 )
 def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wanted: str) -> None:
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = sharded(model)
     train(model, optimizer, 1)
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
@@ -353,17 +339,17 @@ def untie(model: Net) -> None:
 )
 def test_assignments_that_leave_nothing_untrained_are_allowed(change: Callable[[Net], object]) -> None:
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    optimizer = sharded(model)
     change(model)
     train(model, optimizer, 1)
 
 
 def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
     plain, ours = make(), make()
-    old = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW)
+    old = sharded(ours)
     ours(batch(0)).backward()
     old.norms()  # its gradients are reduced: its hooks would now object to another backward
-    new = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.AdamW, **PLAIN)
+    new = sharded(ours, **PLAIN)
     gone = weakref.ref(old)
     del old
     gc.collect()
@@ -377,12 +363,8 @@ def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
 
 
 def test_state_of_another_making_is_refused() -> None:
-    model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    for other in (
-        ZeroRedundancyOptimizer(make().parameters(), torch.optim.AdamW, bucket_mib=1e-5),
-        ZeroRedundancyOptimizer(make().bfloat16().parameters(), torch.optim.AdamW),
-    ):
+    optimizer = sharded(make())
+    for other in (sharded(make(), bucket_mib=1e-5), sharded(make().bfloat16())):
         with pytest.raises(ValueError, match=r"optimizer state is of layout .* which must be this optimizer's"):
             optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="it lacks masters and layout: state of another optimizer cannot be loaded"):
@@ -392,7 +374,7 @@ def test_state_of_another_making_is_refused() -> None:
 def test_parameters_travel_while_the_next_bucket_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     model = make()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, bucket_mib=1e-5)
+    optimizer = sharded(model, bucket_mib=1e-5)
     stepped, gathered = master_update.step_optimizer, Bucket.start_gather
     monkeypatch.setattr(master_update, "step_optimizer", lambda inner: (order.append("update"), stepped(inner)))
     monkeypatch.setattr(Bucket, "start_gather", lambda bucket: (order.append("gather"), gathered(bucket))[1])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli.entry import main
 from shardwise.config import Config, UserModelConfig, check_layout, dump_yaml, load_config
 from shardwise.runs.folder import JsonLines, RunDirectory
+from shardwise_plan.cli.against_run import PARTS
 from shardwise_plan.device_specs import Cluster, load_device
-from shardwise_plan.step_time import step_time
+from shardwise_plan.step_time import StepTime, step_time
+from tests.command_line import CommandLine
 from tests.e2e.command import metrics, shardwise
 from tests.monitor_runs import Mesh, start_event, step_event
 
@@ -30,12 +31,11 @@ SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tens
     ],
 )
 def test_what_cannot_be_is_told_before_the_work(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.yaml").write_text("name: a device\n")
-    assert main(["plan", *arguments]) == 2
-    assert text in capsys.readouterr().err
+    assert text in cli.refused("plan", *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["there.yaml"]
 
 
@@ -46,37 +46,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at / "run"
 
 
-def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(run), "--device", "cpu:1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_run_beside_its_prediction(run: Path, tmp_path: Path, cli: CommandLine) -> None:
+    found = cli.facts("plan", run, "--device", "cpu:1")
     steps = [event["step_seconds"] for event in metrics(run, "step")][2:]
     assert found["steps"] == len(steps) == 4
     assert min(steps) <= found["step_seconds"]["measured"] <= max(steps)
-    parts = found["parts_seconds"]
-    assert sum(pair["predicted"] for pair in parts.values()) == pytest.approx(found["step_seconds"]["predicted"])
-    assert sum(pair["measured"] for pair in parts.values()) == pytest.approx(
-        found["step_seconds"]["measured"], rel=0.5
-    ), "medians of the parts are about the median step"
+    for kind, rel in (("predicted", 1e-6), ("measured", 0.5)):  # medians of the parts are about the median step
+        parts = sum(pair[kind] for pair in found["parts_seconds"].values())
+        assert parts == pytest.approx(found["step_seconds"][kind], rel=rel)
     for kind, pair in found["memory_bytes"].items():
         assert pair["predicted"] == pair["measured"], kind
 
 
-def test_the_corrected_device_explains_the_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_corrected_device_explains_the_run(run: Path, tmp_path: Path, cli: CommandLine) -> None:
     written = tmp_path / "corrected.yaml"
-    assert main(["plan", str(run), "--device", "cpu:1", "--write", str(written), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.facts("plan", run, "--device", "cpu:1", "--write", written)
     config = load_config("llama2-tiny", SHORT)
     time = step_time(config, check_layout(config, 1), Cluster(load_device(str(written)), 1, 1))
-    assert time is not None
     computed = time.total - time.optimizer - time.communication
     assert computed == pytest.approx(found["parts_seconds"]["computation"]["measured"], rel=0.25)
 
 
-def test_a_run_of_other_ranks_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(run), "--device", "cpu:2"]) == 2
-    assert "--device must name as many devices as the run had ranks (1)" in capsys.readouterr().err
-    assert main(["plan", str(run), "train.steps=3", "--device", "cpu:1"]) == 2
-    assert "key=value must be left out: RUN" in capsys.readouterr().err
+def test_a_run_of_other_ranks_is_refused(run: Path, cli: CommandLine) -> None:
+    said = cli.refused("plan", run, "--device", "cpu:2")
+    assert "--device must name as many devices as the run had ranks (1)" in said
+    assert "key=value must be left out: RUN" in cli.refused("plan", run, "train.steps=3", "--device", "cpu:1")
 
 
 def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
@@ -91,7 +85,7 @@ def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> P
     return path
 
 
-def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, cli: CommandLine) -> None:
     tiny = load_config("llama2-tiny")
     own = tiny.model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
     bare = recorded(tmp_path / "bare", tiny, steps=5)
@@ -101,15 +95,13 @@ def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytes
         (recorded(tmp_path / "short", tiny, steps=2), "short) must have recorded more than 2 steps, it has 2"),
         (recorded(tmp_path / "own", own, steps=5), "model.family (mine:Model) must be one whose shapes are known"),
     ):
-        assert main(["plan", str(run), "--device", "cpu:1"]) == 2
-        assert text in capsys.readouterr().err
+        assert text in cli.refused("plan", run, "--device", "cpu:1")
 
 
-def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_corrected_by_recorded_parts_only(tmp_path: Path, cli: CommandLine) -> None:
     run = recorded(tmp_path / "run", load_config("llama2-tiny"), steps=5, parts=False)
-    assert main(["plan", str(run), "--device", "cpu:1", "--write", str(tmp_path / "device.yaml")]) == 2
-    said = "--write needs a run that recorded the parts of its steps (split_seconds), this one did not"
-    assert said in capsys.readouterr().err
+    said = cli.refused("plan", run, "--device", "cpu:1", "--write", tmp_path / "device.yaml")
+    assert "--write needs a run that recorded the parts of its steps (split_seconds), this one did not" in said
     assert not (tmp_path / "device.yaml").exists()
 
 
@@ -124,3 +116,8 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
     assert "layouts, these were dropped" in shown
+
+
+def test_each_part_of_a_step_is_compared() -> None:
+    compared = [name for names, _ in PARTS.values() for name in names]
+    assert sorted(compared) == sorted(part.name for part in fields(StepTime))

@@ -1,6 +1,5 @@
 """The page of `shardwise plan --html`: what it tells first, its charts, and how a browser shows it."""
 
-import json
 import math
 import re
 import shlex
@@ -10,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.entry import main
 from shardwise.config import load_config
-from tests.unit.watch.test_report import browsed
+from tests.command_line import CommandLine
+from tests.unit.watch.pages import browsed
 
 COMMAND = ["llama2-7b", "train.global_batch=256", "parallel.pipeline=1", "--device", "h100:8", "--price", "2.50 USD"]
 
 
-def planned(at: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[str, dict[str, Any]]:
+def planned(at: Path, cli: CommandLine, *options: str) -> tuple[str, dict[str, Any]]:
     """The page, and the facts of the same plan."""
     file = at / "plan.html"
-    assert main(["plan", *COMMAND, *options, "--html", str(file), "--json"]) == 0
-    return file.read_text(encoding="utf-8"), json.loads(capsys.readouterr().out)
+    facts = cli.facts("plan", *COMMAND, *options, "--html", file)
+    return file.read_text(encoding="utf-8"), facts
 
 
 def test_the_answer_leaves_memory_and_its_commands_write_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A faster layout that may not fit is told, and neither proposed nor written."""
     monkeypatch.chdir(tmp_path)
-    page, facts = planned(tmp_path, capsys)
+    page, facts = planned(tmp_path, cli)
     plans = facts["plans"]
     proposed = {name: each for each in facts["proposals"] for name in each["names"]}
     assert not any(each["may_not_fit"] for each in proposed.values())
@@ -41,21 +40,19 @@ def test_the_answer_leaves_memory_and_its_commands_write_it(
     (text,) = re.findall(r"<pre>(.*?)</pre>", page, re.DOTALL)
     lines = re.sub("</?span>", "", text.replace("&#39;", "'")).splitlines()
     first, second = (line.rstrip() for line in lines if line)
-    assert main(shlex.split(first)[1:]) == 0
-    assert f": {second}\n" in capsys.readouterr().err
+    assert f": {second}\n" in cli(*shlex.split(first)[1:]).err
     chosen = plans[fastest - 1]
     assert load_config("planned.yaml").optimizer.zero == chosen["layout"]["zero"]
-    assert f'<p class="answer">Layout {fastest}: ' in page
-    assert f"<b>{chosen['cost']:,.0f} USD</b>" in page
-    assert "ZeRO-" in page
-    assert not re.search(r"\bZ[0-3]\b", page)
-    assert "Passes of one pipeline rank" in page
-    assert "(docs/planner.md, section How far off it is)" in page
-    assert "planner.md#" not in page
+    shown = (
+        f'<p class="answer">Layout {fastest}: ', f"<b>{chosen['cost']:,.0f} USD</b>", "ZeRO-",
+        "Passes of one pipeline rank", "(docs/planner.md, section How far off it is)",
+    )  # fmt: skip
+    assert [text for text in shown if text not in page] == []
+    assert not re.search(r"\bZ[0-3]\b|planner\.md#", page)
 
 
-def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, facts = planned(tmp_path, capsys, "--nodes", "1,2,4")
+def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, cli: CommandLine) -> None:
+    page, facts = planned(tmp_path, cli, "--nodes", "1,2,4")
     layouts, sizes = re.findall(r'<figure class="dotted">.*?</figure>', page, re.DOTALL)
     assert layouts.count('<g class="point"') >= len(facts["plans"]) == layouts.count('tabindex="0"')
     for number, each in ((proposal["layout"], proposal["names"][0]) for proposal in facts["proposals"]):
@@ -66,26 +63,17 @@ def test_each_layout_is_a_dot_that_tells_of_it(tmp_path: Path, capsys: pytest.Ca
     numbered = [tuple(map(float, found)) for found in re.findall(circle, layouts)]
     assert len(numbered) == len(facts["plans"])
     assert all(math.hypot(x - u, y - v) > r + s - 0.2 for (x, y, r), (u, v, s) in combinations(numbered, 2))
-    assert re.findall(r'aria-label="(\d nodes?): TP .*?<text [^>]*>(\d)</text>', sizes) == [
-        ("1 node", "1"),
-        ("2 nodes", "2"),
-        ("4 nodes", "4"),
-    ]
+    labels = re.findall(r'aria-label="(\d nodes?): TP .*?<text [^>]*>(\d)</text>', sizes)
+    assert labels == [("1 node", "1"), ("2 nodes", "2"), ("4 nodes", "4")]
     days = 1.2 * max(plan["days"] for plan in facts["plans"] if plan["nodes"] == 2)
     (tmp_path / "plan.html").unlink()
-    page, facts = planned(tmp_path, capsys, "--budget", f"{days:.2f} days")
+    page, facts = planned(tmp_path, cli, "--budget", f"{days:.2f} days")
     assert "the answer: 2 nodes" in page
     assert "<polyline" in page, "numbers of nodes that the budget excludes are drawn too"
 
 
-PROBE = """<body><script>
-const told = [matchMedia("(prefers-color-scheme: dark)").matches];
-for (const [width, height] of [[390, 844], [1280, 800]]) {
-  const frame = document.createElement("iframe");
-  [frame.width, frame.height, frame.src] = [width, height, "plan.html"];
-  frame.onload = () => {
-    const page = frame.contentDocument, at = frame.contentWindow, seen = (one) => at.getComputedStyle(one);
-    const loaded = at.performance.getEntriesByType("resource").length, fits = page.documentElement.scrollWidth <= width;
+PROBE = """
+    const seen = (one) => at.getComputedStyle(one);
     const end = page.querySelector(".commands").getBoundingClientRect().bottom;
     const tiles = page.querySelectorAll(".answers .tile"), shown = [...tiles].every((tile) => tile.clientHeight > 0);
     const dot = page.querySelector(".point[tabindex]"), cell = page.querySelector(".layouts td:last-child");
@@ -93,18 +81,14 @@ for (const [width, height] of [[390, 844], [1280, 800]]) {
     const focused = seen(dot.querySelector(".told")).visibility;
     const dark = seen(page.body).backgroundColor;
     told.push([width, fits, loaded, shown && end < height, focused, seen(cell).display, dark]);
-    if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
-  };
-  document.body.append(frame);
-}
-</script></body>"""
+"""
 
 
 @pytest.mark.slow
-def test_a_browser_shows_it_without_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_browser_shows_it_without_an_error(tmp_path: Path, cli: CommandLine) -> None:
     """On a phone with cards in place of a table, and on a desktop, in the dark; the answer is in the first screen."""
-    planned(tmp_path, capsys, "--nodes", "1,2")
-    is_dark, *frames = browsed(tmp_path, PROBE)
+    planned(tmp_path, cli, "--nodes", "1,2")
+    is_dark, *frames = browsed(tmp_path / "plan.html", PROBE, (390, 844), (1280, 800))
     assert is_dark
     dark = "rgb(16, 21, 27)"
     assert sorted(frames) == [

@@ -11,23 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from shardwise.cli import main
 from shardwise.config import load_config
 from shardwise_plan.device_specs import cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.search import Search, search
+from tests.command_line import CommandLine
 from tests.screens import Log, Screen
 
-PLANS = Path(__file__).with_name("plans.json")
+PLANS = Path(__file__).with_name("plans.yaml")
+PIPELINE = ("parallel.pipeline", "parallel.schedule")
 CASES: dict[str, tuple[str, list[str], str, int, tuple[str, ...]]] = {
-    "dense, in a pipeline": (
-        "gpt3-23b",
-        ["parallel.pipeline=4", "parallel.schedule=1f1b"],
-        "trn2:16",
-        2,
-        ("parallel.pipeline", "parallel.schedule"),
-    ),
+    "dense, in a pipeline": ("gpt3-23b", ["parallel.pipeline=4", "parallel.schedule=1f1b"], "trn2:16", 2, PIPELINE),
     "with all schedules": ("gpt3-23b", ["train.micro_batch=1"], "h100:8", 2, ("train.micro_batch", "parallel.context")),
     "experts": ("glm4-moe-tiny", [], "h100:8", 1, ("train.micro_batch", "parallel.sequence")),
     "on a CPU": ("llama2-tiny", [], "cpu:4", 1, ("parallel.sequence",)),
@@ -46,7 +42,7 @@ def plans(name: str) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_plans_stay(name: str) -> None:
-    expected = json.loads(PLANS.read_text(encoding="utf-8"))[name]
+    expected = yaml.safe_load(PLANS.read_text(encoding="utf-8"))[name]
     found = plans(name)
     assert [text for text, *_ in found] == [text for text, *_ in expected]
     for (_, seconds, memory), (_, expected_seconds, expected_memory) in zip(found, expected, strict=True):
@@ -68,13 +64,10 @@ def test_few_layouts_are_asked_what_costs_much() -> None:
     assert stats.total_calls <= 1_500_000
 
 
-def test_how_far_a_search_is(shown: Log, capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_far_a_search_is(shown: Log, cli: CommandLine) -> None:
     """With the best layout on each number of nodes as it is found; JSON stays one document."""
-    arguments = ["plan", "llama2-tiny", "--device", "h100:2", "--nodes", "1,2", "--json", "parallel.tensor=1"]
-    assert main(arguments) == 0
-    out, err = capsys.readouterr()
-    nodes = {plan["nodes"] for plan in json.loads(out)["plans"]}
-    assert nodes == {1, 2}
+    out, err = cli("plan", "llama2-tiny", "--device", "h100:2", "--nodes", "1,2", "--json", "parallel.tensor=1")
+    assert {plan["nodes"] for plan in json.loads(out)["plans"]} == {1, 2}
     config = load_config("llama2-tiny", ["parallel.tensor=1"])
     number = sum(number_of_choices(config, world, 2, ("parallel.tensor",)) for world in (2, 4))
     assert f"planning on 2 nodes: {number} of {number} choices, 100%" in shown.text()
@@ -83,4 +76,6 @@ def test_how_far_a_search_is(shown: Log, capsys: pytest.CaptureFixture[str]) -> 
 
 
 if __name__ == "__main__":
-    PLANS.write_text(json.dumps({name: plans(name) for name in CASES}, indent=1) + "\n", encoding="utf-8")
+    found = {name: plans(name) for name in CASES}
+    text = yaml.safe_dump(found, width=90, default_flow_style=None, allow_unicode=True, sort_keys=False)
+    PLANS.write_text(text, encoding="utf-8")

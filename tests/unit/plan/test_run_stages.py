@@ -24,8 +24,6 @@ def test_with_all_micro_batches_kept_the_stage_with_most_of_them_needs_most() ->
     layout = check_layout(run, 2)
     stages = stages_of(run)
     memory = [expected_memory(each, layout) for each in stages]
-    assert memory[0] is not None
-    assert memory[1] is not None
     assert memory[0].total > 2 * memory[1].total
     assert largest_stage(run) == stages[1]
     assert neediest_stage(stages, layout) is stages[0]
@@ -39,8 +37,6 @@ def test_the_time_of_a_run_is_that_of_the_steps_of_each_stage() -> None:
     short, long = stages_of(run)
     plan = predicted(long, layout, MACHINES)
     before = step_time(stages_with_layout(plan.config, layout)[0], layout, MACHINES) if plan else None
-    assert plan is not None
-    assert before is not None
     assert plan.seconds == pytest.approx(18 * before.total + 2 * plan.time.total)
     assert plan.calendar.steps == pytest.approx(plan.seconds)
     assert stages_with_layout(plan.config, layout)[0].train == short.train

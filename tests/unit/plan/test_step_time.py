@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import Config, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan.device_seconds import RankGroup, collective, fitted, group, matmul
-from shardwise_plan.device_specs import cluster, device_names, load_device
+from shardwise_plan.device_specs import Cluster, cluster, device_names, load_device
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
 
@@ -55,17 +55,29 @@ def test_groups_find_their_nodes() -> None:
     assert collective(A100, fitted(), RankGroup(1, 1), 1e9) == 0
 
 
-def _config(*overrides: str) -> Config:
+MACHINES = cluster("h100:8", 16)
+
+
+def timed(config: Config, on: Cluster, program: ProgramTraits | None = None) -> StepTime:
+    return step_time(config, check_layout(config, on.world), on, program)
+
+
+def gpt3(*overrides: str) -> Config:
     return load_config("gpt3-175b", ["parallel.tensor=8", "parallel.pipeline=8", "train.global_batch=64", *overrides])
 
 
-def test_parts_add_up_and_follow_their_causes() -> None:
-    on = cluster("h100:8", 16)
+def llama2(*overrides: str) -> Config:
+    return load_config("llama2-7b", ["parallel.tensor=1", *overrides])
 
-    def time(*overrides: str, on: object = on) -> dict[str, float]:
-        config = _config(*overrides)
-        found = step_time(config, check_layout(config, 128), on)  # type: ignore[arg-type]
-        assert found is not None
+
+def seconds_of(nbytes: float, on: Cluster) -> float:
+    """Which memory takes for so many bytes."""
+    return nbytes / (on.device.memory_bandwidth * fitted().memory)
+
+
+def test_parts_add_up_and_follow_their_causes() -> None:
+    def time(*overrides: str, on: Cluster = MACHINES) -> dict[str, float]:
+        found = timed(gpt3(*overrides), on)
         return {**dict(found.rows()), "total": found.total}
 
     full, none = time("train.recompute=full"), time("train.recompute=none")
@@ -73,8 +85,8 @@ def test_parts_add_up_and_follow_their_causes() -> None:
     assert full["recompute"] > 0.25 * full["matmul"]
     assert full["matmul"] == pytest.approx(none["matmul"])
     assert none["total"] == pytest.approx(sum(seconds for part, seconds in none.items() if part != "total"))
-    device = on.device
-    slow = replace(on, device=replace(device, network=replace(device.require_network(), bandwidth=1e9)))
+    device = MACHINES.device
+    slow = replace(MACHINES, device=replace(device, network=replace(device.require_network(), bandwidth=1e9)))
     assert time(on=slow)["reduction"] > 5 * time()["reduction"]
     assert time("optimizer.zero=0")["gather"] == 0
     assert time("optimizer.zero=0")["optimizer"] > time()["optimizer"]
@@ -90,39 +102,20 @@ def test_published_runs() -> None:
     assert len(fitting) == 225
     rows = planner.compared()
     on_device = Counter(one.row.cluster.device.key for one in rows)
-    assert {name: load_device(name).compared_runs for name in device_names()} == {
-        name: on_device[name] for name in device_names()
-    }
-    mean = {
-        part: statistics.mean(abs(one.error) for one in rows if part in one.row.source)
-        for part in (
-            "2104.04473 table 1",
-            "2104.04473 table 2",
-            "2205.05198 table 5",
-            "bigscience",
-            "aws-neuron",
-            "README_175b",
-            "nemotron/",
-            "llama3.1/README.md (741c886",
-            "Megatron-Bridge",
-            "llm-foundry",
-            "mlcommons",
-        )
-    }
-    assert max(mean["2104.04473 table 1"], mean["2104.04473 table 2"], mean["2205.05198 table 5"]) < 0.08
+    expected = {name: on_device[name] for name in device_names()}
+    assert {name: load_device(name).compared_runs for name in device_names()} == expected
+    for part, most in (
+        ("2104.04473 table 1", 0.08), ("2104.04473 table 2", 0.08), ("2205.05198 table 5", 0.08),
+        ("bigscience", 0.09), ("aws-neuron", 0.095), ("README_175b", 0.025), ("nemotron/", 0.06),
+        ("Megatron-Bridge", 0.06), ("llama3.1/README.md (741c886", 0.045), ("llm-foundry", 0.079), ("mlcommons", 0.062),
+    ):  # fmt: skip
+        assert statistics.mean(abs(one.error) for one in rows if part in one.row.source) < most, part
     many_nodes = [one for one in rows if "ground_truth_multi" in one.row.source]
     of_39_1b = [abs(one.error) for one in many_nodes if one.row.model.endswith("39.1B")]
     others = [abs(one.error) for one in many_nodes if not one.row.model.endswith("39.1B")]
     assert len(of_39_1b) == 47
     assert statistics.mean(of_39_1b) < 0.1
     assert statistics.mean(others) < 0.075
-    assert mean["bigscience"] < 0.09
-    assert mean["aws-neuron"] < 0.095
-    assert mean["README_175b"] < 0.025
-    assert max(mean["nemotron/"], mean["Megatron-Bridge"]) < 0.06
-    assert mean["llama3.1/README.md (741c886"] < 0.045
-    assert mean["llm-foundry"] < 0.079
-    assert mean["mlcommons"] < 0.062
     given = [one.error for one in rows if "README_175b" in one.row.source or "nemotron/" in one.row.source]
     assert max(map(abs, given)) < 0.09
     fitted_rows = [one for one in rows if one.row.is_fitted]
@@ -153,31 +146,25 @@ def test_the_fit_is_repeated() -> None:
 
 def test_gradients_are_added_for_each_micro_batch() -> None:
     """8 bytes for a parameter where products add to what is there in float32, and 10 where ZeRO-2 adds bfloat16."""
-    on = cluster("h100:8", 16)
 
     def accumulation(*overrides: str) -> float:
-        config = _config("compile.enabled=true", *overrides)
-        found = step_time(config, check_layout(config, 128), on)
-        assert found is not None
-        return found.accumulation
+        return timed(gpt3("compile.enabled=true", *overrides), MACHINES).accumulation
 
     half = accumulation("precision.gradient=bfloat16", "precision.reduce=bfloat16")
     blocks = 12 * 12 * 12288**2 / 8  # of a pipeline rank's 12 blocks, on one of 8 tensor-parallel ranks
     micro_batches = 64 // 2
-    a_byte = micro_batches * blocks / (on.device.memory_bandwidth * fitted().memory)
+    a_byte = seconds_of(micro_batches * blocks, MACHINES)
     assert accumulation() - half == pytest.approx((8 - 6) * a_byte, rel=0.01)
     assert accumulation("optimizer.zero=2") - half == pytest.approx((10 - 6) * a_byte, rel=0.01)
 
 
 def test_new_weights_travel_behind_the_next_forward_pass() -> None:
     """All but those of its first unit; on CPU ranks none do. Behind it, NCCL's kernels take 16 of 132 processors."""
-    config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64"])
+    config = llama2("train.global_batch=64")
 
     def gather(device: str, **traits: bool) -> float:
         on = cluster(device, 2)
-        time = step_time(config, check_layout(config, 16), on, replace(shardwise_traits(config, on), **traits))
-        assert time is not None
-        return time.gather
+        return timed(config, on, replace(shardwise_traits(config, on), **traits)).gather
 
     layers = config.known_shapes.num_hidden_layers
     whole = gather("h200:8", overlaps=False)
@@ -188,13 +175,9 @@ def test_new_weights_travel_behind_the_next_forward_pass() -> None:
 
 def test_products_that_add_move_less() -> None:
     """8 bytes for a parameter: the sum is read and written. Bit-equal trainings add new gradients of bfloat16."""
-    on = cluster("h200:8", 2)
 
     def accumulation(*overrides: str) -> float:
-        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=64", *overrides])
-        time = step_time(config, check_layout(config, 16), on)
-        assert time is not None
-        return time.accumulation
+        return timed(llama2("train.global_batch=64", *overrides), cluster("h200:8", 2)).accumulation
 
     assert accumulation("compile.enabled=true") == accumulation()
     for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
@@ -209,26 +192,23 @@ def test_traits_count_what_functions_read_and_write() -> None:
     eager = ProgramTraits(separate_kernels=True, graphs=True)
 
     def added(part: str, **traits: Any) -> float:
-        """Bytes."""
-        without, seconds = (
-            getattr(step_time(config, check_layout(config, 8), on, program), part)
-            for program in (eager, replace(eager, **traits))
-        )
-        return (seconds - without) * on.device.memory_bandwidth * fitted().memory
+        """Seconds."""
+        without, seconds = (getattr(timed(config, on, program), part) for program in (eager, replace(eager, **traits)))
+        return seconds - without
 
     # q, k and v are copied in two passes, and their gradients in three; the output the other way round.
     copied = 2 * tokens * model.hidden_size * (3 * (2 + 3) + (3 + 2))
-    assert added("memory_bound", unpads_attention=True) == pytest.approx(model.num_hidden_layers * copied)
+    unpadded = seconds_of(model.num_hidden_layers * copied, on)
+    assert added("memory_bound", unpads_attention=True) == pytest.approx(unpadded)
     # Copied, to float32, and divided: 18 bytes. Added to float32: 10.
     weights = 12 * model.hidden_size**2
-    assert added("accumulation", flattens_gradients=True) == pytest.approx(model.num_hidden_layers * 8 * weights)
+    flattened = seconds_of(model.num_hidden_layers * 8 * weights, on)
+    assert added("accumulation", flattens_gradients=True) == pytest.approx(flattened)
     logits = tokens * model.vocab_size
-    assert added("head", logits_bytes=(32, 4)) == pytest.approx(8 * logits)
-    stopped = -added("recompute", stops_recompute=True) / (on.device.memory_bandwidth * fitted().memory)
+    assert added("head", logits_bytes=(32, 4)) == pytest.approx(seconds_of(8 * logits, on))
     product = matmul(on.device, fitted(), on.device.bfloat16, tokens, model.hidden_size, 4 * model.hidden_size)
-    assert stopped == pytest.approx(model.num_hidden_layers * product)
-    gathered = added("optimizer", gathered_metrics=4) / (on.device.memory_bandwidth * fitted().memory)
-    assert gathered == pytest.approx(4 * 8 * 2 * fitted().host)
+    assert -added("recompute", stops_recompute=True) == pytest.approx(model.num_hidden_layers * product)
+    assert added("optimizer", gathered_metrics=4) == pytest.approx(4 * 8 * 2 * fitted().host)
 
 
 def test_fused_attention_computes_whole_tiles() -> None:
@@ -236,9 +216,7 @@ def test_fused_attention_computes_whole_tiles() -> None:
     seconds = {}
     for length in (512, 1024):
         config = load_config("gpt2-xl", [f"train.sequence_length={length}", "train.global_batch=8"])
-        time = step_time(config, check_layout(config, 8), cluster("a100:8", 1), ProgramTraits())
-        assert time is not None
-        seconds[length] = time.attention
+        seconds[length] = timed(config, cluster("a100:8", 1), ProgramTraits()).attention
     assert seconds[1024] / seconds[512] == pytest.approx(2 * (1024 + 128) / (512 + 128))
 
 
@@ -246,22 +224,20 @@ def test_biases_read_the_gradients_of_outputs() -> None:
     on = cluster("a100:8", 1)
     seconds = []
     for overrides in ([], ["model.attention_bias=true", "model.mlp_bias=true"]):
-        config = load_config("llama2-7b", ["parallel.tensor=1", "train.global_batch=8", *overrides])
-        time = step_time(config, check_layout(config, 8), on, ProgramTraits(separate_kernels=True))
-        assert time is not None
-        seconds.append(time.memory_bound)
+        config = llama2("train.global_batch=8", *overrides)
+        seconds.append(timed(config, on, ProgramTraits(separate_kernels=True)).memory_bound)
     model = config.known_shapes
     outputs = (3 + 1 + 1) * model.hidden_size + 2 * model.intermediate_size
     read = 2 * model.num_hidden_layers * config.train.sequence_length * outputs
-    assert seconds[1] - seconds[0] == pytest.approx(read / (on.device.memory_bandwidth * fitted().memory))
+    assert seconds[1] - seconds[0] == pytest.approx(seconds_of(read, on))
+
+
+CONTEXT = ("parallel.sequence=false", "parallel.context=8", "train.recompute=none", "train.global_batch=8")
 
 
 def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> None:
     """In each block, and values too: 2 bytes for each of 4,096 tokens and 4,096 numbers."""
-    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
-    config = load_config("llama2-7b", [*keys, "train.global_batch=8"])
-    time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
-    assert time is not None
+    time = timed(llama2(*CONTEXT), cluster("a100:8", 2))
     micro_batches = 8 // 2
     transfer = collective(A100, fitted(), RankGroup(8, 8), 2 * 4096 * 4096)
     assert time.context == pytest.approx(micro_batches * 32 * 6 * transfer)
@@ -270,15 +246,11 @@ def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> 
 
 def test_keys_that_come_rank_by_rank_travel_while_attention_computes() -> None:
     """What is left of the time of gathers and scatters is that beyond 7 of 8 parts of attention."""
-    keys = ("parallel.tensor=1", "parallel.sequence=false", "parallel.context=8", "train.recompute=none")
-    keys += ("train.global_batch=8", "compile.enabled=false")
 
     def seconds(how: str, length: int) -> StepTime:
         lengths = (f"train.sequence_length={length}", f"model.max_position_embeddings={length}")
-        config = load_config("llama2-7b", [*keys, *lengths, f"parallel.context_keys={how}"])
-        time = step_time(config, check_layout(config, 16), cluster("a100:8", 2))
-        assert time is not None
-        return time
+        config = llama2(*CONTEXT, "compile.enabled=false", *lengths, f"parallel.context_keys={how}")
+        return timed(config, cluster("a100:8", 2))
 
     gathered, passed = (seconds(how, 4096) for how in ("gather", "ring"))
     forward = passed.attention - gathered.attention  # computed again in the backward pass
@@ -292,29 +264,22 @@ def test_keys_that_come_rank_by_rank_travel_while_attention_computes() -> None:
 
 def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> None:
     """A product in fp8 takes half as long where it reaches the same part of the peak; rounding takes time too."""
-    keys = ("parallel.tensor=1", "train.global_batch=64", "compile.enabled=true", "train.recompute=none")
-    bfloat16 = load_config("llama2-7b", keys)
-    fp8 = load_config("llama2-7b", [*keys, "precision.matmul=fp8"])
-    layout = check_layout(fp8, 16)
+    keys = ("train.global_batch=64", "compile.enabled=true", "train.recompute=none")
+    bfloat16, fp8 = llama2(*keys), llama2(*keys, "precision.matmul=fp8")
     h200 = cluster("h200:8", 2)
     like_bfloat16 = replace(h200.device, fp8_matmul_share=None, fp8_backward_share=1.0)
-    times = [step_time(config, layout, replace(h200, device=like_bfloat16)) for config in (bfloat16, fp8)]
-    measured = step_time(fp8, layout, h200)
-    memories = [expected_memory(config, layout, True) for config in (bfloat16, fp8)]
-    (wide, narrow), (wide_memory, narrow_memory) = times, memories
-    assert wide is not None
-    assert narrow is not None
+    wide, narrow = (timed(config, replace(h200, device=like_bfloat16)) for config in (bfloat16, fp8))
+    measured = timed(fp8, h200)
+    layout = check_layout(fp8, 16)
+    wide_memory, narrow_memory = (expected_memory(config, layout, True) for config in (bfloat16, fp8))
     assert narrow.matmul == pytest.approx(wide.matmul / 2, rel=1e-6)
-    assert measured is not None
     assert narrow.matmul * 0.7 / 0.68 < measured.matmul < narrow.matmul * 0.7 / 0.68 / 0.87
     assert narrow.memory_bound > wide.memory_bound
     assert narrow.total < wide.total
-    assert wide_memory is not None
-    assert narrow_memory is not None
     assert narrow_memory.activations < 0.9 * wide_memory.activations
     refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tf"
     with pytest.raises(ConfigError, match=refused):
-        step_time(fp8, layout, cluster("a100:8", 2))
+        timed(fp8, cluster("a100:8", 2))
 
 
 def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
@@ -332,11 +297,9 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
     rates["fused_attention"] /= device.bfloat16
     # With one processor products are not cut into tiles.
     flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
-    sizes = ["model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none"]
-    sizes.append("compile.enabled=true")
-    config = load_config("llama2-7b", ["parallel.tensor=1", "parallel.sequence=false", "precision.mode=mixed", *sizes])
+    sizes = ("model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none")
+    config = llama2("parallel.sequence=false", "precision.mode=mixed", "compile.enabled=true", *sizes)
     plan = predicted(config, check_layout(config, 1), replace(cluster("h200:1"), device=flat))
-    assert plan is not None
     assert plan.mfu is not None
     assert 0.60 < plan.mfu < 0.61, f"{plan.mfu:.1%} = {plan.time.shares()}"
 
@@ -352,17 +315,13 @@ def test_steps_of_one_h200_take_what_was_measured() -> None:
     assert len(rows) == 15
     errors: dict[str, list[float]] = {"eager": [], "compiled": []}
     for program, recompute, blocks, micro_batches, micro_batch, measured in rows:
-        keys = [
-            *("parallel.tensor=1", "parallel.sequence=false", "optimizer.zero=0", "precision.mode=mixed"),
-            f"compile.enabled={str(program == 'compiled').lower()}",
-            f"model.num_hidden_layers={blocks}",
-            f"train.recompute={recompute}",
-            f"train.micro_batch={micro_batch}",
+        config = llama2(
+            "parallel.sequence=false", "optimizer.zero=0", "precision.mode=mixed",
+            f"compile.enabled={str(program == 'compiled').lower()}", f"model.num_hidden_layers={blocks}",
+            f"train.recompute={recompute}", f"train.micro_batch={micro_batch}",
             f"train.global_batch={int(micro_batch) * int(micro_batches)}",
-        ]
-        config = load_config("llama2-7b", keys)
-        time = step_time(config, check_layout(config, 1), cluster("h200:1"))
-        assert time is not None
+        )  # fmt: skip
+        time = timed(config, cluster("h200:1"))
         errors[program].append(1000 * time.total / float(measured.replace(",", "")) - 1)
     assert max(map(abs, errors["compiled"])) < 0.015, errors
     assert max(map(abs, errors["eager"])) < 0.025, errors
@@ -374,20 +333,13 @@ def test_schedules_that_cannot_be_compiled_take_the_time_of_eager_blocks() -> No
     on = cluster("h200:8")
     memory_bound = {}
     for schedule in ("1f1b", "zbv"):
-        keys = ["parallel.tensor=1", "parallel.pipeline=8", f"parallel.schedule={schedule}", "train.recompute=none"]
-        config = compiled(load_config("llama2-7b", keys), on.device)
-        time = step_time(config, check_layout(config, 8), on)
-        assert time is not None
-        memory_bound[schedule] = time.memory_bound
+        config = llama2("parallel.pipeline=8", f"parallel.schedule={schedule}", "train.recompute=none")
+        memory_bound[schedule] = timed(compiled(config, on.device), on).memory_bound
     assert memory_bound["zbv"] > 1.5 * memory_bound["1f1b"]
 
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
-    config = _config()
-    layout, on = check_layout(config, 128), cluster("h100:8", 16)
-    ahead, blocked = (step_time(config, layout, on, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
-    assert ahead is not None
-    assert blocked is not None
+    ahead, blocked = (timed(gpt3(), MACHINES, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
     assert blocked.launch > 32 * 12 * 2.6 * 24 * fitted().host * 0.99  # micro-batches, blocks, both passes, kernels
     assert blocked.launch > 10 * ahead.launch
 
@@ -426,20 +378,16 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
     assert [program.unpads_attention for program in composer] == [True, False]
     assert all(program.flattens_gradients and program.stops_recompute for program in composer)
     assert not one("llm-foundry", gpu="A100-40GB").program.stops_recompute
-    assert early.config is not None
-    assert late.config is not None
     assert early.config.parallel.stages == (6,) * 12
     assert late.config.parallel.stages == (5, *(6,) * 10, 5)
     assert early.config.precision.gradient == "bfloat16"
     assert late.config.precision.gradient != "bfloat16"
     llama = one("aws-neuron", model="llama2-7b", pp="1")
-    assert llama.layout is not None
     assert llama.layout.sequence_parallel
     assert one("vTrain").program.splits_messages
     assert one("vTrain").program.runs_ahead
     assert one("vTrain").program.tensor_overlap is None
     large = one("741c886", model="llama3.1-405b", precision="fp8")
-    assert large.config is not None
     assert large.config.parallel.stages == (1, *(2,) * 62, 1)
     assert (large.config.precision.matmul, large.config.parallel.context) == ("fp8", 2)
     assert large.program.tensor_overlap == "user_buffers"
@@ -449,12 +397,9 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
 
 def test_a_pass_that_counts_first_takes_a_forward_pass() -> None:
     keys = ["train.micro_batch=1", "train.global_batch=16"]
-    times = []
-    for coefficient in (0.0, 0.01):
-        config = load_config("olmoe-tiny", [*keys, f"optimizer.router_batch_loss={coefficient}"])
-        time = step_time(config, check_layout(config, 8), cluster("h100:8", 1))
-        assert time is not None
-        times.append(time)
-    without, counting = times
+    without, counting = (
+        timed(load_config("olmoe-tiny", [*keys, f"optimizer.router_batch_loss={rate}"]), cluster("h100:8", 1))
+        for rate in (0.0, 0.01)
+    )
     assert 1.15 < counting.total / without.total < 1.5
     assert counting.matmul == without.matmul

@@ -33,35 +33,32 @@ def test_the_block_says_what_failed_where_to_look_what_is_lost_and_how_to_go_on(
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "heading", "lost"),
-    [
-        ({"step": 601}, "FAILED at step 601: x.", "1 step since checkpoint 600 is lost"),
-        ({"step": 600}, "FAILED at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
-        ({"checkpoint": 0}, "FAILED at step 731: x.", "all 731 steps are lost: checkpoint.every was 200"),
-        (
-            {"checkpoint": 0, "every": 0, "every_minutes": 30},
-            "FAILED at step 731: x.",
-            "all 731 steps are lost: checkpoint.every_minutes was 30",
-        ),
-        ({"checkpoint": 0, "step": 1, "every": None}, "FAILED at step 1: x.", "the only step is lost"),
-        ({"step": None, "checkpoint": 0}, "FAILED before the first step: x.", None),
-        ({"step": None}, "FAILED before the first step after checkpoint 600: x.", None),
-        (
-            {"cause": "step 1,732: the loss (nan) must be finite.", "step": 1731},
-            "FAILED at step 1,732: the loss (nan) must be finite.",
-            "1,131 steps since checkpoint 600 are lost",
-        ),
-    ],
-)
+LOST: list[tuple[dict[str, object], str, str | None]] = [
+    ({"step": 601}, "at step 601: x.", "1 step since checkpoint 600 is lost"),
+    ({"step": 600}, "at step 600: x.", "no step is lost: checkpoint 600 is of the last one"),
+    ({"checkpoint": 0}, "at step 731: x.", "all 731 steps are lost: checkpoint.every was 200"),
+    (
+        {"checkpoint": 0, "every": 0, "every_minutes": 30},
+        "at step 731: x.",
+        "all 731 steps are lost: checkpoint.every_minutes was 30",
+    ),
+    ({"checkpoint": 0, "step": 1, "every": None}, "at step 1: x.", "the only step is lost"),
+    ({"step": None, "checkpoint": 0}, "before the first step: x.", None),
+    ({"step": None}, "before the first step after checkpoint 600: x.", None),
+    (
+        {"cause": "step 1,732: the loss (nan) must be finite.", "step": 1731},
+        "at step 1,732: the loss (nan) must be finite.",
+        "1,131 steps since checkpoint 600 are lost",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "heading", "lost"), LOST)
 def test_lines_that_do_not_apply_are_left_out(changes: dict[str, object], heading: str, lost: str | None) -> None:
     record = replace(FailureRecord(KILLED.time, "x", step=731, checkpoint=600, every=200), **changes)
-    assert record.lines(Path("run")) == [heading, *([] if lost is None else [lost])]
-
-
-def test_details_stay_below_the_cause() -> None:
-    lines = replace(KILLED, details="rank 0 waited for x, and lost the connection").lines(Path("run"))
-    assert lines[1] == "rank 0 waited for x, and lost the connection"
+    assert record.lines(Path("run")) == [f"FAILED {heading}", *([] if lost is None else [lost])]
+    waited = "rank 0 waited for x, and lost the connection"
+    assert replace(record, details=waited).lines(Path("run"))[1] == waited
 
 
 def test_the_record_holds_no_secret(tmp_path: Path) -> None:

@@ -80,17 +80,16 @@ def nvml(*, lost: int | None = None, links: int = 2, fails: type[NVMLError] | No
     return module
 
 
-@pytest.fixture
-def dev(tmp_path: Path) -> Path:
-    folder = tmp_path / "dev"
-    folder.mkdir()
-    (folder / "nvidiactl").touch()
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine with the driver's file alone."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "nvidiactl").touch()
+
+
+def found_by(library: ModuleType, monkeypatch: pytest.MonkeyPatch, at: Path, ranks: Any = RANKS) -> Any:
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    return devices(ranks, dev=at, sys_root=at)
 
 
 def neuron_ls(tmp_path: Path, script: str) -> None:
@@ -100,41 +99,24 @@ def neuron_ls(tmp_path: Path, script: str) -> None:
     program.chmod(0o755)
 
 
-def test_gpus_by_nvml(dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml())
-    found = devices(RANKS, dev=dev, sys_root=tmp_path)
-    name = "NVIDIA H100 80GB HBM3"
+def test_gpus_by_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = found_by(nvml(), monkeypatch, tmp_path)
+    name, total, processes = "NVIDIA H100 80GB HBM3", 80 * GIB, (RANKS[4712], DeviceProcess(99))
     assert found.devices == [
-        LocalDevice(
-            "nvidia",
-            0,
-            name,
-            memory_bytes=GIB,
-            memory_total_bytes=80 * GIB,
-            utilization=0.93,
-            links=("2 NVLinks",),
-            processes=(RANKS[4712], DeviceProcess(99)),
-        ),
-        LocalDevice("nvidia", 1, name, memory_bytes=2 * GIB, memory_total_bytes=80 * GIB, links=("PCIe 5 x16",)),
+        LocalDevice("nvidia", 0, name, None, GIB, total, 0.93, ("2 NVLinks",), processes),
+        LocalDevice("nvidia", 1, name, None, 2 * GIB, total, None, ("PCIe 5 x16",)),
     ]
     assert found.problems == []
-
-
-def test_a_gpu_that_is_lost_does_not_hide_the_others(
-    dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(lost=0))
-    found = devices({}, dev=dev, sys_root=tmp_path)
+    found = found_by(nvml(lost=0), monkeypatch, tmp_path)
     assert [device.index for device in found.devices] == [1]
     assert found.problems == ["NVML does not tell of GPU 0, which may have failed: nvidia-smi says why"]
 
 
 @pytest.mark.parametrize(("error", "problems"), [(NVMLError_LibraryNotFound, 0), (NVMLError_LibRmVersionMismatch, 1)])
 def test_without_nvml_the_cpu_is_shown(
-    error: type[NVMLError], problems: int, dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[NVMLError], problems: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(fails=error))
-    found = devices(RANKS, dev=dev, sys_root=tmp_path)
+    found = found_by(nvml(fails=error), monkeypatch, tmp_path)
     [cpu] = found.devices
     assert (cpu.kind, cpu.processes) == ("cpu", tuple(RANKS.values()))
     assert cpu.cores == len(os.sched_getaffinity(0))
@@ -146,6 +128,7 @@ def test_without_nvml_the_cpu_is_shown(
 
 
 def test_chips_by_neuron_ls(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").unlink()
     neuron_ls(tmp_path, f'[ "$1" = -j ] && /bin/cat <<END\n{NEURON_LS}\nEND')
     driver = tmp_path / "devices/virtual/neuron_device/neuron0"
     for core, used in enumerate((3, 4)):
@@ -169,6 +152,7 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
     [("exit 1", None), ("echo '[{]'", r"-j must print a list of devices in JSON, and prints '\[{\]")],
 )
 def test_a_neuron_ls_that_tells_nothing(script: str, problem: str | None, tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").unlink()
     neuron_ls(tmp_path, script)
     found = devices({}, dev=tmp_path, sys_root=tmp_path)
     assert [device.kind for device in found.devices] == ["cpu"]

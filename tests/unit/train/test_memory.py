@@ -15,36 +15,26 @@ from shardwise.estimates.memory import expected_memory
 from shardwise.train.memory import out_of_memory_text, require_device
 from shardwise.train.step_record import Progress
 
+MODEL = {
+    "family": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+
 
 def config(**changes: dict[str, Any]) -> Config:
     base: dict[str, dict[str, Any]] = {
-        "model": {
-            "family": "llama",
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 176,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        },
+        "model": MODEL,
         "train": {"steps": 1, "global_batch": 30, "micro_batch": 15, "sequence_length": 64},
         "optimizer": {"lr": 1e-3},
         "precision": {"mode": "float32"},
     }
-    for section, values in changes.items():
-        base[section] = base.get(section, {}) | values
-    return config_from(base)
+    return config_from(base | {section: base.get(section, {}) | values for section, values in changes.items()})
 
 
 def text(chosen: Config, layout: Layout, error: BaseException | None = None, **progress: Any) -> str:
     """Of the last rank."""
-    return out_of_memory_text(
-        chosen,
-        layout,
-        layout.world - 1,
-        torch.device("cpu"),
-        Progress(**progress),
-        error or MemoryError("no room\nmore"),
-    )
+    last, cause = layout.world - 1, error or MemoryError("no room\nmore")
+    return out_of_memory_text(chosen, layout, last, torch.device("cpu"), Progress(**progress), cause)
 
 
 def remedies(chosen: Config, layout: Layout) -> list[str]:
@@ -64,61 +54,46 @@ def test_it_names_rank_phase_step_and_bytes_by_kind() -> None:
 
 
 def test_each_remedy_saves_what_it_says_and_the_best_stands_first() -> None:
-    chosen, layout = config(parallel={"tensor": 2}, optimizer={"zero": 0}), Layout(4, tensor=2)
-    said = remedies(chosen, layout)
-    now = expected_memory(chosen, layout).total
+    def cut(zero: int = 0, context: int = 1, **sections: dict[str, Any]) -> Config:
+        return config(parallel={"tensor": 2, "context": context}, optimizer={"zero": zero}, **sections)
+
+    chosen, layout = cut(), Layout(4, tensor=2)
     then = {
-        "train.micro_batch=5": (config(**smaller(chosen, micro_batch=5)), layout),
-        "train.recompute=full": (config(**smaller(chosen, recompute="full")), layout),
+        "train.micro_batch=5": (cut(train={"micro_batch": 5}), layout),
+        "train.recompute=full": (cut(train={"recompute": "full"}), layout),
         "parallel.sequence=true": (chosen, Layout(4, tensor=2, sequence_parallel=True)),
-        **{
-            f"optimizer.zero={stage}": (config(parallel={"tensor": 2}, optimizer={"zero": stage}), layout)
-            for stage in (1, 2, 3)
-        },
-        "precision.mode=mixed": (
-            config(parallel={"tensor": 2}, optimizer={"zero": 0}, precision={"mode": "mixed"}),
-            layout,
-        ),
+        **{f"optimizer.zero={stage}": (cut(stage), layout) for stage in (1, 2, 3)},
+        "precision.mode=mixed": (cut(precision={"mode": "mixed"}), layout),
         "parallel.tensor=4 on 8 ranks": (chosen, Layout(8, tensor=4)),
-        "parallel.context=2 on 8 ranks": (
-            config(parallel={"tensor": 2, "context": 2}, optimizer={"zero": 0}),
-            Layout(8, tensor=2, context=2),
-        ),
+        "parallel.context=2 on 8 ranks": (cut(context=2), Layout(8, tensor=2, context=2)),
     }
+    now = expected_memory(chosen, layout).total
     saved = {name: now - expected_memory(*other).total for name, other in then.items()}
     expected = [f"{name} ({units.size(amount)} less)" for name, amount in sorted(saved.items(), key=lambda x: -x[1])]
-    assert said == expected, "or a remedy saves nothing, and is left out"
-
-
-def smaller(chosen: Config, **train: Any) -> dict[str, Any]:
-    return {"train": train, "parallel": {"tensor": chosen.parallel.tensor}, "optimizer": {"zero": 0}}
-
-
-def test_a_smaller_micro_batch_still_divides_the_batch() -> None:
-    """Half of 15 is 7, which does not divide 30: following that advice would end in another error."""
-    found = [one for one in remedies(config(), Layout(1)) if one.startswith("train.micro_batch")]
-    assert [one.split()[0] for one in found] == ["train.micro_batch=5"]
+    assert remedies(chosen, layout) == expected, "or a remedy saves nothing, and is left out"
 
 
 def test_nothing_invalid_is_advised() -> None:
+    found = [one.split()[0] for one in remedies(config(), Layout(1)) if one.startswith("train.micro_batch")]
+    assert found == ["train.micro_batch=5"], "half of 15 is 7, which does not divide 30"
     said = remedies(config(parallel={"tensor": 4, "sequence": True}), Layout(4, tensor=4, sequence_parallel=True))
     refused = [one for one in said if one.startswith(("parallel.tensor", "parallel.sequence="))]
     assert not refused, "TP 8 does not divide 4 heads, and sequence is on already"
     assert not [one for one in said if one.startswith("parallel.pipeline=4")], "two layers are no four stages"
     for valid in ("parallel.pipeline=2 on 8 ranks", "parallel.context=2 on 8 ranks"):
         assert [one for one in said if one.startswith(valid)]
+    odd = remedies(config(train={"global_batch": 15}), Layout(1))
+    assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
 
 
 def test_a_pipeline_is_advised_what_its_own_rank_saves() -> None:
-    parallel = {"pipeline": 2, "schedule": "gpipe"}
-    chosen = config(parallel=parallel, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
-    layout = Layout(4, pipeline=2)
-    now = expected_memory(chosen, layout, pipeline_rank=1).total  # of the last rank
-    other = config(parallel=parallel | {"schedule": "1f1b"}, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
-    saved = now - expected_memory(other, layout, pipeline_rank=1).total
-    assert f"parallel.schedule=1f1b ({units.size(saved)} less)" in remedies(chosen, layout)
-    odd = remedies(config(train={"global_batch": 15}), Layout(1))
-    assert not [one for one in odd if "share the optimizer state" in one], "15 samples do not divide over 2 replicas"
+    def piped(schedule: str) -> Config:
+        parallel = {"pipeline": 2, "schedule": schedule}
+        return config(parallel=parallel, model={"num_hidden_layers": 4}, train={"micro_batch": 1})
+
+    chosen, layout = piped("gpipe"), Layout(4, pipeline=2)
+    now, then = (expected_memory(each, layout, pipeline_rank=1).total for each in (chosen, piped("1f1b")))
+    assert f"parallel.schedule=1f1b ({units.size(now - then)} less)" in remedies(chosen, layout)
 
 
 def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
@@ -130,6 +105,8 @@ def test_a_tensor_whose_size_overflows_is_a_lack_of_memory() -> None:
 # ---- accelerators
 
 GIB = 2**30
+FP8 = {"matmul": "fp8"}
+REFUSED = "refused: memory of parameters, gradients and optimizer"
 
 
 @pytest.fixture
@@ -172,53 +149,47 @@ def test_segments_are_expandable_unless_the_user_set_the_allocator(
     assert given == ([] if variable else ["expandable_segments:True"])
 
 
+def said_before_the_start(chosen: Config, layout: Layout, rank: int, device: torch.device) -> str:
+    try:
+        return require_device(chosen, layout, rank, device) or ""
+    except ConfigError as error:
+        return f"refused: {error}"
+
+
 @pytest.mark.parametrize(
-    ("hidden", "tokens", "found"),
+    ("hidden", "tokens", "said"),
     [
-        (64, 64, None),
+        (64, 64, "$"),
         (64, 2**21, r"the expected memory \(.*\) exceeds the 16.0 GiB of some GPU: train.micro_batch=5 \("),
-        (32768, 64, r"refused: memory of parameters, gradients and optimizer \(.*\) must be at most the 16.0 GiB"),
+        (32768, 64, rf"{REFUSED} \(.*\) must be at most the 16.0 GiB"),
     ],
 )
 def test_a_model_that_does_not_fit_is_told_before_the_start(
-    accelerator: torch.device, hidden: int, tokens: int, found: str | None
+    accelerator: torch.device, hidden: int, tokens: int, said: str
 ) -> None:
     chosen = config(model={"hidden_size": hidden, "max_position_embeddings": tokens}, train={"sequence_length": tokens})
-    try:
-        said = require_device(chosen, Layout(2), 0, accelerator)
-    except ConfigError as error:
-        said = f"refused: {error}"
-    assert said is None if found is None else re.match(found, said or ""), said
+    assert re.match(said, said_before_the_start(chosen, Layout(2), 0, accelerator))
 
 
 @pytest.mark.parametrize(
     ("available", "said"),
     [
-        (2 * GIB, None),
+        (2 * GIB, "$"),
         (GIB, r"the expected memory of the 4 ranks on this machine \(1.\d GiB\) exceeds the 1.0 GiB that it has "),
-        (
-            2**16,
-            r"refused: memory of parameters, gradients and optimizer of the 4 ranks on this machine \(.*\) must be ",
-        ),
+        (2**16, rf"{REFUSED} of the 4 ranks on this machine \(.*\) must be "),
     ],
 )
 def test_fault_04_the_ranks_of_a_machine_share_its_memory(
-    available: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+    available: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardwise.train.memory.available_memory", lambda: available)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
-    length = 2**14
-    chosen = config(
-        model={"max_position_embeddings": length},
-        train={"sequence_length": length, "micro_batch": 2, "global_batch": 16},
-    )
-    try:
-        text = require_device(chosen, Layout(8), 7, torch.device("cpu"))
-    except ConfigError as error:
-        text = f"refused: {error}"
-    assert text is None if said is None else re.match(said, text or ""), text
-    assert "on 16 ranks" not in (text or ""), "more ranks on one machine save no memory"
+    train = {"sequence_length": 2**14, "micro_batch": 2, "global_batch": 16}
+    chosen = config(model={"max_position_embeddings": 2**14}, train=train)
+    found = said_before_the_start(chosen, Layout(8), 7, torch.device("cpu"))
+    assert re.match(said, found)
+    assert "on 16 ranks" not in found, "more ranks on one machine save no memory"
 
 
 def test_offloaded_state_must_fit_into_the_memory_of_the_host(
@@ -238,11 +209,7 @@ def test_offloaded_state_must_fit_into_the_memory_of_the_host(
     ("lacking", "precision", "told"),
     [
         ("computes_in", {"mode": "bfloat16"}, r"^precision.mode \(bfloat16\) must be float32: some GPU"),
-        (
-            "multiplies_fp8",
-            {"mode": "mixed", "matmul": "fp8"},
-            r"^precision.matmul \(fp8\) must be left out on some GPU",
-        ),
+        ("multiplies_fp8", {"mode": "mixed"} | FP8, r"^precision.matmul \(fp8\) must be left out on some GPU"),
     ],
 )
 def test_a_precision_that_the_device_lacks_is_refused(

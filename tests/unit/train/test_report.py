@@ -4,7 +4,10 @@ import io
 import json
 import math
 import os
+import platform
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,22 +18,22 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.base import units
+from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
-from shardwise.layers.expert_totals import ExpertRecord
 from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
 from shardwise.train.evaluation import Evaluation
 from shardwise.train.reporter import Reporter
-from shardwise.train.step_record import StepRecord, Throughput
+from shardwise.train.step_record import StepRecord, Straggler, Throughput
 from shardwise.train.summary import dry_run
 from shardwise.train.trainer import Trainer
 
-MODEL_KEYS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+MODEL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
 STEP_FIELDS = [
     "event", "step", "time", "loss", "lr", "grad_norm", "param_norm", "tokens", "samples", "tokens_per_second",
     "tokens_per_second_per_device", "samples_per_second", "mfu", "peak_tokens_per_second", "step_seconds",
@@ -45,14 +48,7 @@ PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
 def config(**log: Any) -> Config:
     return config_from(
         {
-            "model": {
-                "family": "llama",
-                "vocab_size": 512,
-                "hidden_size": 64,
-                "intermediate_size": 176,
-                "num_hidden_layers": 8,
-                "num_attention_heads": 4,
-            },
+            "model": {"family": "llama", **MODEL, "num_hidden_layers": 8},
             "parallel": {"tensor": 2, "sequence": True},
             "train": {"steps": 100, "global_batch": 8, "micro_batch": 2, "sequence_length": 32},
             "optimizer": {"lr": 1e-3},
@@ -99,6 +95,53 @@ def reporter(
     return made, stream
 
 
+@contextmanager
+def begun(
+    path: Path, chosen: Config | None = None, *, before: int = 0, **options: Any
+) -> Iterator[tuple[Reporter, io.StringIO]]:
+    """The reporter of a run that goes on after some steps, and what it prints."""
+    made, stream = reporter(path, chosen, **options)
+    with made:
+        made.start(steps_before=before)
+        yield made, stream
+
+
+def take(made: Reporter, steps: Iterable[int], **changes: Any) -> None:
+    for step in steps:
+        made.step(record(step, **changes))
+
+
+def stopping_after(steps: int, **log: Any) -> Config:
+    chosen = config(**log)
+    return chosen.model_copy(update={"train": chosen.train.model_copy(update={"stop_after": steps})})
+
+
+def scalars(path: Path, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a curve of TensorBoard."""
+    events = EventAccumulator(str(path / "run/tensorboard")).Reload()
+    return [(each.step, each.value) for each in events.Scalars(name)]
+
+
+def printed_steps(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """One number: what the clock shows."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def terminal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The width of a terminal on which reporters print."""
+    given = {"force_terminal": True, "width": request.param}
+    monkeypatch.setattr(report, "Console", lambda file, **options: Console(file=file, **(given | options)))
+    return request.param
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -124,14 +167,13 @@ def test_summary_names_every_quantity(tmp_path: Path) -> None:
 def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path: Path) -> None:
     """The last one, which with gpipe holds the head's gradients of all micro-batches; told as the dry run does."""
     values = config().model_dump(mode="json")
-    values["model"] = {key: values["model"][key] for key in MODEL_KEYS} | {"family": "gpt"}
+    values["model"] = {"family": "gpt", **MODEL, "num_hidden_layers": 8}
     values["parallel"] |= {"pipeline": 2, "schedule": "gpipe"}
     values["train"] |= {"dropout_mode": "invariant", "global_batch": 64}
     chosen = config_from(values)
     layout = check_layout(chosen, 4)
-    made, stream = reporter(tmp_path, chosen, layout=layout)
-    with made:
-        made.start()
+    with begun(tmp_path, chosen, layout=layout) as (_, stream):
+        pass
     most = neediest_rank(chosen, layout)
     memory = expected_memory(chosen, layout)
     assert most == 1
@@ -142,9 +184,7 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
 
 
 def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path)
-    with made:
-        made.start()
+    with begun(tmp_path) as (made, _):
         made.warning("slow disk")
         made.step(record(2, loss=math.nan))
         made.stop("signal SIGTERM")
@@ -158,28 +198,24 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
 
 def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
     loads = {1: (3, 1), 3: (4, 0)}
-    experts = ExpertRecord(2.0, 0.25, 0.75, {"switch": 0.5}, loads)
-    made, _ = reporter(tmp_path)
-    with made:
-        made.start()
-        made.step(record(1, experts=experts))
-        made.step(record(2, experts=experts, is_logged=False))
-        made.step(record(3, experts=replace(experts, losses={})))
-    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
     numbers = {"expert_load_max": 2.0, "expert_idle": 0.25, "expert_entropy": 0.75}
+    losses = {"switch": 0.5}
+    detail = StepDetail(numbers, {"balance_losses": losses}, {"balance": losses}, {"experts": {"loads": loads}})
+    with begun(tmp_path) as (made, _):
+        made.step(record(1, details=[detail]))
+        made.step(record(2, details=[detail], is_logged=False))
+        made.step(record(3, details=[replace(detail, facts={}, scalars={"balance": {}})]))
+    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
     assert {key: first[key] for key in {*first} - {*STEP_FIELDS}} == numbers | {"balance_losses": {"switch": 0.5}}
     assert {key: third[key] for key in {*third} - {*STEP_FIELDS}} == numbers
     by_block = {"1": [3, 1], "3": [4, 0]}
     assert lines(tmp_path / "run/experts.jsonl") == [{"step": 1, "loads": by_block}, {"step": 3, "loads": by_block}]
-    scalars = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    assert [scalars.Scalars(f"train/{name}")[0].value for name in numbers] == [2.0, 0.25, 0.75]
-    assert [(scalar.step, scalar.value) for scalar in scalars.Scalars("balance/switch")] == [(1, 0.5)]
+    assert [scalars(tmp_path, f"train/{name}")[0][1] for name in numbers] == [2.0, 0.25, 0.75]
+    assert scalars(tmp_path, "balance/switch") == [(1, 0.5)]
 
 
 def test_mfu_of_a_known_device(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path, device_name="NVIDIA H100 80GB HBM3")
-    with made:
-        made.start()
+    with begun(tmp_path, device_name="NVIDIA H100 80GB HBM3") as (made, stream):
         made.step(record(1))
     expected = flops_per_token(config().model, 32) * 512 / (4 * 67e12)
     assert lines(tmp_path / "run/metrics.jsonl")[1]["mfu"] == pytest.approx(expected)
@@ -187,9 +223,7 @@ def test_mfu_of_a_known_device(tmp_path: Path) -> None:
 
 
 def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path, rank=3)
-    with made:
-        made.start()
+    with begun(tmp_path, rank=3) as (made, stream):
         made.step(record(1))
         made.evaluation(1, held_out(2.5))
         made.warning("slow disk")
@@ -207,9 +241,7 @@ def test_another_rank_writes_its_own_file_and_nothing_else(tmp_path: Path) -> No
 
 def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
     stages = (StageSeconds(1, 0.125, 0.25), StageSeconds(2, 0.0625, 0.125))
-    made, stream = reporter(tmp_path)
-    with made:
-        made.start()
+    with begun(tmp_path) as (made, stream):
         made.step(record(1, timing=StepTiming(stages, bubble=0.25, mean_bubble=0.375)))
     step = lines(tmp_path / "run/ranks/rank-0000.jsonl")[1]
     assert {key: step[key] for key in ("stage_seconds", "bubble")} == {
@@ -219,95 +251,70 @@ def test_a_pipeline_tells_what_it_measured(tmp_path: Path) -> None:
         ],
         "bubble": 0.25,
     }
-    assert set(lines(tmp_path / "run/metrics.jsonl")[1]) == {*STEP_FIELDS, "bubble"}
-    assert lines(tmp_path / "run/metrics.jsonl")[1]["bubble"] == 0.375
+    metrics = lines(tmp_path / "run/metrics.jsonl")[1]
+    assert set(metrics) == {*STEP_FIELDS, "bubble"}
+    assert metrics["bubble"] == 0.375
     assert "8 samples  bubble 37.5%" in stream.getvalue()
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    assert events.Scalars("train/bubble")[0].value == 0.375
+    assert scalars(tmp_path, "train/bubble") == [(1, 0.375)]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(30, [30, 60, 90, 100]), (1, [*range(1, 101)])])
 def test_log_every_is_the_distance_of_lines_and_records(tmp_path: Path, every: int, steps: list[int]) -> None:
-    made, stream = reporter(tmp_path, config(every=every, tensorboard=False))
     trainer: Any = SimpleNamespace(log_every=every, _last=100)
-    with made:
-        made.start()
+    with begun(tmp_path, config(every=every, tensorboard=False)) as (made, stream):
         for step in range(1, 101):
             made.step(record(step, is_logged=Trainer.is_logged(trainer, step)))
     for name in ("metrics.jsonl", "ranks/rank-0000.jsonl"):
         events = lines(tmp_path / "run" / name)
         assert [event["step"] for event in events if event.get("event", "step") == "step"] == steps, name
     for text in (stream.getvalue(), (tmp_path / "run/logs/rank-0000.log").read_text()):
-        assert [int(line[5:8]) for line in text.splitlines() if line.startswith("step ")] == steps
+        assert [int(line[5:8]) for line in printed_steps(text)] == steps
 
 
 def test_about_twenty_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path)
-    with made:
-        made.start()
-        for step in range(1, 101):
-            made.step(record(step))
-    printed = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    with begun(tmp_path) as (made, stream):
+        take(made, range(1, 101))
+    printed = printed_steps(stream.getvalue())
     assert [line.split("/")[0] for line in printed] == [f"step {step:>3}" for step in (1, *range(5, 101, 5))]
     assert "\x1b" not in stream.getvalue()
     assert "  1-step mean 0.5000  " in printed[0], "the label must say how many steps there are"
-    for expected in (
-        "100/100",
-        "done",
-        "500 ms/step",
-        "loss 0.3333  20-step mean 0.5000  lr 1.00e-03",
-        "512 tokens/s  memory 1000 B  800 samples",
-    ):
+    numbers = ("loss 0.3333  20-step mean 0.5000  lr 1.00e-03", "512 tokens/s  memory 1000 B  800 samples")
+    for expected in ("100/100", "done", "500 ms/step", *numbers):
         assert expected in printed[-1]
 
 
-def test_a_slow_run_still_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, stream = reporter(tmp_path)
-    now = 0.0
-    monkeypatch.setattr(report.time, "perf_counter", lambda: now)
-    with made:
-        made.start()
+def test_a_slow_run_still_shows_life(tmp_path: Path, seconds: list[float]) -> None:
+    with begun(tmp_path) as (made, stream):
         for step in range(1, 5):
-            now += 200.0
+            seconds[0] += 200.0
             made.step(record(step))
-    printed = [line.split()[1] for line in stream.getvalue().splitlines() if line.startswith("step ")]
-    assert printed == ["1/100", "3/100"]
+    assert [line.split()[1] for line in printed_steps(stream.getvalue())] == ["1/100", "3/100"]
 
 
-@pytest.mark.parametrize("width", [60, 80, 160])
-def test_a_terminal_gets_lines_that_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    monkeypatch.setattr(
-        report,
-        "Console",
-        lambda file, **options: Console(file=file, **({"force_terminal": True, "width": width} | options)),
-    )
-    made, _ = reporter(tmp_path)
-    with made:
-        made.start()
-        shown = Console(width=width, file=io.StringIO(), record=True)
+@pytest.mark.parametrize("terminal", [60, 80, 160], indirect=True)
+def test_a_terminal_gets_lines_that_fit(tmp_path: Path, terminal: int) -> None:
+    with begun(tmp_path) as (made, _):
+        shown = Console(width=terminal, file=io.StringIO(), record=True)
         made.before_steps("evaluation before the first step")
         shown.print(made._progress[0])
         assert "evaluation before the first step" in shown.export_text()
         made.step(record(50))
         shown.print(made._progress[0])
     printed = shown.export_text().splitlines()
-    assert len(printed) == (1 if width == 160 else 2)
-    assert max(map(len, printed)) <= width
+    assert len(printed) == (1 if terminal == 160 else 2)
+    assert max(map(len, printed)) <= terminal
     assert printed[0].startswith("step  50/100")
     assert "loss 0.3333" in printed[-1]
 
 
 def test_results(tmp_path: Path) -> None:
-    made, stream = reporter(tmp_path)
-    with made:
-        made.start()
-        for step in range(1, 101):
-            made.step(record(step, seconds=1.0 if step <= 50 else 0.25))
+    with begun(tmp_path) as (made, stream):
+        take(made, range(1, 51), seconds=1.0)
+        take(made, range(51, 101), seconds=0.25)
         made.evaluation(100, held_out(1.5))
         returned = made.finish({"sample": "def f():"})
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert results == json.loads(json.dumps(returned))
-    assert results["parameters"] == parameter_count(config().model)
     assert results["layout"] == {
         "ranks": 4, "tensor": 2, "sequence": True, "pipeline": 1, "data": 2, "zero": 1,
     }  # fmt: skip
@@ -321,13 +328,8 @@ def test_results(tmp_path: Path) -> None:
 
 
 def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
-    chosen = config()
-    train = chosen.train.model_copy(update={"stop_after": 5})
-    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
-    with made:
-        made.start(steps_before=20)
-        for step in range(21, 26):
-            made.step(record(step))
+    with begun(tmp_path, stopping_after(5), before=20) as (made, stream):
+        take(made, range(21, 26))
         made.finish()
     assert "this run stops at 25" in stream.getvalue()
     assert "25/25" in stream.getvalue()
@@ -347,13 +349,9 @@ def test_a_run_cut_short_by_stop_after_says_so(tmp_path: Path) -> None:
 def test_a_trace_is_told_once_and_so_is_its_absence(
     tmp_path: Path, trace: str | None, before: int, stop_after: int, told: str
 ) -> None:
-    chosen = config(profile=trace, every=7)
-    train = chosen.train.model_copy(update={"stop_after": stop_after})
-    made, stream = reporter(tmp_path, chosen.model_copy(update={"train": train}))
-    with made:
-        made.start(steps_before=before)
-        for step in range(before + 1, min(before + stop_after, 100) + 1):
-            made.step(record(step))
+    chosen = stopping_after(stop_after, profile=trace, every=7)
+    with begun(tmp_path, chosen, before=before) as (made, stream):
+        take(made, range(before + 1, min(before + stop_after, 100) + 1))
         made.finish()
     said = [line for line in stream.getvalue().splitlines() if line.startswith(("trace", "no trace"))]
     assert said == ([told.format(tmp_path / "run/traces/rank-0000.json")] if told else [])
@@ -362,18 +360,15 @@ def test_a_trace_is_told_once_and_so_is_its_absence(
 def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     """Killed after the last save, before the results: the next start has no step to take."""
     evaluation = Evaluation({"lm": 2.5}, {"lm": 8}, {}, 8, 1.0, bytes=20)
-    with reporter(tmp_path)[0] as made:
-        made.start()
+    with begun(tmp_path) as (made, _):
         for step in (99, 100):
             made.step(record(step, loss=step / 7))
         made.evaluation(100, held_out(1.5))
         made.evaluation(100, evaluation, "code")
         made.tasks(100, {"places": {"alias": "places", "acc,none": 0.75, "acc_stderr,none": "N/A"}})
         first = made.finish()
-    again, _ = reporter(tmp_path)
-    with again:
-        again.start(steps_before=100)
-        results = again.finish({"tokens": 25600, "samples": 800})
+    with begun(tmp_path, before=100) as (made, _):
+        results = made.finish({"tokens": 25600, "samples": 800})
     assert (results["steps"], results["final_loss"]) == (100, 100 / 7)
     assert (results["final_eval_loss"], results["final_perplexity"]) == (1.5, math.exp(1.5))
     expected = {"code": {"loss": 2.5, "perplexity": math.exp(2.5), "bits_per_byte": 1.0 / math.log(2)}}
@@ -382,25 +377,19 @@ def test_results_of_a_run_that_had_taken_its_steps(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/results.json").read_text())["samples"] == 800
 
 
-def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, seconds: list[float]) -> None:
     """30 s to the checkpoint of step 40, 20 s more that are lost, 5 s to the end; its rates are those of the end."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    with reporter(tmp_path)[0] as made:
-        made.start()
+    with begun(tmp_path) as (made, _):
         made.step(record(40))
-        now[0] = 32.0
+        seconds[0] = 32.0
         made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, None))
-        now[0] = 50.0
+        seconds[0] = 50.0
         made.step(record(60))
-    again, stream = reporter(tmp_path)
-    with again:
-        now[0] = 100.0
-        again.start(steps_before=40)
-        for step in range(41, 101):
-            again.step(record(step, seconds=0.25))
-        now[0] = 105.0
-        results = again.finish()
+    seconds[0] = 100.0
+    with begun(tmp_path, before=40) as (made, stream):
+        take(made, range(41, 101), seconds=0.25)
+        seconds[0] = 105.0
+        results = made.finish()
     assert (results["steps"], results["steps_before"]) == (100, 40)
     assert results["time_to_train_seconds"] == 35.0
     assert results["samples_per_second"]["average"] == 32.0
@@ -409,18 +398,9 @@ def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, mo
 
 def test_steps_that_are_taken_again_replace_those_of_tensorboard(tmp_path: Path) -> None:
     for before, loss in ((0, 1.0), (2, 2.0)):
-        made, _ = reporter(tmp_path)
-        with made:
-            made.start(steps_before=before)
-            for step in range(before + 1, 5):
-                made.step(record(step, loss=loss))
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    assert [(each.step, each.value) for each in events.Scalars("train/loss")] == [
-        (1, 1.0),
-        (2, 1.0),
-        (3, 2.0),
-        (4, 2.0),
-    ]
+        with begun(tmp_path, before=before) as (made, _):
+            take(made, range(before + 1, 5), loss=loss)
+    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
 def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:
@@ -437,25 +417,21 @@ def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:
     assert throughput.average("samples") == 88 / 20
 
 
-def test_a_later_stage_reports_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_stage_reports_the_whole_run(tmp_path: Path, seconds: list[float]) -> None:
     """Stages of 60 and 40 steps in 30 s and 10 s, with 5 s between them; a step of the second has twice the tokens."""
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     sections = ("model", "parallel", "train", "optimizer", "precision")
     recipe: dict[str, Any] = {name: getattr(config(), name).model_dump() for name in sections}
     recipe |= {"data": {"stages": [{"at": 60, "sequence_length": 64}]}, "log": {"profile": "70:71"}}
     totals = None
-    for stage, before, seconds, end in zip(
-        stages_of(config_from(recipe)), (0, 60), (0.5, 0.25), (60, 100), strict=True
-    ):
+    for stage, before, each, end in zip(stages_of(config_from(recipe)), (0, 60), (0.5, 0.25), (60, 100), strict=True):
         made, stream = reporter(tmp_path, stage, device_name="NVIDIA H100 80GB HBM3")
         with made:
             made.start(steps_before=before, totals=totals, seconds_before=0.0)
             for step in range(before + 1, end + 1):
-                now[0] += seconds
-                made.step(record(step, seconds=seconds))
+                seconds[0] += each
+                made.step(record(step, seconds=each))
             totals = made.totals
-            now[0] += 5.0
+            seconds[0] += 5.0
             results = made.finish()
         assert "no trace" not in stream.getvalue()
     assert (results["steps"], results["steps_before"], results["time_to_train_seconds"]) == (100, 0, 50.0)
@@ -467,3 +443,86 @@ def test_a_later_stage_reports_the_whole_run(tmp_path: Path, monkeypatch: pytest
     printed = stream.getvalue()
     assert "step  61/100  35.2 s elapsed  9.8 s left  250 ms/step" in printed
     assert "\n100 steps in 50.0 s, " in printed
+
+
+def test_the_use_of_the_gpu_is_recorded_where_a_library_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with begun(tmp_path) as (made, _):
+        made.step(record(1))
+        monkeypatch.setattr("torch.cuda.utilization", lambda: 25)
+        made.step(record(2))
+    _, unknown, known = lines(tmp_path / "run/ranks/rank-0000.jsonl")
+    assert "device_utilization" not in unknown
+    assert known["device_utilization"] == 0.25
+
+
+def test_a_spike_and_a_slow_rank_are_warned_of_once(tmp_path: Path) -> None:
+    """The start of the slow rank's file tells where it is."""
+    with begun(tmp_path, rank=3):
+        pass
+    slow, equal = Straggler(3, 2.5, 2.0), Straggler(3, 1.1, 1.0)
+    with begun(tmp_path) as (made, stream):
+        for step, (spike, straggler) in enumerate([(7.0, slow), (8.0, slow), (0.0, equal), (0.0, slow)], 1):
+            made.step(record(step, loss_spike=spike, straggler=straggler))
+    events = lines(tmp_path / "run/metrics.jsonl")
+    told = [event["text"].split(":")[0] for event in events if event["event"] == "warning"]
+    place = f"rank 3 ({platform.node()}, cpu, stage 0) is slow"
+    assert told == ["step 1", place, place], "again only once it had ended"
+    for text in (
+        "step 1: the loss",
+        "7 standard deviations above the mean of the 20 steps before",
+        "is slow: its own work, without waiting, takes 2.5 times that of the fastest rank of its stage, and 2.0 times "
+        "what its own fastest 20 steps took",
+    ):
+        assert text in stream.getvalue()
+
+
+# ---- rank 0's own log
+
+
+@pytest.mark.parametrize("terminal", [100], indirect=True)
+def test_on_a_terminal_the_log_stays_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: int
+) -> None:
+    """Off a terminal it is what is printed: tests/e2e/test_run_directory.py."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with begun(tmp_path) as (made, stream):
+        take(made, range(1, 101))
+        made.evaluation(100, held_out(1.5))
+        made.warning("slow disk")
+        made.finish()
+    log = (tmp_path / "run/logs/rank-0000.log").read_text()
+    assert "\x1b" in stream.getvalue(), "the terminal's progress line is not drawn, so this test shows nothing"
+    assert "\x1b" not in log
+    for part in ("model    llama", "step 100/100", "evaluation at step", "warning: slow disk", "run: "):
+        assert part in log
+    steps = [line[len("step ") :].split("/")[0].strip() for line in printed_steps(log)]
+    assert steps == [str(step) for step in (1, *range(5, 101, 5))]
+    assert max(map(len, log.splitlines())) > terminal, "lines of the log are folded to the terminal's width"
+
+
+def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), begun(tmp_path):
+        raise RuntimeError("loss is nan\nat layer 3")
+    assert (tmp_path / "run/logs/rank-0000.log").read_text().endswith("failed: RuntimeError: loss is nan\nat layer 3\n")
+    assert lines(tmp_path / "run/metrics.jsonl")[-1]["reason"] == "failed: RuntimeError: loss is nan"
+
+
+def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:
+    with begun(tmp_path) as (made, stream):
+        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
+    told = "what is left of other checkpoints could not be removed: step-00000020: Permission denied"
+    assert told in " ".join(stream.getvalue().split())
+
+
+def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
+    measured = {"memory": {"parameters": 64, "other": 32}, "communication_bytes": {"pp": 16}}
+    with begun(tmp_path) as (made, _):
+        made.step(record(1, **measured, straggler=Straggler(rank=3, relative=1.25, own=1.125)))
+    expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
+    expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
+    expected |= {"train/samples": 8.0, "train/tokens_per_second": 512.0}
+    assert {name: scalars(tmp_path, name) for name in expected} == {
+        name: [(1, value)] for name, value in expected.items()
+    }

@@ -1,15 +1,17 @@
 """What a run sees where it saves, before anything is trained."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -34,6 +36,12 @@ def config(**checkpoint: Any) -> Config:
     return make_config(checkpoint=checkpoint)
 
 
+def found_by(chosen: Config, run: Path | RunDirectory, stored: dict[str, Any] | None = STORED) -> list[int]:
+    """The steps that a run tries; one without a stored configuration is new."""
+    run = RunDirectory(run) if isinstance(run, Path) else run
+    return [each.step for each in find_checkpoints(chosen, run, stored).candidates]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """With checkpoints of steps 100 and 200, of which the second is not complete."""
@@ -50,22 +58,20 @@ def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
 
 
 def test_a_place_of_its_own_is_tried_at_once(tmp_path: Path) -> None:
-    find_checkpoints(config(path=str(tmp_path / "far/run")), RunDirectory(tmp_path / "none"), None)
+    assert found_by(config(path=str(tmp_path / "far/run")), tmp_path / "none", None) == []
     assert list((tmp_path / "far/run").iterdir()) == []
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"checkpoint.path: .*/file/run cannot be "):
-        find_checkpoints(config(path=str(tmp_path / "file/run")), RunDirectory(tmp_path / "none"), None)
+        found_by(config(path=str(tmp_path / "file/run")), tmp_path / "none", None)
 
 
 def test_another_runs_checkpoints_are_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
-    ):
-        find_checkpoints(config(path=str(folder)), RunDirectory(tmp_path / "none"), None)
-    with pytest.raises(
-        ConfigError, match=r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
-    ):
-        find_checkpoints(config(), RunDirectory(folder.parent), None)
+    told = r"checkpoint.path .* must be empty for a new run, .* of step 200: give --run-dir"
+    with pytest.raises(ConfigError, match=told):
+        found_by(config(path=str(folder)), tmp_path / "none", None)
+    told = r"--run-dir .* must be empty for a new run, .*checkpoint.load=.*/checkpoints/step-00000200"
+    with pytest.raises(ConfigError, match=told):
+        found_by(config(), folder.parent, None)
 
 
 def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: Path) -> None:
@@ -74,25 +80,29 @@ def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: P
     model = chosen.recorded()["model"]
     root = Root.of(tmp_path / "checkpoints")
     write_checkpoint(root, 100, small_tensors(1), ranks=1, config={"model": model}, data=IMPORTED)
-    run = RunDirectory(tmp_path)
-    assert [each.step for each in find_checkpoints(chosen, run, None).candidates] == [100]
-    assert [each.step for each in find_checkpoints(config(resume=100), run, None).candidates] == [100]
+    assert found_by(chosen, tmp_path, None) == [100]
+    assert found_by(config(resume=100), tmp_path, None) == [100]
     with pytest.raises(ConfigError, match=r"resumed only with the model .*\n  model.rope_theta \(1.0\) must be 1"):
-        find_checkpoints(make_config(model={"rope_theta": 1.0}), run, None)
+        found_by(make_config(model={"rope_theta": 1.0}), tmp_path, None)
     write_checkpoint(root, 200, small_tensors(1), ranks=1, config={"model": model})
     with pytest.raises(ConfigError, match=r"--run-dir .* must be empty for a new run, it has a checkpoint of step 200"):
-        find_checkpoints(chosen, run, None)
+        found_by(chosen, tmp_path, None)
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
     run, other = RunDirectory(folder.parent), tmp_path / "other"
-    with pytest.raises(ConfigError, match=rf"checkpoint.path \({other}\) has no .* step 200 as {folder}/step-00000200"):
-        find_checkpoints(config(path=str(other)), run, STORED)
+    elsewhere = config(path=str(other))
+    told = (
+        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
+    )
+    explained = re.escape(see("checkpoints#place-changed"))
+    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
+        found_by(elsewhere, run)
     folder.rename(tmp_path / "moved")
-    assert find_checkpoints(config(path=str(other)), run, STORED).candidates == ()
+    assert found_by(elsewhere, run) == []
     run.metrics.write_text('{"event": "checkpoint", "step": 200, "path": "s3://b/step-00000200"}\n{"event": "ch')
     with pytest.raises(ConfigError, match=rf"\({other}\) has no .* step 200 as s3://b/step-00000200: set"):
-        find_checkpoints(config(path=str(other)), run, STORED)
+        found_by(elsewhere, run)
 
 
 def test_what_is_tried_and_in_which_order(folder: Path) -> None:
@@ -103,18 +113,19 @@ def test_what_is_tried_and_in_which_order(folder: Path) -> None:
     assert [each.step for each in checkpoints.candidates] == [100]
     assert [each.step for each in checkpoints.saved] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
-        find_checkpoints(config(resume=200), RunDirectory(folder.parent), STORED)
+        found_by(config(resume=200), folder.parent)
 
 
 def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folder: Path) -> None:
     """And gets its name; that of another run, or where a new run would save, is left as it is."""
     name, partial = folder / "step-00000100", folder / ".step-00000100.partial"
     name.rename(partial)
+    new = config(path=str(folder)), folder.parent / "none", None
     with pytest.raises(ConfigError, match=r"must be empty for a new run"):
-        find_checkpoints(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+        found_by(*new)
     (folder / "step-00000200").rename(folder / "notes")
     with pytest.raises(ConfigError, match=rf"has a checkpoint of step 100: .* checkpoint.load={partial} for"):
-        find_checkpoints(config(path=str(folder)), RunDirectory(folder.parent / "none"), None)
+        found_by(*new)
     assert partial.is_dir()
     (found,) = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
     assert (found.step, found.folder.local(), found.problem) == (100, name, None)
@@ -128,15 +139,10 @@ def test_no_manifest_is_read_to_see_what_is_there(folder: Path, monkeypatch: pyt
         write_checkpoint(folder, step)
     read: list[str] = []
     plain = Manifest.read
-
-    def counted(where: Root) -> Manifest:
-        read.append(where.name)
-        return plain(where)
-
-    monkeypatch.setattr(Manifest, "read", counted)
-    find_checkpoints(config(), RunDirectory(folder.parent), STORED)
+    monkeypatch.setattr(Manifest, "read", lambda where: (read.append(where.name), plain(where))[1])
+    found_by(config(), folder.parent)
     assert not read
-    find_checkpoints(config(resume=300), RunDirectory(folder.parent), STORED)
+    found_by(config(resume=300), folder.parent)
     assert read == ["step-00000500", "step-00000300"]
 
 
@@ -148,11 +154,11 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     schedule = {"name": "linear", **went_back(asked, first)}
     for step in (200, 300):
         after = Manifest.read(write_checkpoint(tmp_path / "checkpoints", step, schedule=schedule))
-    assert [each.step for each in find_checkpoints(asked, RunDirectory(tmp_path), STORED).candidates] == [300, 200, 100]
+    assert found_by(asked, tmp_path) == [300, 200, 100]
     assert not goes_back(asked, after)
     assert went_back(config(), after) == went_back(asked, after), "a run that goes on forgets that it went back"
     another = make_config(checkpoint={"resume": 100}, train={"skip_batches": 3})
-    assert [each.step for each in find_checkpoints(another, RunDirectory(tmp_path), STORED).candidates] == [100]
+    assert found_by(another, tmp_path) == [100]
     assert goes_back(another, after)
     assert went_back(config(), first) == {}
 
@@ -175,11 +181,10 @@ def test_a_run_goes_on_where_it_was(
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
-    batches = TokenBatches(np.arange(99), 16, seed=1)
-    data = make_data()
-    resume.continue_data(manifest, replace(data, fingerprint="tiny"), training(config(), batches=batches))
+    continued = training(config(), batches=TokenBatches(np.arange(99), 16, seed=1))
+    resume.continue_data(manifest, replace(make_data(), fingerprint="tiny"), continued)
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
-        resume.continue_data(manifest, replace(data, fingerprint="other"), training(config(), batches=batches))
+        resume.continue_data(manifest, replace(make_data(), fingerprint="other"), continued)
 
 
 def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
@@ -204,14 +209,8 @@ def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
 
 def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:
     """A training without a model."""
-    return SimpleNamespace(
-        config=chosen,
-        progress=progress or Progress(),
-        feed=SimpleNamespace(batches=batches),
-        mesh=SimpleNamespace(world=None),
-        model=None,
-        optimizer=None,
-    )
+    parts = {"feed": SimpleNamespace(batches=batches), "mesh": SimpleNamespace(world=None)}
+    return SimpleNamespace(config=chosen, progress=progress or Progress(), model=None, optimizer=None, **parts)
 
 
 class Told:
@@ -229,10 +228,8 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
     if seen == "at a glance":
         found = (found[0], replace(found[1], problem="no answer", unreadable=True))
 
-    def read_manifest(*_: object) -> Manifest:
-        raise StoreError("no answer")
-
-    monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", read_manifest)
+    silent = mock.Mock(side_effect=StoreError("no answer"))
+    monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", silent)
     told = Told()
     with pytest.raises(RunError, match=r"checkpoint of step 100 could not be used, and no older .*: no answer; start"):
         resume.restore_first(found, training(config()), told)  # type: ignore[arg-type]
@@ -247,18 +244,18 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     root = find_checkpoints(at, theirs, None).root
     record_owner(root, Owner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
-        find_checkpoints(at, ours, None)
-    find_checkpoints(at, ours, None)  # the other has saved nothing, and is gone
+        found_by(at, ours, None)
+    found_by(at, ours, None)  # the other has saved nothing, and is gone
     write_checkpoint(root, 100)
     with pytest.raises(ConfigError, match=rf"must be a run's own.*, or remove {root}/run.json if that run is gone"):
-        find_checkpoints(at, ours, STORED)
-    assert [each.step for each in find_checkpoints(at, RunDirectory(theirs.path), STORED).candidates] == [100]
+        found_by(at, ours)
+    assert found_by(at, theirs) == [100]
     (root / "run.json").remove()
     record_owner(root, Owner.here(ours.id(), ours.path))
-    assert find_checkpoints(at, ours, STORED).candidates, "a place of an older version is nobody's"
+    assert found_by(at, ours), "a place of an older version is nobody's"
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
-        find_checkpoints(at, theirs, STORED)
+        found_by(at, theirs)
 
 
 def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path) -> None:
@@ -269,12 +266,12 @@ def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
     for at in ({}, {"path": str(place)}):
         with pytest.raises(ConfigError, match=rf"is a copy of {run.path}: .* `shardwise branch {run.path}`"):
-            find_checkpoints(config(**at), copied, STORED)
+            found_by(config(**at), copied)
     moved = RunDirectory(run.path.rename(tmp_path / "c"))
     for at in ({}, {"path": str(place)}):
-        assert [each.step for each in find_checkpoints(config(**at), moved, STORED).candidates] == [100]
+        assert found_by(config(**at), moved) == [100]
     run.path.symlink_to(moved.path)  # as a run leaves it whose folder is renamed
-    assert find_checkpoints(config(path=str(place)), moved, STORED).candidates
+    assert found_by(config(path=str(place)), moved)
 
 
 def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

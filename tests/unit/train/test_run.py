@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,19 +76,13 @@ def test_all_ranks_have_the_batch_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> 
     """On another machine than the run's folder, a resumed run's number is not known."""
     monkeypatch.setattr("shardwise.distributed.collectives.broadcast_object", lambda value, group: 12)
     mesh = Mesh(device="cpu")
-    assert (
-        _with_one_batch(load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]), mesh).train.global_batch == 12
-    )
+    named = load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"])
+    assert _with_one_batch(named, mesh).train.global_batch == 12
     assert _with_one_batch(load_config("llama2-tiny"), mesh).train.global_batch == 8
 
 
 def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    def join(*_: object, **options: Any) -> None:
-        given.update(options)
-        raise InterruptedError
-
+    join = mock.Mock(side_effect=InterruptedError)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.distributed.devices.local_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("shardwise.distributed.rendezvous.meet", lambda *_: None)
@@ -95,4 +90,4 @@ def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(InterruptedError):
         run(make_config(launch={"timeout": 7.5}), None, "tiny")
-    assert given["timeout"] == timedelta(seconds=7.5)
+    assert join.call_args.kwargs["timeout"] == timedelta(seconds=7.5)

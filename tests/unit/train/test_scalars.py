@@ -15,15 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import experiment_trackers
 from shardwise.train.experiment_trackers import ExperimentTrackers, require_trackers
-from shardwise.train.step_record import Straggler
-from tests.unit.train.test_report import config, record, reporter
+from tests.unit.train.test_report import config, reporter
 
 SECRET = "s3://me:hunter2@bucket/text"
 SCRIPT = """
@@ -243,17 +241,3 @@ def test_what_cannot_record_is_told_before_a_run(monkeypatch: pytest.MonkeyPatch
     assert note.startswith("log.trackers: wandb has no key on this machine, so it records in the run's folder, and")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert require_trackers(["wandb"]) == ()
-
-
-def test_tensorboard_has_memory_and_the_slowest_rank(tmp_path: Path) -> None:
-    made, _ = reporter(tmp_path)
-    with made:
-        made.start()
-        measured = {"memory": {"parameters": 64, "other": 32}, "communication_bytes": {"pp": 16}}
-        made.step(record(1, **measured, straggler=Straggler(rank=3, relative=1.25, own=1.125)))
-    events = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    expected = {"memory/parameters": 64, "memory/other": 32, "memory/peak": 1000, "bytes/pp": 16}
-    expected |= {"straggler/relative": 1.25, "straggler/own": 1.125}
-    assert {name: events.Scalars(name)[0].value for name in expected} == expected
-    assert [(each.step, each.value) for each in events.Scalars("train/samples")] == [(1, 8.0)]
-    assert events.Scalars("train/tokens_per_second")[0].value == 512.0

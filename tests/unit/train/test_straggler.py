@@ -13,21 +13,20 @@ from shardwise.train.step_meters import STRAGGLER_STEPS, Stragglers
 from shardwise.train.step_record import SMOOTHED_STEPS, Progress, Straggler
 
 
-def played(
-    work: list[float], *, tensor: int = 1, pipeline: int = 1, steps: int = STRAGGLER_STEPS + 3
-) -> Straggler | None:
+def mesh_of(rank: int, world: int, tensor: int = 1, pipeline: int = 1) -> Any:
+    """The place of a rank."""
+    inner = world // pipeline
+    return SimpleNamespace(
+        tp=SimpleNamespace(size=tensor),
+        stage=SimpleNamespace(size=inner),
+        pp=SimpleNamespace(size=pipeline, rank=rank // inner),
+        world=SimpleNamespace(size=world, rank=rank),
+    )
+
+
+def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) -> Straggler | None:
     """What every rank finds when rank r's own work takes `work[r]` in each step."""
-    inner = len(work) // pipeline
-    groups: list[Any] = [
-        SimpleNamespace(
-            tp=SimpleNamespace(size=tensor),
-            stage=SimpleNamespace(size=inner),
-            pp=SimpleNamespace(size=pipeline, rank=rank // inner),
-            world=SimpleNamespace(size=len(work), rank=rank),
-        )
-        for rank in range(len(work))
-    ]
-    ranks = [Stragglers(mesh) for mesh in groups]
+    ranks = [Stragglers(mesh_of(rank, len(work), *layout)) for rank in range(len(work))]
     found: list[Straggler | None] = []
     for _ in range(steps):
         reduced = [max(numbers) for numbers in zip(*(rank.numbers() for rank in ranks), strict=True)]
@@ -40,30 +39,20 @@ def played(
 
 def test_the_slowest_rank_is_named_with_its_scores() -> None:
     assert played([0.1, 0.1, 0.25, 0.1]) == Straggler(2, pytest.approx(2.5), 1.0)
-    equal = played([0.1, 0.1, 0.1, 0.1])
-    assert equal is not None
-    assert equal.relative == 1.0
-    pair = played([0.25, 0.25], tensor=2)
-    assert pair is not None
-    assert pair.relative == 1.0, "two ranks that are equally slow: none of them is the slow one"
+    for equal in (played([0.1, 0.1, 0.1, 0.1]), played([0.25, 0.25], 2)):
+        assert equal is not None
+        assert equal.relative == 1.0, "of ranks that are equally slow none is the slow one"
+    assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None, "there is no window of steps yet"
 
 
 def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
-    found = played([0.1, 0.1, 0.4, 0.44], tensor=2, pipeline=2)
+    found = played([0.1, 0.1, 0.4, 0.44], 2, 2)
     assert found is not None
     assert (found.rank, found.relative) == (3, pytest.approx(1.1))
 
 
-def test_nobody_is_named_before_there_is_a_window_of_steps() -> None:
-    assert played([0.1, 0.9], steps=STRAGGLER_STEPS) is None
-
-
 def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
-    mesh: Any = SimpleNamespace(
-        tp=SimpleNamespace(size=1), stage=SimpleNamespace(size=1), pp=SimpleNamespace(size=2, rank=1),
-        world=SimpleNamespace(size=2, rank=1),
-    )  # fmt: skip
-    rank = Stragglers(mesh)
+    rank = Stragglers(mesh_of(1, 2, 1, 2))
     for seconds in [0.1] * STRAGGLER_STEPS + [0.3] * STRAGGLER_STEPS:
         rank.add(seconds)
     assert rank.slowdown == pytest.approx(3.0)

@@ -33,18 +33,18 @@ def test_a_run_without_a_pipeline(
     with Reporter(run, config, layout, 0, device_name="cpu", stream=stream) as reporter:
         trainer = build_trainer(config, mesh, make_data(), reporter)
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
+        record = Observer(1, lambda record, _: reporter.step(record))
         with closing(Trace(config.log, mesh, run)) as recording:
-            trainer.run(
-                partial(observe, [Observer(1, lambda record, _: reporter.step(record))]), unsaved, recording.step
-            )
+            trainer.run(partial(observe, [record]), unsaved, recording.step)
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
+    first = trace.partition(":")[0]
     first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
     events = json.loads(run.trace(0).read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
     assert {name for name in names if name.startswith("step ")} == steps
     micro_batches = range(layout.accumulation(config.train))
-    wanted = {f"{kind}, micro-batch {number}" for kind in ("forward", "backward") for number in micro_batches}
+    wanted = [f"{kind}, micro-batch {number}" for kind in ("forward", "backward") for number in micro_batches]
     for name in (*wanted, "optimizer"):
         assert names.count(name) == 2, name
 
@@ -60,14 +60,17 @@ def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
     ]
 
 
+RESUMED, STOPPED = {"checkpoint": {"resume": 10}}, {"train": {"steps": 20, "stop_after": 5}}
+
+
 @pytest.mark.parametrize(
     ("profile", "keys", "steps"),
     [
         ("21:23", {}, "1 to 20"),
-        ("9:11", {"checkpoint": {"resume": 10}}, "11 to 20"),
-        ("9:12", {"checkpoint": {"resume": 10}}, None),
-        ("6:8", {"train": {"steps": 20, "stop_after": 5}}, "1 to 5"),
-        ("5:8", {"train": {"steps": 20, "stop_after": 5}}, None),
+        ("9:11", RESUMED, "11 to 20"),
+        ("9:12", RESUMED, None),
+        ("6:8", STOPPED, "1 to 5"),
+        ("5:8", STOPPED, None),
     ],
 )
 def test_a_trace_of_steps_that_never_come_is_refused(profile: str, keys: dict[str, Any], steps: str | None) -> None:
@@ -80,5 +83,4 @@ def test_a_trace_of_steps_that_never_come_is_refused(profile: str, keys: dict[st
 
 
 def test_of_a_run_that_goes_on_nobody_knows_its_last_step() -> None:
-    config = make_config(train={"steps": 20, "stop_after": 5}, log={"profile": "6:8"})
-    assert check_layout(config, 1).world == 1
+    assert check_layout(make_config(**STOPPED, log={"profile": "6:8"}), 1).world == 1

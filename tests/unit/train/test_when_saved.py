@@ -33,9 +33,8 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     config = make_config(checkpoint={"every": every}, train={"steps": 5})
     made: Any = Saves()
     progress, stop = Progress(), None
-    training: Any = SimpleNamespace(
-        config=config, mesh=Mesh(), progress=progress, feed=SimpleNamespace(batches=BATCHES)
-    )
+    feed = SimpleNamespace(batches=BATCHES)
+    training: Any = SimpleNamespace(config=config, mesh=Mesh(), progress=progress, feed=feed)
     reporter: Any = None
     checkpoints = Checkpoints(training, made, reporter, lambda: "somebody" if progress.step == stopped_at else None)
     for step in range(1, 6):
@@ -48,21 +47,17 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
 
 
 def test_every_few_steps_and_at_the_last() -> None:
+    """The place in the data is ahead of the samples."""
     found, stop = saved(2)
-    assert list(found) == [2, 4, 5]
-    assert stop is None
-    assert list(saved(0)[0]) == [5]
+    assert (list(found), stop) == ([2, 4, 5], None)
+    found, _ = saved(0)
+    assert list(found) == [5]
+    assert (found[5]["samples"], found[5]["position"]) == (40, 64)
 
 
 def test_a_stop_is_saved_and_told() -> None:
     found, stop = saved(0, stopped_at=3)
-    assert list(found) == [3]
-    assert stop == "somebody"
-
-
-def test_the_place_in_the_data_is_ahead_of_the_samples() -> None:
-    found, _ = saved(0)
-    assert (found[5]["samples"], found[5]["position"]) == (40, 64)
+    assert (list(found), stop) == ([3], "somebody")
 
 
 def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:

@@ -1,4 +1,4 @@
-"""A model of the user's own, which has no cache. At every layout: tests/dist/test_generation.py."""
+"""A model of the user's own, which has no cache, and ranks that find no one checkpoint. At every layout: tests/dist."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +13,10 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import config_from, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.distributed import collectives
+from shardwise.distributed.mesh import Mesh
 from shardwise_use.generation import Prompt, _Uncached
-from shardwise_use.inference_jobs import run_generation
+from shardwise_use.inference_jobs import load_model, run_generation
 
 
 class Places:
@@ -67,3 +69,15 @@ def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
     prompt = Prompt((1,), 1, frozenset(), 0.0, 1.0, 1)
     with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids\): it cannot continue a text"):
         run_generation(config_from(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
+
+
+def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where each node has a disk of its own, and one of them holds a newer step."""
+    monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
+    here = tmp_path / "step-00000100"
+    with pytest.raises(ConfigError) as caught:
+        load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
+    folders = ", ".join(sorted(["/other/step-00000200", str(here)]))
+    assert caught.value.problems == [f"the ranks found several checkpoints ({folders}): name one of them"]

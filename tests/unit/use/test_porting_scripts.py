@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from shardwise.cli import main
 from shardwise.config import load_config
 from shardwise_use.porting.recipes import recipe_of
+from tests.command_line import CommandLine
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def others(tmp_path: Path) -> Path:
 
 
 def test_a_command_line_counts_before_the_toml_that_it_names(
-    others: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    others: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As up to torchtitan 0.2; a file that is not there is named, and its settings are not guessed."""
     script = others / "run.sh"
@@ -40,8 +40,7 @@ def test_a_command_line_counts_before_the_toml_that_it_names(
     assert reasons["parallelism.data_parallel_shard_degree"].startswith("the data-parallel degree is the number of")
     assert not {"model.flavor", "job.config_file"} & reasons.keys()
     (others / "titan.toml").rename(others / "elsewhere.toml")
-    assert main(["recipes", "--from", str(script)]) == 2
-    out, err = capsys.readouterr()
+    out, err = cli("recipes", "--from", script, code=2)
     assert "  job.config_file = ./titan.toml  there is no such file here, and its settings are not read" in out
     assert "optimizer.lr" not in out, "a default of the program"
     assert "- optimizer.lr is missing" in err
@@ -50,44 +49,33 @@ def test_a_command_line_counts_before_the_toml_that_it_names(
     monkeypatch.chdir(others / "there")
     assert recipe_of(str(script)).sections == made.sections, "a script runs where the user is"
     (others / "titan.toml").write_text("lr = ", encoding="utf-8")
-    assert main(["recipes", "--from", str(script)]) == 2
-    assert f"{others / 'titan.toml'}) cannot be read" in capsys.readouterr().err
+    assert f"{others / 'titan.toml'}) cannot be read" in cli.refused("recipes", "--from", script)
 
 
-def test_a_config_file_that_is_a_script_is_refused_in_a_sentence(
-    others: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_file_that_is_a_script_is_refused_in_a_sentence(others: Path, cli: CommandLine) -> None:
     script = others / "run"
     script.write_text(f"torchrun -m torchtitan.train --job.config_file {script} --training.steps 5\n", encoding="utf-8")
-    assert main(["recipes", "--from", str(script)]) == 2
-    said = capsys.readouterr().err
+    said = cli.refused("recipes", "--from", script)
     assert f"--job.config_file ({script}) cannot be read: it must be TOML (" in said
 
 
-def test_torchtitan_shortens_a_decay_to_the_steps_after_the_warmup(
-    others: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchtitan_shortens_a_decay_to_the_steps_after_the_warmup(others: Path, cli: CommandLine) -> None:
     """Its message: "Warmup (200) + decay (240) steps exceed total steps (300). Adjusting decay steps to 100."."""
     toml, script = others / "titan.toml", others / "run.sh"
     toml.write_text(toml.read_text().replace("warmup_steps = 200", "warmup_steps = 200\ndecay_ratio = 0.8"))
     script.write_text(f"torchrun -m torchtitan.train --job.config_file {toml} --training.steps 300\n", encoding="utf-8")
-    assert main(["recipes", "--from", str(script)]) == 0
-    said = capsys.readouterr().out
+    said = cli("recipes", "--from", script).out
     assert "optimizer.decay_steps=99 (torchtitan shortens a decay to the steps after the warmup)" in said
     for steps, decay in {1000: 799, 999: 798, 990: 789, 3000: 2399}.items():
         script.write_text(script.read_text().rpartition(" ")[0] + f" {steps}\n", encoding="utf-8")
         assert recipe_of(str(script)).sections["optimizer"]["decay_steps"] == decay
-        main(["recipes", "--from", str(script)])
-        assert ("torchtitan shortens" in capsys.readouterr().out) == (steps == 990)
+        assert ("torchtitan shortens" in cli("recipes", "--from", script).out) == (steps == 990)
 
 
-def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(
-    others: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(others: Path, cli: CommandLine) -> None:
     """Megatron pads the vocabulary to a multiple on the ranks of TP, as parallel.vocab_multiple does."""
-    text = (
-        (others / "megatron.sh").read_text(encoding="utf-8").replace("--vocab-size 32000", "").replace(":-1}", ":-4}")
-    )
+    text = (others / "megatron.sh").read_text(encoding="utf-8")
+    text = text.replace("--vocab-size 32000", "").replace(":-1}", ":-4}")
     script = others / "four.sh"
     script.write_text(text, encoding="utf-8")
     assert any("vocab_size" in problem for problem in recipe_of(str(script)).problems)
@@ -95,8 +83,7 @@ def test_a_tokenizer_that_is_here_gives_the_vocabulary_and_several_nodes_a_job(
     (others / "tokenizer").mkdir()
     tokenizers.Tokenizer(tokenizers.models.WordLevel(tokens, "!")).save(str(others / "tokenizer" / "tokenizer.json"))
     script.write_text(text.replace("/data/tokenizer", str(others / "tokenizer")), encoding="utf-8")
-    assert main(["recipes", "--from", str(script), "--write", str(others / "my.yaml")]) == 0
-    out = capsys.readouterr().out
+    out = cli("recipes", "--from", script, "--write", others / "my.yaml").out
     assert re.search(rf"data.tokenizer = {others / 'tokenizer'} +→ model.vocab_size=87\n", out)
     wanted = f"train it with: shardwise submit {others / 'my.yaml'} launch.ranks_per_node=8\n"
     assert out.endswith(wanted), out[-200:]

@@ -18,13 +18,9 @@ from tests.stored import write_checkpoint
 from tests.unit.use.importing.checks import write
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    "vocab_size": 384, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 
 
 def model(family: str, **keys: Any) -> Any:

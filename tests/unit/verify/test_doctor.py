@@ -32,16 +32,13 @@ def versions(**changed: str | None) -> dict[tuple[str, str], str]:
     }
 
 
-def test_software_that_is_well() -> None:
+def test_software() -> None:
     found = versions()
     assert {status for _, status in found} == {"ok"}
     assert "torch 2.13.0+cpu" in found["torch", "ok"]
     assert "numpy 2.4.6" in found["packages", "ok"]
     assert "h5py 3.16.0" in found["[hdf5]", "ok"]
     assert not any(name == "[dev]" for name, _ in found)
-
-
-def test_software_that_is_not() -> None:
     found = versions(torch="2.4.0", numpy=None, h5py="3.1.0")
     assert found["torch", "wrong"].startswith("torch (2.4.0) must be >=2.11 install a torch")
     assert found["packages", "wrong"] == "numpy (not installed) must be >=1.26 pip install 'numpy>=1.26'"
@@ -50,12 +47,11 @@ def test_software_that_is_not() -> None:
 
 
 def test_an_extra_of_which_a_part_is_there_lacks_the_rest() -> None:
-    for there, shown in (
-        ({}, "not installed, which is optional: pip install 'shardwise[pieces]' "),
-        ({"protobuf": "7.36.2"}, "sentencepiece not installed, which is optional: pip install 'shardwise[pieces]' "),
-        ({"protobuf": "7.36.2", "sentencepiece": "0.2.3"}, "protobuf 7.36.2, sentencepiece 0.2.3 "),
-    ):
-        assert versions(**there)["[pieces]", "ok"] == shown
+    optional = "not installed, which is optional: pip install 'shardwise[pieces]' "
+    assert versions()["[pieces]", "ok"] == optional
+    assert versions(protobuf="7.36.2")["[pieces]", "ok"] == f"sentencepiece {optional}"
+    whole = versions(protobuf="7.36.2", sentencepiece="0.2.3")
+    assert whole["[pieces]", "ok"] == "protobuf 7.36.2, sentencepiece 0.2.3 "
 
 
 @pytest.mark.parametrize(
@@ -103,8 +99,7 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     assert (found.status, found.mend.startswith("make room")) == ("warning", True)
     (tmp_path / "file").touch()
     (found,) = machine_checks.place("cache", tmp_path / "file")
-    assert found.status == "wrong"
-    assert found.found == f"{tmp_path / 'file'} cannot be written: Not a directory"
+    assert (found.status, found.found) == ("wrong", f"{tmp_path / 'file'} cannot be written: Not a directory")
     assert found.mend.endswith("SHARDWISE_CACHE")
 
 
@@ -150,13 +145,11 @@ def test_two_ranks_sum_a_tensor() -> None:
 def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine where one thing is wrong, with secrets."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("NCCL_API_KEY", "hidden-key")
-    monkeypatch.setenv("HF_ENDPOINT", "https://user:hidden-password@hub.example")
-    bad = Check(
-        "cache", "wrong", f"{tmp_path}/cache of https://u:hidden-word@host cannot be written", "make it writable"
-    )
+    secrets = {"NCCL_API_KEY": "hidden-key", "HF_ENDPOINT": "https://user:hidden-password@hub.example"}
+    for name, value in {"HOME": str(tmp_path), "NCCL_DEBUG": "INFO", **secrets}.items():
+        monkeypatch.setenv(name, value)
+    found = f"{tmp_path}/cache of https://u:hidden-word@host cannot be written"
+    bad = Check("cache", "wrong", found, "make it writable")
     monkeypatch.setattr(machine_checks, "software", lambda: iter([ok("torch", "2.13.0")]))
     monkeypatch.setattr(machine_checks, "machine", lambda _: iter([bad]))
     monkeypatch.setattr(ranks, "collective", lambda: ok("collective", "2 ranks"))

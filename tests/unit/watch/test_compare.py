@@ -4,7 +4,6 @@ import json
 import math
 import re
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,17 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory
 from shardwise_watch import overlay
 from shardwise_watch.curves import read_curve
 from shardwise_watch.run import RunView
+from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
+from tests.unit.watch.pages import DATA_PARALLEL, TENSOR_PARALLEL, by_batch, events_of, write_events
 
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0}
 EVENTS = [{"event": "start"}, *({"event": "step", "step": step, "loss": loss} for step, loss in LOSSES.items())]
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def lines(*values: Any) -> str:
@@ -39,6 +34,15 @@ def run(name: str, *events: Any, end: str = "") -> Path:
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(lines(*events) + end)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the run of these losses, another one that has just begun, and a curve of later steps."""
+    monkeypatch.chdir(tmp_path)
+    run("run", *EVENTS)
+    run("young")
+    Path("later.txt").write_text("5 1\n6 1\n")
 
 
 def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
@@ -102,7 +106,7 @@ def test_tensorboards_events() -> None:
     ("name", "content", "problem"),
     [
         ("none", None, "there is no none: name a run's folder or a file with a loss curve"),
-        ("young", {"metrics.jsonl": ""}, "young must hold a loss curve, and it has no values"),
+        ("young", None, "young must hold a loss curve, and it has no values"),
         ("a.tfevents.1", struct.pack("<QI", 7, 1) + b"damaged", "a.tfevents.1 must hold a loss curve"),
         ("a.jsonl", '{"step": 1}\n{"step": 2}\n', "lm loss or value, and it has step: for B, --loss says another name"),
         ("nan.txt", "1.0\nnan\n", "nan.txt: the loss of step 2 (nan) must be a finite number"),
@@ -113,40 +117,15 @@ def test_tensorboards_events() -> None:
         ("binary", b"\x89PNG\xff\xfe", "binary must be text or JSON with numbers"),
         ("sly.txt", "\x1b[2J" + "a" * 99 + "\n1\n", f"and it has \\x1b[2j{'a' * 36}: for B"),
         ("nested.json", "[" * 100_000, "nested.json must be JSON, or have JSON in each line: line 1"),
-        ("later.txt", "5 1\n6 1\n", "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
+        ("later.txt", None, "A and B must have steps in common: run has 3 steps, 1 to 3; later.txt has 2"),
     ],
 )
 def test_what_is_no_curve_is_refused_in_a_sentence(
-    name: str, content: str | bytes | dict[str, str] | None, problem: str, capsys: pytest.CaptureFixture[str]
+    name: str, content: str | bytes | None, problem: str, cli: CommandLine
 ) -> None:
-    run("run", *EVENTS)
-    if isinstance(content, dict):
-        Path(name).mkdir()
-        for file, text in content.items():
-            Path(name, file).write_text(text)
-    elif content is not None:
+    if content is not None:
         Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert main(["compare", "run", name]) == 2
-    said = capsys.readouterr()
-    assert problem in said.err
-    assert len(said.err.splitlines()) == 1, f"more than a sentence: {said.err}"
-    assert not said.out
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
-        (["--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
-        (["--plot", "nowhere/plot.svg"], "--plot (nowhere/plot.svg) cannot be written: No such file or directory"),
-        (["--bits", "--tolerance", "1"], "--tolerance (1.0) must be left out with --bits, which allows no difference"),
-        (["--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
-    ],
-)
-def test_wrong_options_are_refused(options: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", *EVENTS)
-    assert main(["compare", "run", "run", *options]) == 2
-    assert problem in capsys.readouterr().err
+    assert problem in cli.sentence("compare", "run", name)
 
 
 @pytest.mark.parametrize(
@@ -163,12 +142,10 @@ def test_wrong_options_are_refused(options: list[str], problem: str, capsys: pyt
     ],
 )  # fmt: skip
 def test_the_largest_difference_is_told(
-    golden: str, options: list[str], code: int, largest: str, result: str, capsys: pytest.CaptureFixture[str]
+    golden: str, options: list[str], code: int, largest: str, result: str, cli: CommandLine
 ) -> None:
-    run("run", *EVENTS)
     Path("golden.txt").write_text(golden)
-    assert main(["compare", "run", "golden.txt", *options]) == code
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    rows = cli.rows("compare", "run", "golden.txt", *options, code=code)
     assert rows["A"] == "run: 3 steps, 1 to 3"
     assert largest in rows["largest"]
     assert result in rows["result"]
@@ -183,11 +160,9 @@ OTHER_HASH = HASH | {"hash": "1" * 16, "tensors": {"model": "1" * 8}}
 
 
 def steps(first_loss: float = 4.0, last_norm: float = 1.5) -> list[dict[str, Any]]:
-    losses = (first_loss, 3.0, 2.0)
-    norms = (1.0, 1.25, last_norm)
+    values = [(first_loss, 1.0), (3.0, 1.25), (2.0, last_norm)]
     return [
-        {"event": "step", "step": number, "loss": loss, "grad_norm": norm}
-        for number, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1)
+        {"event": "step", "step": step, "loss": loss, "grad_norm": norm} for step, (loss, norm) in enumerate(values, 1)
     ]
 
 
@@ -213,76 +188,53 @@ NO_HASHES = "not compared: {} no hashes; log.state_hash_every=N records them"
     ids=["equal", "loss", "norm", "state", "other steps"],
 )
 def test_bits_of_losses_norms_and_states(
-    a: list[Any], b: list[Any], first: int | None, norms: str, states: str, capsys: pytest.CaptureFixture[str]
+    a: list[Any], b: list[Any], first: int | None, norms: str, states: str, cli: CommandLine
 ) -> None:
     run("a", *a)
     run("b", *b)
     code = int(first is not None)
-    assert main(["compare", "a", "b", "--bits"]) == code
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    rows = cli.rows("compare", "a", "b", "--bits", code=code)
     assert (rows["norms"], rows["states"]) == (norms, states)
     equal = "equal to the bit: losses of 3 steps, gradient norms of 3, states of "
     assert rows["result"].startswith(f"not equal to the bit, first at step {first}" if first else equal)
-    assert main(["compare", "a", "b", "--bits", "--json"]) == code
-    assert json.loads(capsys.readouterr().out)["within"] == (code == 0)
-    assert main(["compare", "a", "b"]) == 0, "without --bits only losses count, within the tolerance"
-    assert main(["compare", "a", "b/metrics.jsonl", "--bits"]) == (b[0]["loss"] != 4.0), "files have losses alone"
+    assert cli.facts("compare", "a", "b", "--bits", code=code)["within"] == (code == 0)
+    cli("compare", "a", "b")  # without --bits only losses count, within the tolerance
+    cli("compare", "a", "b/metrics.jsonl", "--bits", code=int(b[0]["loss"] != 4.0))  # files have losses alone
 
 
-def test_steps_of_one_curve_alone_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", *EVENTS)
+def test_steps_of_one_curve_alone_do_not_count(cli: CommandLine) -> None:
     Path("golden.csv").write_text("step,loss\n0,9\n2,3\n4,9\n")
-    assert main(["compare", "run", "golden.csv", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
-        "a": "run",
-        "b": "golden.csv",
-        "steps": 1,
-        "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
-        "tolerance": 0.01,
-        "beyond": [],
-        "within": True,
+    assert cli.facts("compare", "run", "golden.csv") == {
+        "a": "run", "b": "golden.csv", "steps": 1, "largest": {"difference": 0.0, "step": 2, "a": 3.0, "b": 3.0},
+        "tolerance": 0.01, "beyond": [], "within": True,
         "final": {"a": {"step": 3, "loss": 2.0}, "b": {"step": 4, "loss": 9.0}},
-        "keys": None,
-        "grows_from": None,
-        "layouts": None,
-        "failures": {"a": None, "b": None},
-    }
+        "keys": None, "grows_from": None, "layouts": None, "failures": {"a": None, "b": None},
+    }  # fmt: skip
 
 
-def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_two_runs_the_final_losses_and_the_keys_that_differ_are_told(cli: CommandLine) -> None:
     write_run(Path("a"), [Start(0, 12)], mesh=Mesh(2, 1, 1, 1), steps=20)
     write_run(Path("b"), [Start(0, 10)], mesh=Mesh(1, 1, 2, 1), steps=20)
-    assert main(["compare", "a", "b"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = cli("compare", "a", "b").out.splitlines()
     assert f"final    loss {loss_of(12):.8g} at step 12 in A, loss {loss_of(10):.8g} at step 10 in B" in lines
     assert lines[-2:] == ["keys     parallel.tensor: 1 in A, 2 in B", "         parallel.pipeline: 2 in A, 1 in B"]
-    assert main(["compare", "a", "a"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "keys     no key differs"
+    assert cli("compare", "a", "a").out.splitlines()[-1] == "keys     no key differs"
     FailureRecord(stamp(FIRST + 3600), "rank 1 was killed", step=10).write(RunDirectory("b"))
-    assert main(["compare", "a", "b", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = cli.facts("compare", "a", "b")
     assert facts["keys"] == [["parallel.tensor", 1, 2], ["parallel.pipeline", 2, 1]]
     assert facts["failures"] == {"a": None, "b": "at step 10: rank 1 was killed."}
-    assert main(["compare", "a", "b"]) == 0
-    assert "\nfailed   B at step 10: rank 1 was killed.\n" in capsys.readouterr().out
+    assert "\nfailed   B at step 10: rank 1 was killed.\n" in cli("compare", "a", "b").out
 
 
-TP = Mesh(1, 1, 2, 1, sequence=True)
-DP = Mesh(1, 2, 1, 1)
-
-
-def test_layouts_of_all_starts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    write_run(Path("a"), [Start(0, 10, mesh=TP), Start(10, 20)], mesh=DP)
-    write_run(Path("b"), mesh=DP)
-    assert main(["compare", "a", "b"]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+def test_layouts_of_all_starts_are_compared(cli: CommandLine) -> None:
+    write_run(Path("a"), [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 20)], mesh=DATA_PARALLEL)
+    write_run(Path("b"), mesh=DATA_PARALLEL)
+    assert cli("compare", "a", "b").out.splitlines()[-2:] == [
         "layout   TP 2 + SP to step 10, then DP 2 in A; DP 2 in B",
         "keys     no key differs at the last starts",
     ]
-    assert main(["compare", "a", "b", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layouts"] == {"a": "TP 2 + SP to step 10, then DP 2", "b": "DP 2"}
-    assert main(["compare", "b", "b"]) == 0
-    assert "layout" not in capsys.readouterr().out
+    assert cli.facts("compare", "a", "b")["layouts"] == {"a": "TP 2 + SP to step 10, then DP 2", "b": "DP 2"}
+    assert "layout" not in cli("compare", "b", "b").out
 
 
 def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, float]:
@@ -304,12 +256,12 @@ def grown(first: float, factor: float = 1.5, from_step: int = 1) -> dict[int, fl
     ids=["grows", "grows after a change", "bits", "within", "jump", "shrinks", "from the start"],
 )
 def test_a_difference_that_grows_from_rounding_is_told(
-    losses: dict[int, float], options: list[str], grows_from: int | None, capsys: pytest.CaptureFixture[str]
+    losses: dict[int, float], options: list[str], grows_from: int | None, cli: CommandLine
 ) -> None:
-    write_run(Path("a"), losses={step: loss for step, loss in losses.items() if abs(loss - loss_of(step)) > 0}, mesh=DP)
-    write_run(Path("b"), mesh=DP)
-    main(["compare", "a", "b", *options])
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    write_run(Path("a"), losses=losses, mesh=DATA_PARALLEL)
+    write_run(Path("b"), mesh=DATA_PARALLEL)
+    code = int("0.1" not in options)  # all others differ by more than their tolerance
+    rows = cli.rows("compare", "a", "b", *options, code=code)
     if grows_from is None:
         assert "growth" not in rows
         return
@@ -321,50 +273,37 @@ def test_a_difference_that_grows_from_rounding_is_told(
     for run_name in "ab":
         config = Path(run_name, "config.yaml")
         config.write_text(config.read_text().replace("train: {", "train: {bitwise: true, "))
-    main(["compare", "a", "b", *options])
-    assert "growth" not in capsys.readouterr().out, "two bit-equal runs have no rounding"
+    again = cli.rows("compare", "a", "b", *options, code=code)
+    assert "growth" not in again, "two bit-equal runs have no rounding"
 
 
-def test_a_plot_shows_both_curves_and_their_difference() -> None:
-    run("run", *EVENTS)
+def texts_of(plot: str) -> set[str]:
+    return {*re.findall("<!-- (.*) -->", Path(plot).read_text())}
+
+
+def test_a_plot_shows_both_curves_and_their_difference(cli: CommandLine) -> None:
     Path("golden.txt").write_text("4\n3.2\n2.5\n7\n")
     import matplotlib.image  # only where a plot is drawn
 
     for plot in ("plot.png", "plot.svg", "again.svg"):
-        assert main(["compare", "run", "golden.txt", "--plot", plot]) == 1, "a plot must not change the exit code"
+        cli("compare", "run", "golden.txt", "--plot", plot, code=1)  # as without a plot
     assert matplotlib.image.imread("plot.png").shape[:2] == (900, 1200)
-    drawn = Path("plot.svg").read_text()
-    for text in ("A: run", "B: golden.txt", "largest: 0.2 at step 3", "tolerance: 0.01", "training loss", "step"):
-        assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
-    assert drawn == Path("again.svg").read_text(), "equal curves must give equal files"
-    assert main(["compare", "run", "run", "--plot", "same.svg"]) == 0, "there is no logarithm of no difference"
+    shown = {"A: run", "B: golden.txt", "largest: 0.2 at step 3", "tolerance: 0.01", "training loss", "step"}
+    assert shown <= texts_of("plot.svg")
+    assert Path("plot.svg").read_text() == Path("again.svg").read_text(), "equal curves must give equal files"
+    cli("compare", "run", "run", "--plot", "same.svg")  # there is no logarithm of no difference
 
 
-def by_batch(name: str, factor: int, until: int, start: Sequence[Start] | None = None) -> Path:
-    """A run whose batch has `factor` times the tokens, and whose loss is a function of the tokens."""
-    losses = {step: loss_of(factor * step) for step in range(1, until + 1)}
-    folder = write_run(Path(name), start or [Start(0, until)], losses=losses, mesh=DP)
-    changed = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for event in changed:
-        if event["event"] == "step":
-            event["tokens"] *= factor
-    (folder / "metrics.jsonl").write_text(lines(*changed))
-    return folder
-
-
-def test_runs_with_other_batches_align_by_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_other_batches_align_by_tokens(cli: CommandLine) -> None:
     """Between the points of A its curve is a line; the other runs' points are compared with that."""
     by_batch("small", 1, 40)
     by_batch("large", 2, 20)
     by_batch("odd", 3, 20)
-    assert main(["compare", "small", "large"]) == 1
-    capsys.readouterr()
-    assert main(["compare", "small", "large", "--x", "tokens", "--tolerance", "0"]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    cli("compare", "small", "large", code=1)
+    rows = cli.rows("compare", "small", "large", "--x", "tokens", "--tolerance", "0")
     assert rows["both"] == "20 points, 16.4 k tokens to 328 k tokens"
     assert rows["largest"] == "0 at 16.4 k tokens: loss 4.8284271 in A, 4.8284271 in B"
-    assert main(["compare", "large", "odd", "small", "--x", "tokens", "--json"]) == 1
-    odd, small = json.loads(capsys.readouterr().out)["pairs"]
+    odd, small = cli.facts("compare", "large", "odd", "small", "--x", "tokens", code=1)["pairs"]
     # 3, 6, 9 … of 2, 4, 6 … units of tokens: every second one lies between two points.
     places = [3 * step for step in range(1, 14)]
     between = {at: (loss_of(at - 1) + loss_of(at + 1)) / 2 if at % 2 else loss_of(at) for at in places}
@@ -376,36 +315,29 @@ def test_runs_with_other_batches_align_by_tokens(capsys: pytest.CaptureFixture[s
     assert (small["points"], small["final"]["b"]["tokens"]) == (39, 40 * 8192)
 
 
-def test_time_is_that_of_the_steps_that_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_is_that_of_the_steps_that_count(cli: CommandLine) -> None:
     """Steps take 1 s, and a checkpoint after each tenth 0.5 s; five steps were undone after the first start."""
-    write_run(Path("straight"), [Start(0, 60)], mesh=DP)
-    write_run(Path("resumed"), [Start(0, 25, None), Start(20, 60)], mesh=DP)
-    assert main(["compare", "straight", "resumed/metrics.jsonl", "--x", "time"]) == 0
-    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    write_run(Path("straight"), [Start(0, 60)], mesh=DATA_PARALLEL)
+    write_run(Path("resumed"), [Start(0, 25, None), Start(20, 60)], mesh=DATA_PARALLEL)
+    rows = cli.rows("compare", "straight", "resumed/metrics.jsonl", "--x", "time")
     assert rows["A"] == "straight: 60 points, 1.0 s to 1 min 02 s"
     assert rows["B"] == "resumed/metrics.jsonl: 60 points, 1.0 s to 1 min 02 s"
     series = RunView(Path("resumed"), all_steps=True).series
-    assert series.elapsed.tolist() == pytest.approx(
-        [
-            *range(1, 11),
-            *(at + 0.5 for at in range(11, 21)),
-            *(at + 0.5 + 0.5 * (at > 30) + 0.5 * (at > 40) + 0.5 * (at > 50) for at in range(21, 61)),
-        ]
-    )
+    waited = [0.5 * sum(at > saved for saved in (10, 30, 40, 50)) for at in range(1, 61)]
+    assert series.elapsed.tolist() == pytest.approx([at + wait for at, wait in enumerate(waited, 1)])
 
 
-def test_several_curves_have_a_row_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_curves_have_a_row_each(cli: CommandLine) -> None:
     """A branch, a run that diverged, one of a single step, and a golden curve with gaps are each compared with A."""
-    write_run(Path("a"), [Start(0, 40)], mesh=DP)
+    write_run(Path("a"), [Start(0, 40)], mesh=DATA_PARALLEL)
     branch = write_run(Path("branch"), [Start(0, 40)], mesh=Mesh(1, 1, 1, 1), losses={40: 2.0})
-    kept = [json.loads(line) for line in (branch / "metrics.jsonl").read_text().splitlines()]
-    (branch / "metrics.jsonl").write_text(lines(*(event for event in kept if event.get("step", 40) > 20)))
-    write_run(Path("odd"), [Start(0, 40)], mesh=DP, losses=dict.fromkeys(range(31, 41), math.nan))
-    write_run(Path("one"), [Start(0, 1)], mesh=DP)
+    write_events(branch, [event for event in events_of(branch) if event.get("step", 40) > 20])
+    write_run(Path("odd"), [Start(0, 40)], mesh=DATA_PARALLEL, losses=dict.fromkeys(range(31, 41), math.nan))
+    write_run(Path("one"), [Start(0, 1)], mesh=DATA_PARALLEL)
     Path("gaps.txt").write_text("1 6\n7 3.5118579\n40 2.6324555\n")
     FailureRecord(stamp(FIRST + 3600), "rank 1 was killed", step=40).write(RunDirectory("branch"))
-    assert main(["compare", "a", "branch", "odd", "one", "gaps.txt"]) == 1
-    told = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()]
+    out = cli("compare", "a", "branch", "odd", "one", "gaps.txt", code=1).out
+    told = [re.split(r"\s{2,}", line) for line in out.splitlines()]
     assert told[1:6] == [
         ["A: a", "40 steps, 1 to 40", "2.63246"],
         ["B: branch", "20 steps, 21 to 40", "2", "-0.6325 at step 40", "0.316 at step 40", "beyond at 1 step"],
@@ -414,18 +346,14 @@ def test_several_curves_have_a_row_each(capsys: pytest.CaptureFixture[str]) -> N
         ["D: one", "1 step, 1 to 1", "6", "+0 at step 1", "0 at step 1", "within"],
         ["E: gaps.txt", "3 steps, 1 to 40", "2.63246", "-3.203e-08 at step 40", "1.22e-08 at step 40", "within"],
     ]  # fmt: skip
-    assert told[6:] == [
-        ["B: no key differs from A"],
-        ["C: no key differs from A"],
-        ["D: train.steps: 40 in A, 1 in D"],
-        ["B failed at step 40: rank 1 was killed."],
-    ]
-    assert main(["compare", "a", "one", "gaps.txt", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert [text for (text,) in told[6:]] == [
+        "B: no key differs from A", "C: no key differs from A", "D: train.steps: 40 in A, 1 in D",
+        "B failed at step 40: rank 1 was killed.",
+    ]  # fmt: skip
+    found = cli.facts("compare", "a", "one", "gaps.txt")
     assert found["within"] is True
     assert [pair["b"] for pair in found["pairs"]] == ["one", "gaps.txt"]
-    assert main(["compare", "a", "odd"]) == 1
-    assert "odd      the loss is not finite at 10 steps, first at step 31" in capsys.readouterr().out
+    assert "odd      the loss is not finite at 10 steps, first at step 31" in cli("compare", "a", "odd", code=1).out
 
 
 def test_smoothing_is_tensorboards_and_alike_for_other_distances() -> None:
@@ -444,13 +372,13 @@ def test_smoothing_is_tensorboards_and_alike_for_other_distances() -> None:
     assert [overlay.label(number) for number in (0, 25, 26, 27, 701, 702)] == ["A", "Z", "AA", "AB", "ZZ", "AAA"]
 
 
-def test_curves_are_drawn_in_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_drawn_in_the_terminal(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     by_batch("small", 1, 40)
     by_batch("large", 2, 20)
-    write_run(Path("high"), [Start(0, 40)], mesh=DP, losses={at: 1 + loss_of(at) for at in range(1, 41)})
-    assert main(["compare", "small", "large", "high", "--draw", "--x", "tokens", "--log", "xy"]) == 1
-    drawn = capsys.readouterr().out.partition(" training loss logarithmic x and y ")[2]
+    write_run(Path("high"), [Start(0, 40)], mesh=DATA_PARALLEL, losses={at: 1 + loss_of(at) for at in range(1, 41)})
+    out = cli("compare", "small", "large", "high", "--draw", "--x", "tokens", "--log", "xy", code=1).out
+    drawn = out.partition(" training loss logarithmic x and y ")[2]
     losses, differences = drawn.split(" minus A logarithmic x ")
     ends = [[line[79 - 3 :].strip(" ⠀") for line in part.splitlines()[1:]] for part in (losses, differences)]
     assert [end for end in ends[0] if end.isupper()] == ["C", "AB"], "letters at the ends, the higher curve above"
@@ -460,19 +388,26 @@ def test_curves_are_drawn_in_the_terminal(capsys: pytest.CaptureFixture[str], mo
     assert all(len(line) <= 80 for line in drawn.splitlines())
 
 
-def test_a_plot_of_several_has_the_difference_of_each() -> None:
+def test_a_plot_of_several_has_the_difference_of_each(cli: CommandLine) -> None:
     for name, factor in (("small", 1), ("large", 2), ("odd", 3)):
         by_batch(name, factor, 20)
     options = ["--x", "tokens", "--smooth", "0.6", "--log", "xy"]
-    assert main(["compare", "small", "large", "odd", *options, "--plot", "plot.svg"]) == 1
-    drawn = Path("plot.svg").read_text()
-    for text in ("A: small", "B: large", "C: odd", "loss minus A", "training loss", "tokens", "100 k"):
-        assert f"<!-- {text} -->" in drawn, f"the plot lacks {text!r}"
+    cli("compare", "small", "large", "odd", *options, "--plot", "plot.svg", code=1)
+    shown = {"A: small", "B: large", "C: odd", "loss minus A", "training loss", "tokens", "100 k"}
+    assert shown <= texts_of("plot.svg")
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (["run", "run", "--tolerance", "nan"], "--tolerance (nan) must be a number from 0, such as 0.01 for 1 %"),
+        (["run", "run", "--plot", "plot.pdf"], "--plot (plot.pdf) must end in .png or .svg"),
+        (["run", "run", "--plot", "no/plot.svg"], "--plot (no/plot.svg) cannot be written: No such file or directory"),
+        (
+            ["run", "run", "--bits", "--tolerance", "1"],
+            "--tolerance (1.0) must be left out with --bits, which allows no difference",
+        ),
+        (["run", "run", "--loss", "lm"], "must call its loss lm, and it has event, step and loss"),
         (["run", "run", "--x", "token"], "--x (token) must be step, tokens or time; did you mean tokens?"),
         (["run", "run", "--smooth", "1"], "--smooth (1.0) must be at least 0 and below 1; 0 smooths nothing"),
         (["run", "run", "--smooth", "nan"], "--smooth (nan) must be at least 0 and below 1"),
@@ -490,16 +425,7 @@ def test_a_plot_of_several_has_the_difference_of_each() -> None:
         (["young", "run", "whole"], "young must hold a loss curve, and it has no values"),
     ],
 )
-def test_wrong_choices_for_several_are_a_sentence(
-    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run("run", *EVENTS)
-    run("young")
-    write_run(Path("whole"), [Start(0, 3)], mesh=DP)
+def test_wrong_choices_are_a_sentence(arguments: list[str], problem: str, cli: CommandLine) -> None:
+    write_run(Path("whole"), [Start(0, 3)], mesh=DATA_PARALLEL)
     Path("golden.txt").write_text("4\n3\n2\n")
-    Path("later.txt").write_text("5 1\n6 1\n")
-    assert main(["compare", *arguments]) == 2
-    said = capsys.readouterr()
-    assert problem in said.err
-    assert len(said.err.splitlines()) == 1
-    assert not said.out
+    assert problem in cli.sentence("compare", *arguments)

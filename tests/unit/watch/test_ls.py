@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_jobs import commands
 from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
+from tests.command_line import CommandLine
 from tests.e2e.test_pages import assert_shown, blocks
 from tests.monitor_runs import FIRST, GIB, Mesh, Start, stamp, write_run
+from tests.unit.watch.pages import set_written
 
 LONG = "gpt3-tiny-with-a-long-name-20260101-000000"
 GPUS = [
@@ -48,13 +49,12 @@ def write_three() -> None:
     write_run(Path("runs/failed"), [Start(0, 5, "failed: OSError: no room")], mesh=Mesh(1, 1, 1, 1), steps=9)
     write_run(Path("runs/done"), mesh=Mesh(1, 1, 1, 1))
     for name, ago in ((LONG, 1), ("failed", 2), ("done", 3)):
-        os.utime(f"runs/{name}/metrics.jsonl", (FIRST - ago, FIRST - ago))
+        set_written(Path(f"runs/{name}/metrics.jsonl"), FIRST - ago)
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(cli: CommandLine) -> None:
     write_three()
-    assert main(["ls"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in cli("ls").out.splitlines()]
     gpu = "0: NVIDIA H100 80GB HBM3 20.0 GiB of 80.0 GiB 93% 18 NVLinks ranks 0-2, 5 of"
     assert " ".join(lines[1]) == f"{gpu} {LONG}; process 99"
     assert lines[4] == ["run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent"]
@@ -120,22 +120,17 @@ def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert first["goodput"] == pytest.approx((31 - 10 - 0.4 - 0.5) / 31)
 
 
-def test_another_folder_and_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_folder_and_one_run(cli: CommandLine) -> None:
     write_three()
     Path("runs").rename("elsewhere")
     for folder, names in (("elsewhere", [LONG, "failed", "done"]), ("elsewhere/done", ["done"])):
-        assert main(["ls", folder, "--json"]) == 0
-        assert [run["run"] for run in json.loads(capsys.readouterr().out)["runs"]] == names
-    assert main(["ls"]) == 0
-    assert capsys.readouterr().out.endswith("no run in runs/\n")
+        assert [run["run"] for run in cli.facts("ls", folder)["runs"]] == names
+    assert cli("ls").out.endswith("no run in runs/\n")
     assert not Path("runs").exists()
-    assert main(["ls", "nowhere"]) == 2
-    assert "DIR (nowhere) must be a folder of runs, or a run's folder" in capsys.readouterr().err
+    assert "DIR (nowhere) must be a folder of runs, or a run's folder" in cli.refused("ls", "nowhere")
 
 
-def test_a_submitted_job_is_listed_before_its_run_begins(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_submitted_job_is_listed_before_its_run_begins(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     write_three()
     for name, number in (("done", "6"), ("waits", "7"), ("starts", "8"), ("is-over", "9")):
         Path("runs", name).mkdir(exist_ok=True)
@@ -146,13 +141,11 @@ def test_a_submitted_job_is_listed_before_its_run_begins(
     ]
     monkeypatch.setattr(commands, "jobs", lambda timeout: jobs)
     monkeypatch.setattr(commands, "restarts", lambda _, timeout: 0)
-    assert main(["ls"]) == 0
-    rows = [line.split("  ")[0:1] + line.split()[1:] for line in capsys.readouterr().out.split("\n\n")[1].splitlines()]
+    rows = [line.split("  ")[0:1] + line.split()[1:] for line in cli("ls").out.split("\n\n")[1].splitlines()]
     assert rows[1] == ["waits", "queued", "(Priority),", "job", "7"]
     assert rows[2] == ["starts", "starting,", "job", "8"]
     assert "is-over" not in str(rows)
-    assert main(["ls", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.facts("ls")
     assert [(job["id"], job["state"], job["reason"], Path(job["run"]).name) for job in found["jobs"]] == [
         ("7", "queued", "Priority", "waits"),
         ("8", "starting", "", "starts"),
@@ -162,13 +155,12 @@ def test_a_submitted_job_is_listed_before_its_run_begins(
         raise RunError("cannot reach SLURM")
 
     monkeypatch.setattr(commands, "jobs", silent)
-    assert main(["ls"]) == 0
-    assert capsys.readouterr().err == "submitted jobs: cannot reach SLURM\n"
+    assert cli("ls").err == "submitted jobs: cannot reach SLURM\n"
 
 
 @pytest.mark.parametrize("program", ["squeue", "scontrol"])
 def test_a_slurm_that_does_not_answer_holds_the_list_up_for_three_seconds_at_most(
-    program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    program: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_three()
     Path("runs", "waits").mkdir()
@@ -183,8 +175,7 @@ def test_a_slurm_that_does_not_answer_holds_the_list_up_for_three_seconds_at_mos
         return subprocess.CompletedProcess(command, 0, stdout=job, stderr="")
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert main(["ls"]) == 0
-    shown = capsys.readouterr()
+    shown = cli("ls")
     assert shown.err == f"submitted jobs: {program} did not answer within 3 s\n"
     assert "done" in shown.out
     assert set(timeouts) == {3}
@@ -195,25 +186,22 @@ def test_durations_are_short() -> None:
     assert found == ["0s", "59s", "1min", "60min", "1.0h", "10h", "1.0d", "12d"]
 
 
-def test_fault_21_a_run_that_cannot_be_read_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_21_a_run_that_cannot_be_read_is_a_row(cli: CommandLine) -> None:
     write_three()
     Path("runs/failed/run.json").write_text(json_text({"id": "ab" * 16, "format": FORMAT + 1}))
     Path("runs/done/config.yaml").write_text("train: [1]\nlog: {every: x}\n")
     Path("runs/done/ranks").rename("runs/done/elsewhere")
     Path(f"runs/{LONG}/config.yaml").write_text("&a [*a]")
-    assert main(["ls"]) == 0
-    out, err = capsys.readouterr()
+    out, err = cli("ls")
     rows = {line.split()[0]: line.split()[1:] for line in out.split("\n\n")[1].splitlines()}
     assert rows["failed"][0] == "unreadable"
     assert rows["done"][:2] == ["finished", "20/20"]
     assert LONG in rows
     assert len(err.splitlines()) == 2
     assert f"runs/{LONG}/config.yaml is damaged: it must have at most 64 levels" in err
-    assert main(["ls", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = cli.facts("ls")
     (failed,) = (run for run in found["runs"] if run["run"] == "failed")
     assert (failed["state"], failed["step"]) == ("unreadable", None)
     assert "a newer one wrote it: update shardwise" in failed["reason"]
     Path("runs/done/config.yaml").write_text("[]")
-    assert main(["ls"]) == 0
-    assert "runs/done/config.yaml is damaged: it is no mapping" in capsys.readouterr().err
+    assert "runs/done/config.yaml is damaged: it is no mapping" in cli("ls").err

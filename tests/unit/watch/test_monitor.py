@@ -14,6 +14,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.runs.folder import RunDirectory
+from tests.command_line import CommandLine
 from tests.monitor_runs import Mesh, Start, write_run
 
 COMMAND = (sys.executable, "-m", "shardwise", "monitor")
@@ -36,18 +37,13 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["monitor", "--once"]) == 0
-    text = capsys.readouterr().out
+def test_once(cli: CommandLine) -> None:
+    text = cli("monitor", "--once").out
     found = json.loads(text)
     assert text.count("\n") == 1
     assert {name: found[name] for name in ("schema", "run", "state", "step", "steps")} == {
-        "schema": 1,
-        "run": "one",
-        "state": "killed",
-        "step": 35,
-        "steps": 70,
-    }
+        "schema": 1, "run": "one", "state": "killed", "step": 35, "steps": 70,
+    }  # fmt: skip
     assert (found["starts"], found["lost_steps"], found["warnings"]) == (2, 7, 2)
     assert found["straggler"] == {"rank": 3, "relative": 2.0, "own": 2.0}
     assert found["train"]["loss"] == found["loss"]
@@ -56,10 +52,9 @@ def test_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert [node["ranks"] for node in found["nodes"]] == [4, 4]
 
 
-def test_the_page_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_names_every_field(cli: CommandLine) -> None:
     """And the fields are those of schema 1: to rename or to remove one, or to change its meaning, asks for schema 2."""
-    assert main(["monitor", "--once"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("monitor", "--once").out)
     page = (Path(__file__).parents[3] / "docs/watching.md").read_text(encoding="utf-8")
     fields = {*found, *found["train"], *found["ranks"][0], *found["nodes"][0], *found["lost_seconds"]}
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
@@ -68,8 +63,6 @@ def test_the_page_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_object_each_interval_until_a_signal() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         with started("--interval", "0.02") as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
             first, second = (json.loads(process.stdout.readline()) for _ in range(2))
             assert first["time"] < second["time"]
             process.send_signal(number)
@@ -78,20 +71,17 @@ def test_an_object_each_interval_until_a_signal() -> None:
             assert process.stderr.read() == ""
 
 
-def test_prometheus_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prometheus_until_a_signal(cli: CommandLine) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with started("--prometheus", str(port)) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         assert process.stderr.readline() == f"serving one at http://127.0.0.1:{port}/metrics\n"
         for step in (35, 36):
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
                 assert f'shardwise_train_step{{run="one"}} {step}.0\n' in answer.read().decode()
             write_run(Path("runs/one"), [Start(0, 36)], mesh=Mesh(1, 1, 1, 1))
-        assert main(["monitor", "--prometheus", str(port)]) == 2
-        said = capsys.readouterr().err
+        said = cli.refused("monitor", "--prometheus", port)
         assert f"--prometheus ({port}) must be a port of 127.0.0.1 that is free and open to you" in said
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
@@ -122,16 +112,13 @@ def test_what_is_refused(arguments: list[str], said: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("command", [["monitor", "--once"], ["report", "--json"], ["ls", "--json"]], ids=" ".join)
-def test_fault_23_json_has_escapes_for_what_a_terminal_obeys(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_23_json_has_escapes_for_what_a_terminal_obeys(command: list[str], cli: CommandLine) -> None:
     text = "a\x9b31m\x1b[2J\u2028\u202e\x7f🙂é"
     metrics = RunDirectory("runs/one").metrics
     with metrics.open("a", encoding="utf-8") as file:
         for event in ({"event": "warning", "text": text}, {"event": "stop", "reason": text}):
             file.write(json.dumps(event, ensure_ascii=False) + "\n")
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = cli(*command).out
     assert out.isascii()
     assert out.replace("\n", "").isprintable()
     assert text in str(json.loads(out)) or text in json.dumps(json.loads(out), ensure_ascii=False).replace(

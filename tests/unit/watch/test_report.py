@@ -7,75 +7,40 @@ import math
 import os
 import re
 import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
 from shardwise_watch.report.chart import _LOADS, line_chart, load_map, short, stacked_chart, time_ticks
 from shardwise_watch.report.numbers import columns
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.step_metrics import PARTS, Column, Curve
+from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
-
-HOSTILE = "<script>alert('x')</script>"
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+from tests.unit.watch import pages
+from tests.unit.watch.pages import (
+    DATA_PARALLEL,
+    HOSTILE,
+    TENSOR_PARALLEL,
+    Page,
+    events_of,
+    page_of,
+    report,
+    write_events,
 )
 
 
-class Text(HTMLParser):
-    """The text that a reader sees, the tags, what the page would load, and the numbers in its charts."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.text, self.tags, self.loaded = "", list[str](), list[str]()
-        self.charts, self.ranks, self.dots, self.places = list[Any](), list[Any](), 0, {}
-        self.feed(page)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append(tag)
-        self.charts += [json.loads(found["data-chart"] or "")] if "data-chart" in found else []
-        self.ranks += [json.loads(found["data-ranks"] or "")] if "data-ranks" in found else []
-        self.places = json.loads(found.get("data-places") or "null") or self.places
-        self.dots += str(found.get("class")).startswith("dots")
-        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-
-
-def report(run: Path, *more: str) -> str:
-    assert main(["report", str(run), *more]) == 0
-    is_compared = bool(more) and not more[0].startswith("--")
-    name = f"report-with-{Path(more[0]).name}.html" if is_compared else "report.html"
-    return (run / name).read_text(encoding="utf-8")
-
-
-def numbers(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    capsys.readouterr()
-    assert main(["report", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "one", [Start(0, 25, None), Start(20, 60)], mesh=Mesh(2, 2, 4, 2), straggler=5, spike=33)
-    page = Text(report(run))
-    found = numbers(capsys, str(run))
+    page = page_of(run)
+    found = cli.facts("report", run)
     assert page.loaded == ["data:,"], "nothing but an empty icon"
     assert found["numbers"]["final_loss"] == loss_of(60)
-    for text in (f"{loss_of(60):.4f}", "2 starts", "5 steps were done again", "16 ranks on 2 hosts", "is a spike"):
-        assert text in page.text, text
-    assert f"{found['goodput']:.1%} in steps that count" in page.text
-    assert "mean of the last 20" in page.text
+    page.says(f"{loss_of(60):.4f}", "2 starts", "5 steps were done again", "16 ranks on 2 hosts", "is a spike")
+    page.says(f"{found['goodput']:.1%} in steps that count", "mean of the last 20", "Tokens per secondmean of 10 steps")
     assert re.search(r"mean of the last 10 steps, at most [\d.]+ ?\w* of the last start", page.text)
-    assert "Tokens per secondmean of 10 steps" in page.text
     assert found["lost_steps"] == 5
     assert sum(found["lost_seconds"].values()) + found["useful_seconds"] == pytest.approx(found["seconds"])
     assert [row[0] for row in found["curves"]["loss"]] == [*range(1, 61)]
@@ -84,31 +49,23 @@ def test_the_page_has_the_numbers_and_loads_nothing(tmp_path: Path, capsys: pyte
     assert (worst["rank"], worst["relative"]) == (5, pytest.approx(2.0))
 
 
-def test_two_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_are_laid_over_each_other(tmp_path: Path, cli: CommandLine) -> None:
     a = write_run(tmp_path / "a", losses={7: loss_of(7) * 1.5})
     b = write_run(tmp_path / "b", [Start(0, 12)], mesh=Mesh(1, 1, 2, 1))
-    page = Text(report(a, str(b)))
-    assert "|A − B| / |B|, is 0.5 at step\n7:" in page.text
-    assert "(12 steps in common)" in page.text
-    assert "train.steps" in page.text
+    page = page_of(a, b)
+    page.says("|A − B| / |B|, is 0.5 at step7:", "(12 steps in common)", "train.steps")
+    page.says(f"loss at step 12, the last in common{loss_of(12):.5f}{loss_of(12):.5f}")
+    page.says(f"final loss (step 20 and 12){loss_of(20):.5f}{loss_of(12):.5f}")
     charts = [data["curves"] for data in page.charts if "percent" in data]
     assert charts
     assert all(list(curves) == ["A", "B"] for curves in charts), "each chart has both"
     assert page.dots == 5, "evaluations of both at step 10 in the common part; with that of A at step 20 in the whole"
-    opening, *_ = charts
-    assert {name: rows[-1][0] for name, rows in opening.items()} == {"A": 12, "B": 12}
-    assert f"loss at step 12, the last in common{loss_of(12):.5f}{loss_of(12):.5f}" in page.text
-    assert f"final loss (step 20 and 12){loss_of(20):.5f}{loss_of(12):.5f}" in page.text
-    compared = numbers(capsys, str(a), str(b))["compared"]
+    assert {name: rows[-1][0] for name, rows in charts[0].items()} == {"A": 12, "B": 12}
+    compared = cli.facts("report", a, b)["compared"]
     assert compared["losses"][-1] == ["last evaluation", loss_of(20) + 0.1, loss_of(10) + 0.1]
     assert ["train.steps", 20, 12] in compared["config"]
-    largest = {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
-    assert compared["largest"] == largest
+    assert compared["largest"] == {"difference": pytest.approx(0.5), "step": 7, "a": loss_of(7) * 1.5, "b": loss_of(7)}
     assert not [*a.glob("report.html"), *b.glob("report*.html")], "the page of one run stays"
-
-
-TENSOR_PARALLEL = Mesh(1, 1, 2, 1, sequence=True)
-DATA_PARALLEL = Mesh(1, 2, 1, 1)
 
 
 def write_resharded(path: Path) -> Path:
@@ -119,19 +76,18 @@ def write_resharded(path: Path) -> Path:
         Start(10, 20, mesh=DATA_PARALLEL, changes=(change, "train.steps 10 → 20")),
     ]
     run = write_run(path, starts, mesh=DATA_PARALLEL)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for event in lines:
+    events = events_of(run)
+    for event in events:
         if event["event"] == "step" and event["step"] <= 10:
             event["split_seconds"]["forward"] = 9.0
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in lines))
-    return run
+    return write_events(run, events)
 
 
-def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, cli: CommandLine) -> None:
     run = write_resharded(tmp_path / "run")
     written = report(run)
-    page = Text(written)
-    found = numbers(capsys, str(run))
+    page = Page(written)
+    found = cli.facts("report", run)
     assert found["layouts"] == [[0, "TP 2 + SP"], [10, "DP 2"]]
     events = {(event["kind"], event["step"]): event["text"] for event in found["events"]}
     assert events["resume", 10] == (
@@ -144,64 +100,56 @@ def test_a_change_of_the_layout_is_told_and_marked(tmp_path: Path, capsys: pytes
     change = "layout after step 10: TP 2 + SP → DP 2"
     assert page.text.count(f"dots: evaluation{change}") == 1, "the chart of the loss has no note"
     assert written.count(f"<title>{change}</title>") == len([chart for chart in page.charts if "axis" not in chart])
-    assert "A step on rank 0, mean of steps 11 to 20 at DP 2" in page.text
+    page.says("A step on rank 0, mean of steps 11 to 20 at DP 2")
+    page.says("Memory of rank 0 at TP 2 + SP", "Memory of rank 0 at DP 2")
     assert found["split_seconds"]["forward"] == pytest.approx(SPLIT["forward"]), "steps of the former layout count"
     assert (found["split_steps"], found["split_layout"]) == ([11, 20], "DP 2")
     assert page.tags.count("script") == 1
     assert found["lost_seconds"]["restart"] == 0
     assert "1 continuation;" in found["verdict"]
     assert re.search(r'<text x="[^"]+" y="\d+" text-anchor="end">DP 2</text>', written), "the line has no label"
-    assert "Memory of rank 0 at TP 2 + SP" in page.text
-    assert "Memory of rank 0 at DP 2" in page.text
     other = write_run(tmp_path / "other", mesh=DATA_PARALLEL)
-    compared = numbers(capsys, str(run), str(other))["compared"]
+    compared = cli.facts("report", run, other)["compared"]
     assert (compared["config"], compared["layouts"]) == ([], ["TP 2 + SP to step 10, then DP 2", "DP 2"])
 
 
 def test_the_page_opens_with_the_verdict_the_curve_the_lost_time_and_the_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [Start(0, 25, None), Start(20, 60)])
-    results = json.loads((run / "results.json").read_text()) | {"sample": f"To be {HOSTILE}"}
-    (run / "results.json").write_text(json.dumps(results))
-    text = Text(report(run)).text
-    verdict = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
-    parts = (
-        verdict,
-        "Training loss, dots: evaluation",
-        "in steps that count",
-        f"To be {HOSTILE}",
-        "goodput",
-        "Learning rate",
-    )
+    text = page_of(pages.with_results(run, sample=f"To be {HOSTILE}")).text
+    first = "Finished 60 steps in 1 min 58 s at loss 2.516 (evaluation 2.616); 1 restart; 49.7% of the time was lost."
+    curve = "Training loss, dots: evaluation"
+    parts = (first, curve, "in steps that count", f"To be {HOSTILE}", "goodput", "Learning rate")
     places = [text.index(part) for part in parts]
     assert places == sorted(places), "the order of the page"
     assert text.count("The run: ") == 1
-    assert text.count("Training loss, dots: evaluation") == 1
+    assert text.count(curve) == 1
 
 
 def test_a_mean_names_its_number_of_steps(tmp_path: Path) -> None:
     """After a resume there are fewer than 20; a single start has no other than the last one."""
-    assert "mean of the last 13" in Text(report(write_run(tmp_path / "two", [Start(0, 25, None), Start(20, 33)]))).text
-    page = Text(report(write_run(tmp_path / "one", [Start(0, 9)])))
+    assert "mean of the last 13" in page_of(write_run(tmp_path / "two", [Start(0, 25, None), Start(20, 33)])).text
+    page = page_of(write_run(tmp_path / "one", [Start(0, 9)]))
     assert "mean of the last 9" in page.text
     assert "of the last start" not in page.text
 
 
-def test_a_failure_stands_at_the_top(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_stands_at_the_top(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run", [Start(0, 25, None)], steps=60)
     cause = f"rank 1 failed: ValueError: {HOSTILE}"
     FailureRecord(stamp(FIRST + 40), cause, step=25, checkpoint=20).write(RunDirectory(run))
-    page = Text(report(run))
+    page = page_of(run)
     block = f"FAILED at step 25: {cause}.\n5 steps since checkpoint 20 are lost"
-    assert block in page.text
-    assert "Failed after 25 of 60 steps in " in page.text
+    page.says(block, "Failed after 25 of 60 steps in ")
     assert page.text.count(cause) == 1
     assert page.tags.count("script") == 1
-    assert numbers(capsys, str(run))["failure"] == block.splitlines()
+    assert cli.facts("report", run)["failure"] == block.splitlines()
 
 
 NUMBERS = {"final_loss": 0.9321, "final_eval_loss": None}
-FACTS = {"state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "useful_seconds": 178.4, "starts": 1}
-FACTS["later_starts_text"] = ""
+FACTS = {
+    "state": "finished", "step": 480, "steps": 480, "seconds": 182.0, "useful_seconds": 178.4, "starts": 1,
+    "later_starts_text": "",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -227,35 +175,13 @@ def test_verdict(changes: dict[str, object], numbers: dict[str, object], sentenc
     assert verdict({**FACTS, **changes, "numbers": {**NUMBERS, **numbers}}) == sentence
 
 
-def with_evaluations(run: Path) -> Path:
-    """Add evaluations of a set and of tasks: at step 10, at step 18, which a resume after step 10 undoes, and at 20."""
-    kept = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    written = []
-    for event in kept:
-        written.append(event)
-        step = event.get("step")
-        if event["event"] == "step" and step in (10, 18, 20):
-            facts = {"time": event["time"], "step": step}
-            written.append({"event": "eval_set", "set": "code", "loss": step / 10, "perplexity": 2.0, **facts})
-            scores = {"acc,none": step / 40, "acc_stderr,none": 0.1, "exact_match,strict": 0.5}
-            written.append({"event": "eval_task", "task": HOSTILE, "metrics": scores, **facts})
-    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in written))
-    return run
-
-
-def test_loads_of_experts_have_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loads_of_experts_have_maps(tmp_path: Path, cli: CommandLine) -> None:
     """Without the steps 21 to 25 of the first start, which the second one undoes, whether it does them again or not."""
     run = write_run(tmp_path / "sparse", [Start(0, 25, None), Start(20, 23)], experts=True)
+    damaged = ['{"step": 23, "lo', '{"step": 9, "loads": {"0": "x"}}', '{"step": [1], "loads": 3}', '{"step": 9}']
     with (run / "experts.jsonl").open("a") as file:
-        for line in (
-            '{"step": 23, "lo',
-            '{"step": 9, "loads": {"0": "x"}}',
-            '{"step": [1], "loads": 3}',
-            '{"step": 9}',
-        ):
-            file.write(line + "\n")
-        file.write('{"step": 8, "loads": {"0": [0, 0, 0, 0], "1": [1, 1, 1, 1]}}\n')
-    found = numbers(capsys, str(run))
+        file.write("\n".join([*damaged, '{"step": 8, "loads": {"0": [0, 0, 0, 0], "1": [1, 1, 1, 1]}}', ""]))
+    found = cli.facts("report", run)
     assert found["curves"]["expert_load_max"][-1] == [23, 2.5, 2.5, 2.5]
     assert found["balance_curves"]["switch"][-1][-1] == 0.0125
     loads, largest = (found["load_maps"][name]["rows"] for name in ("expert_loads", "largest_loads"))
@@ -265,82 +191,70 @@ def test_loads_of_experts_have_maps(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [load for _, load in loads["1"]] == pytest.approx([load * 4 / (20 * 120) for load in sums], abs=1e-3)
     assert [step for step, _ in largest["1"]] == [*range(1, 24)]
     assert [load for _, load in largest["1"]] == pytest.approx([4.0] * 20 + [69 / 30, 68 / 30, 67 / 30], abs=1e-3)
-    page = Text(report(run))
+    page = page_of(run)
     maps = [data for data in page.charts if data.get("is_map")]
     assert [data["axis"] for data in maps] == ["expert", "step"]
     assert maps[0]["curves"]["block 1,"] == loads["1"]
-    assert "mean of steps 4 to 23" in page.text
-    assert "Balance losses" in page.text
+    page.says("mean of steps 4 to 23", "Balance losses")
 
 
-def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = {
-        str(block): [(at, load) for at, load in enumerate([0.0, 0.49, 0.5, 1.0, 1.25, 2.0, 9.0])] for block in (0, 1)
-    }
-    drawn = load_map("Loads", rows, "expert", "a note")
-    names = re.findall(r'key t(\d)">([^<]+)<', drawn)
-    assert names == [*zip("0123456", _LOADS, strict=True)]
+def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(tmp_path: Path, cli: CommandLine) -> None:
+    loads = [*enumerate([0.0, 0.49, 0.5, 1.0, 1.25, 2.0, 9.0])]
+    drawn = load_map("Loads", {"0": loads, "1": loads}, "expert", "a note")
+    assert re.findall(r'key t(\d)">([^<]+)<', drawn) == [*zip("0123456", _LOADS, strict=True)]
     paths = re.findall(r'<path class="t(\d)"[^>]* d="([^"]+)"', drawn)
     assert [(colour, cells.count("M")) for colour, cells in paths] == [(colour, 2) for colour in "0123456"]
     run = write_run(tmp_path / "dense")
-    assert numbers(capsys, str(run))["load_maps"] == {}
-    shown = Text(report(run)).text
+    assert cli.facts("report", run)["load_maps"] == {}
+    shown = page_of(run).text
     assert "xperts" not in shown
     assert "Load" not in shown
 
 
-def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
-    found = numbers(capsys, str(run))
+def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, cli: CommandLine) -> None:
+    run = pages.with_evaluations(write_run(tmp_path / "run", [Start(0, 19, None), Start(10, 20)]))
+    found = cli.facts("report", run)
     assert found["set_curves"] == {"code": [[10, 1.0, 1.0, 1.0], [18, 1.8, 1.8, 1.8], [20, 2.0, 2.0, 2.0]]}
-    assert {metric: list(curves) for metric, curves in found["task_curves"].items()} == {
-        "acc": [HOSTILE],
-        "exact_match (strict)": [HOSTILE],
-    }
+    curves = {metric: list(curves) for metric, curves in found["task_curves"].items()}
+    assert curves == {"acc": [HOSTILE], "exact_match (strict)": [HOSTILE]}
     assert [column[:2] for column in found["task_curves"]["acc"][HOSTILE]] == [[10, 0.25], [18, 0.45], [20, 0.5]]
-    page = Text(report(run))
-    for title in ("Loss of evaluation sets", "Tasks: acc", "Tasks: exact_match (strict)"):
-        assert title in page.text
+    page = page_of(run)
+    page.says("Loss of evaluation sets", "Tasks: acc", "Tasks: exact_match (strict)")
     assert {"curves": {"code": [[10, 1], [18, 1.8], [20, 2]]}, "ends": [10, 20], "percent": False} in page.charts
     assert page.tags.count("script") == 1
-    undone = with_evaluations(write_run(tmp_path / "undone", [Start(0, 19, None), Start(10, 16)]))
-    found = numbers(capsys, str(undone))
+    undone = pages.with_evaluations(write_run(tmp_path / "undone", [Start(0, 19, None), Start(10, 16)]))
+    found = cli.facts("report", undone)
     assert [column[0] for column in found["set_curves"]["code"]] == [10]
     assert [column[0] for column in found["task_curves"]["acc"][HOSTILE]] == [10]
 
 
-def test_branches_without_room_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_branches_without_room_are_told(tmp_path: Path, cli: CommandLine) -> None:
     trunk = write_run(tmp_path / "trunk")
     identity = json.loads((trunk / "run.json").read_text())["id"]
     for number in range(9):
         branch = write_run(tmp_path / f"branch-{number}", [Start(0, 12)], mesh=Mesh(1, 1, 1, 1))
         (branch / "branch.json").write_text(json.dumps({"id": identity, "step": number, "changes": []}))
-    written = report(trunk)
-    assert "branches: the first 7 of 9; name one as the second RUN" in capsys.readouterr().out
+    assert "branches: the first 7 of 9; name one as the second RUN" in cli("report", trunk).out
+    written = (trunk / "report.html").read_text(encoding="utf-8")
     assert "branch-6" in written
     assert "branch-7" not in written
 
 
 def test_what_the_run_says_is_text_and_no_markup(tmp_path: Path) -> None:
     run = write_run(tmp_path / "odd & <b>")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"event": "warning", "time": "2026-01-01T00:00:30.000+00:00", "step": 3, "text": HOSTILE}) + "\n"
-        )
+    warning = {"event": "warning", "time": "2026-01-01T00:00:30.000+00:00", "step": 3, "text": HOSTILE}
+    write_events(run, [*events_of(run), warning])
     secrets = f"data:\n  path: s3://me:hunter2@bucket/{HOSTILE}\nlaunch:\n  environment: {{HF_TOKEN: hunter2}}\n"
     (run / "config.yaml").write_text(secrets)
     written = report(run)
-    page = Text(written)
+    page = Page(written)
     assert page.tags.count("script") == 1, "the page's own"
-    assert HOSTILE in page.text
+    page.says(HOSTILE, "odd & <b>")
     assert "hunter2" not in written
-    assert "odd & <b>" in page.text
 
 
 @pytest.mark.parametrize("case", ["empty", "cut", "one step", "nan", "old"])
-def test_odd_runs_have_a_report(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_runs_have_a_report(case: str, tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run", [Start(0, 1 if case == "one step" else 5)], losses={3: math.nan})
     metrics = run / "metrics.jsonl"
     if case == "empty":
@@ -349,23 +263,21 @@ def test_odd_runs_have_a_report(case: str, tmp_path: Path, capsys: pytest.Captur
     if case == "cut":
         metrics.write_bytes(metrics.read_bytes()[:-40])
     if case == "nan":
-        event = {"event": "eval", "time": "2026-01-01T00:00:40.000+00:00", "step": 5, "loss": "nan"}
-        with metrics.open("a") as file:
-            file.write(json.dumps(event) + "\n")
+        evaluation = {"event": "eval", "time": "2026-01-01T00:00:40.000+00:00", "step": 5, "loss": "nan"}
+        write_events(run, [*events_of(run), evaluation])
     if case == "old":
         kept = ("event", "step", "loss")
-        events = [json.loads(line) for line in metrics.read_text().splitlines()]
-        metrics.write_text("".join(json.dumps({k: v for k, v in e.items() if k in kept}) + "\n" for e in events))
+        write_events(run, [{name: event[name] for name in kept if name in event} for event in events_of(run)])
     assert "</html>" in report(run)
-    found = numbers(capsys, str(run))
+    found = cli.facts("report", run)
     assert all(math.isfinite(value) for rows in found["curves"].values() for row in rows for value in row)
     if case == "nan":
         assert [row[0] for row in found["curves"]["loss"]] == [1, 2, 4, 5]
         assert found["not_finite"] == {"loss": {"steps": 1, "first": 3, "last": 3}}
-        assert "not finite at 1 step, first 3" in Text(report(run)).text
+        assert "not finite at 1 step, first 3" in page_of(run).text
 
 
-def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_a_sentence(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
@@ -378,8 +290,7 @@ def test_wrong_input_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
         ([run, "--price", "2.50"], r"--price \(2\.50\) must name its currency"),
         ([run, "--png", tmp_path / "file"], r"--png \(.*file\) cannot be written: File exists"),
     ):
-        assert main(["report", *map(str, arguments)]) == 2
-        assert re.search(told, capsys.readouterr().err)
+        assert re.search(told, cli.refused("report", *arguments))
     assert not (run / "report.html").exists()
 
 
@@ -392,76 +303,67 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(axes, "text", lambda _, x, y, text, **__: labels.append(text))
     starts = [Start(0, 10, mesh=TENSOR_PARALLEL), Start(10, 18, None), Start(15, 20)]
     run = write_run(tmp_path / "run", starts, mesh=DATA_PARALLEL, experts=True)
-    report(run, "--png", str(tmp_path / "png"))
-    assert {file.name for file in (tmp_path / "png").iterdir()} >= {
-        "expert_loads.png",
-        "largest_loads.png",
-        "expert_entropy.png",
-    }
+    report(run, "--png", tmp_path / "png")
+    drawn = {file.stem for file in (tmp_path / "png").iterdir()}
+    assert drawn >= {"expert_loads", "largest_loads", "expert_entropy"}
     assert set(places) == {10.5, 15.5}
     assert set(labels) == {" DP 2"}
     assert (tmp_path / "png/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_diverged_does_not_look_good(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_diverged_does_not_look_good(tmp_path: Path, cli: CommandLine) -> None:
     a = write_run(tmp_path / "a", losses=dict.fromkeys(range(14, 21), math.nan))
     b = write_run(tmp_path / "b", losses={17: math.inf})
-    found = numbers(capsys, str(a))
-    assert found["numbers"]["final_loss"] == "nan"
-    assert found["numbers"]["least_loss"] == loss_of(13)
-    page = Text(report(a))
-    assert "NaN" in page.text
-    assert "first not finite at step 14" in page.text
+    told = cli.facts("report", a)["numbers"]
+    assert (told["final_loss"], told["least_loss"]) == ("nan", loss_of(13))
+    page = page_of(a)
+    page.says("NaN", "first not finite at step 14")
     assert f"{loss_of(13):.4f}" not in page.text, "the last good loss is not the final one"
-    compared = numbers(capsys, str(a), str(b))["compared"]
+    compared = cli.facts("report", a, b)["compared"]
     assert compared["largest"]["difference"] == 0.0
     assert compared["not_finite"] == {"steps": 7, "step": 14, "a": "nan", "b": loss_of(14)}
-    said = Text(report(a, str(b))).text
-    assert "7 of these steps cannot be compared, first step 14" in said
-    assert f"the loss is NaN in A and {loss_of(14):.8g} in B" in said
+    both = page_of(a, b)
+    both.says("7 of these steps cannot be compared, first step 14", f"the loss is NaN in A and {loss_of(14):.8g} in B")
 
 
 def test_what_is_unknown_is_no_zero(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in event.items() if key != "time"} for event in events]
-    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
-    page = Text(report(run))
-    assert "The run: – in steps that countnot recorded" in page.text
+    events = events_of(run)
+    write_events(run, [{key: value for key, value in event.items() if key != "time"} for event in events])
+    page = page_of(run)
+    page.says("The run: – in steps that countnot recorded")
     assert "0.0%" not in re.sub(r"\d ms\d+\.\d%", "", page.text), "other than in the bar of a step's parts"
-    kept = [{key: event.get(key) for key in ("event", "step")} for event in events]
-    (run / "metrics.jsonl").write_text("".join(map("{}\n".format, map(json_text, kept))))
-    assert "0.00 s" not in Text(report(run)).text, "no time is told of a checkpoint"
+    write_events(run, [{key: event.get(key) for key in ("event", "step")} for event in events])
+    assert "0.00 s" not in page_of(run).text, "no time is told of a checkpoint"
 
 
 def test_ranks_and_their_layout(tmp_path: Path) -> None:
     """The degrees are named; memory is a bar for each rank; every fact of a rank is reachable without a mouse."""
     run = write_run(tmp_path / "run", mesh=Mesh(2, 2, 4, 2), straggler=5)
-    page = Text(report(run))
-    assert "Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts" in page.text
+    page = page_of(run)
+    page.says("Layout: TP 4 × PP 2 × DP 2, ZeRO-1, schedule 1f1b; 16 ranks on 2 hosts")
+    page.says("from 14.0 GiB on rank 0 to 14.2 GiB on rank 15", "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB")
     (bars,) = (chart for chart in page.charts if chart.get("axis") == "rank")
     assert bars["suffix"] == " GiB"
     assert bars["curves"][""] == [[rank, pytest.approx(14 + rank / 64, rel=1e-4)] for rank in range(16)]
-    assert "from 14.0 GiB on rank 0 to 14.2 GiB on rank 15" in page.text
     (told,) = page.ranks
     assert told["axes"] == ["pp", "dp", "tp"]
     assert told["ranks"][5] == [5, 0, 2.0, 14.08, 0, 1, 1]
-    assert "5node-000pp 0 dp 1 tp 12.00 ×14.1 GiB" in page.text.replace("\n", ""), "its row of the table"
 
 
-def test_restarts_tell_their_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
     run = write_run(tmp_path / "run", [Start(0, 8, None), Start(5, 20)])
     lost = ending("lost node", FIRST, 19.0, 8, text="node-001 does not answer\nand more", job="17")
     (run / "restarts.jsonl").write_text(json_text(lost) + "\n")
-    found = numbers(capsys, str(run))
+    found = cli.facts("report", run)
     (event,) = (event for event in found["events"] if event["kind"] == "ended")
-    assert event["text"] == "job 17, lost node, node-001 does not answer"
-    assert (event["step"], event["at"]) == (8, FIRST + 19.0)
+    text = "job 17, lost node, node-001 does not answer"
+    assert (event["text"], event["step"], event["at"]) == (text, 8, FIRST + 19.0)
     assert [event["kind"] for event in found["events"]][:3] == ["start", "ended", "start"], "in the order of time"
     began = found["events"][0]["at"]
     assert found["timeline"]["training"][0] == pytest.approx([0.0, 8.0]), "up to its last step, though that was undone"
     assert found["timeline"]["marks"]["ended"] == pytest.approx([FIRST + 19.0 - began])
-    assert "job 17, lost node, node-001 does not answer" in Text(report(run)).text
+    page_of(run).says(text)
 
 
 def test_a_long_curve_keeps_its_spikes() -> None:
@@ -479,13 +381,11 @@ def test_axes_have_round_numbers() -> None:
     chart = line_chart("x", {"a": Curve([Column(1, 2.13, 2.13, 2.13), Column(900, 5.9, 5.9, 5.9)])})
     assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
     assert line_chart("x", {"a": Curve([])}) == ""
-    assert "circle" in line_chart("x", {"a": Curve([Column(1, 3.0, 3.0, 3.0)])}), (
-        "of a single step a line shows nothing"
-    )
+    single = line_chart("x", {"a": Curve([Column(1, 3.0, 3.0, 3.0)])})
+    assert "circle" in single, "of a single step a line shows nothing"
     assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
     assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
-    assert short([100_000.0, 400_000.0]) == ["100 k", "400 k"]
-    assert short([3e-5]) == ["3e-05"]
+    assert (short([100_000.0, 400_000.0]), short([3e-5])) == (["100 k", "400 k"], ["3e-05"])
     assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
     assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
     assert len(time_ticks(3e8)) <= 9
@@ -507,7 +407,6 @@ def test_parts_are_stacked() -> None:
     assert chart.count("<polygon") == 2, "a part that takes no time has no area"
     assert chart.index('class="f2"') < chart.index('class="f0"'), "the lower part lies above the higher one"
     top = re.search(r'class="f2" points="([^ ]+) ([^ ]+) ', chart)
-    assert top is not None
     left, right = (float(point.partition(",")[2]) for point in top.groups())
     assert (206 - left) / (206 - right) == pytest.approx(3 / 4, abs=0.01), "c reaches to the sum of all"
     assert stacked_chart("x", ["a"], []) == ""
@@ -516,72 +415,39 @@ def test_parts_are_stacked() -> None:
 @pytest.mark.slow
 def test_two_long_runs_fit_into_a_mail(tmp_path: Path) -> None:
     runs = [write_big(tmp_path / name, ranks=1024, steps=20_000, tail=1) for name in "ab"]
-    report(runs[0], str(runs[1]))
+    report(*runs)
     assert (runs[0] / "report-with-b.html").stat().st_size < 400_000
 
 
-PROBE = """<body><script>
-const told = [matchMedia("(prefers-color-scheme: dark)").matches];
-for (const width of [390, 1280]) {
-  const frame = document.createElement("iframe");
-  frame.width = width;
-  frame.height = 900;
-  frame.src = "report.html";
-  frame.onload = () => {
-    const page = frame.contentDocument, loaded = frame.contentWindow.performance.getEntriesByType("resource").length;
-    page.querySelector(".chart svg").dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
-    const fits = page.documentElement.scrollWidth <= width, shown = page.querySelector("output").textContent;
+PROBE = """
+    press(page.querySelector(".chart svg"), "Home");
+    const shown = page.querySelector("output").textContent;
     const ranks = page.querySelector("[data-ranks]"), cell = ranks.querySelectorAll(".group i")[77];
-    ranks.dispatchEvent(new KeyboardEvent("keydown", {key: "End"}));
+    press(ranks, "End");
     const last = ranks.parentElement.querySelector("output").textContent;
     cell.dispatchEvent(new PointerEvent("pointerdown", {bubbles: true, pointerType: "touch"}));
     const touched = ranks.parentElement.querySelector("output").textContent;
-    frame.contentWindow.dispatchEvent(new Event("beforeprint"));
+    at.dispatchEvent(new Event("beforeprint"));
     const isOpen = [...page.querySelectorAll("details")].every((one) => one.open);
     const map = [...page.querySelectorAll(".chart")].find((one) => one.dataset.chart.includes("is_map"));
-    for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"])
-      map.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key}));
+    for (const key of ["Home", "ArrowDown", "ArrowRight", "ArrowRight"]) press(map.querySelector("svg"), key);
     const load = map.querySelector("output").textContent;
     const sample = page.querySelector(".sample");
     const isWhole = sample.scrollHeight <= sample.clientHeight + 1;
     const table = page.querySelector("table").textContent.includes("exact_match (strict)");
     const background = getComputedStyle(page.body).backgroundColor;
     told.push([isWhole && table, width, fits, shown, loaded, background, last, touched, isOpen, load]);
-    if (told.length === 3) document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
-  };
-  document.body.append(frame);
-}
-</script></body>"""
-
-
-def browsed(folder: Path, probe: str) -> list[Any]:
-    """What a page tells, which frames report.html in `folder`; a browser's start takes seconds."""
-    if BROWSER is None:
-        assert "CI" not in os.environ, "Chromium is missing: scripts/test_packages.sh installs it"
-        pytest.skip("Chromium is not installed")
-    (folder / "probe.html").write_text(probe)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    options += ["--enable-logging=stderr", "--blink-settings=preferredColorScheme=0"]
-    # Without what a browser does besides for its user, and in one process: its start takes a second.
-    options += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
-    options += ["--disable-default-apps", "--disable-extensions", "--no-zygote", "--single-process"]
-    command = [BROWSER, *options, f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'probe.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "CONSOLE" not in done.stderr, done.stderr
-    told: list[Any] = json.loads(done.stdout.partition("PROBE")[2].partition("EBORP")[0])
-    return told
+"""
 
 
 @pytest.mark.slow
 def test_a_browser_shows_it_without_an_error(tmp_path: Path) -> None:
     """On a phone and a desktop, in the dark, and by the keyboard; in one browser."""
     run = write_run(tmp_path / "run", [Start(0, 24)], mesh=Mesh(4, 16, 16, 128), straggler=77, experts=True)
-    with_evaluations(run)
-    results = json.loads((run / "results.json").read_text()) | {"sample": "word " * 400 + "x" * 400}
-    (run / "results.json").write_text(json.dumps(results))
+    pages.with_results(pages.with_evaluations(run), sample="word " * 400 + "x" * 400)
     page = tmp_path / "report.html"
     page.write_text(report(run, "--price", "2.50 USD"), encoding="utf-8")
-    is_dark, *frames = browsed(tmp_path, PROBE)
+    is_dark, *frames = pages.browsed(page, PROBE, (390, 900), (1280, 900))
     assert is_dark
     assert sorted(frame[1] for frame in frames) == [390, 1280]
     for is_whole, width, fits, shown, loaded, background, last, touched, is_open, load in frames:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
 from shardwise.runs.folder import json_text
+from tests.command_line import CommandLine
 from tests.monitor_runs import Start, loss_of, write_run
-from tests.unit.watch.test_compare import by_batch
-from tests.unit.watch.test_report import DATA_PARALLEL, TENSOR_PARALLEL, Text, browsed, numbers, report
+from tests.unit.watch import pages
+from tests.unit.watch.pages import DATA_PARALLEL, TENSOR_PARALLEL, Page, by_batch, events_of, page_of, write_events
 
 
-def test_many_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_runs_are_laid_over_each_other(tmp_path: Path, cli: CommandLine) -> None:
     """Of ten runs, one diverged, one has experts, one has a step, one began as a branch; two have the same name."""
     a = write_run(tmp_path / "a", [Start(0, 24)], mesh=DATA_PARALLEL)
     lost = dict.fromkeys(range(21, 25), math.nan)
@@ -25,16 +24,12 @@ def test_many_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captu
     branch = write_run(tmp_path / "deep/a", [Start(10, 24)], mesh=DATA_PARALLEL, losses={24: 3.5})
     (branch / "branch.json").write_text(json_text({"parent": str(a), "step": 10, "changes": ["lr 1 → 2"]}))
     others = [write_run(tmp_path / f"more-{number}", [Start(0, 24)], mesh=DATA_PARALLEL) for number in range(5)]
-    runs = [*map(str, (a, odd, one, sparse, branch, *others))]
-    file = tmp_path / "many.html"
-    assert main(["report", *runs, "--output", str(file)]) == 0
-    written = file.read_text()
-    page = Text(written)
-    assert "10 runs, compared with a" in page.text
-    assert "E: a: branch of a at step 10:\nlr 1 → 2." in page.text
-    assert "not finite from step 21" in page.text
-    for row in (f"C: onefinished1 of 1{9.0:.4f}–{abs(loss_of(1) - 9) / 9:.3g} at step 1", "train.steps24241242424"):
-        assert row in page.text.replace("\n", ""), row
+    runs = [a, odd, one, sparse, branch, *others]
+    cli("report", *runs, "--output", tmp_path / "many.html")
+    written = (tmp_path / "many.html").read_text()
+    page = Page(written)
+    page.says("10 runs, compared with a", "E: a: branch of a at step 10:lr 1 → 2.", "not finite from step 21")
+    page.says(f"C: onefinished1 of 1{9.0:.4f}–{abs(loss_of(1) - 9) / 9:.3g} at step 1", "train.steps24241242424")
     charts = [data for data in page.charts if "percent" in data]
     assert [*charts[0]["curves"]] == [*"ABCDEFGHIJ"], "the page opens with the loss of all"
     assert charts[0]["breaks"] == {"B": [21, 24]}
@@ -49,91 +44,80 @@ def test_many_runs_are_laid_over_each_other(tmp_path: Path, capsys: pytest.Captu
     assert minus["step"]["B"] == [[step, 0] for step in range(1, 21)]
     assert minus["step"]["C"] == [[1, 9 - loss_of(1)]]
     assert minus["tokens"]["E"][-1] == [24 * 8192, pytest.approx(3.5 - loss_of(24), abs=1e-4)]
-    found = numbers(capsys, *runs)
-    assert [report["run"] for report in found["runs"]] == [Path(run).name for run in runs]
+    found = cli.facts("report", *runs)
+    assert [report["run"] for report in found["runs"]] == [run.name for run in runs]
     assert [pair["steps"] for pair in found["compared"]["pairs"]] == [24, 1, 24, 14, *[24] * 5]
     assert found["compared"]["pairs"][0]["not_finite"]["step"] == 21
     assert found["compared"]["layouts"] == ["DP 2", "TP 2 + SP", *["DP 2"] * 8]
     assert ["train.steps", 24, 24, 1, *[24] * 7] in found["compared"]["config"]
-    assert main(["report", *runs[:4]]) == 0
+    cli("report", *runs[:4])
     assert (a / "report-with-odd-one-sparse.html").exists()
-    long = [str(write_run(tmp_path / (letter * 90), [Start(0, 1)], mesh=DATA_PARALLEL)) for letter in "bc"]
-    assert main(["report", str(one), *long]) == 0
+    cli("report", one, *(write_run(tmp_path / (letter * 90), [Start(0, 1)], mesh=DATA_PARALLEL) for letter in "bc"))
     assert (one / f"report-with-{'b' * 90}-and-1-more.html").exists()
 
 
-def test_runs_with_other_batches_differ_by_tokens_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_with_other_batches_differ_by_tokens_and_time(tmp_path: Path, cli: CommandLine) -> None:
     """The loss is a function of the tokens: by them the difference is 0."""
-    small = by_batch(str(tmp_path / "small"), 1, 40)
-    large = by_batch(str(tmp_path / "large"), 2, 20)
-    compared = numbers(capsys, str(small), str(large))["compared"]
+    small = by_batch(tmp_path / "small", 1, 40)
+    large = by_batch(tmp_path / "large", 2, 20)
+    compared = cli.facts("report", small, large)["compared"]
     assert [column[0] for column in compared["differences"]["tokens"][0]] == [2 * 8192 * step for step in range(1, 21)]
     assert {column[2] for column in compared["differences"]["tokens"][0]} == {0.0}
     assert compared["differences"]["step"][0][-1] == [20, *[loss_of(40) - loss_of(20)] * 3]
     assert compared["pairs"] == [{name: compared[name] for name in ("steps", "largest", "not_finite")}]
     # A second a step, and half a second more after each checkpoint.
     assert compared["differences"]["time"][0][-1][0] == pytest.approx(20.5)
-    page = Text(report(small, str(large)))
+    page = page_of(small, large)
+    page.says("Training loss of B minus A")
     assert page.places["places"]["B"][-1] == [20, 40 * 8192, 20.5]
-    assert "Training loss of B minus A" in page.text
 
 
 def test_only_tokens_may_be_common(tmp_path: Path) -> None:
     """Where no step is in both, the differences are drawn over the first axis that has some."""
     early = write_run(tmp_path / "early", [Start(0, 10)], mesh=DATA_PARALLEL)
-    late = by_batch(str(tmp_path / "late"), 1, 20, [Start(10, 20)])
-    lines = [json.loads(line) for line in (late / "metrics.jsonl").read_text().splitlines()]
-    for event in lines:
+    late = by_batch(tmp_path / "late", 1, 20, [Start(10, 20)])
+    events = events_of(late)
+    for event in events:
         if event["event"] == "step":
             event["tokens"] -= 10 * 8192
-    (late / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in lines))
-    page = Text(report(early, str(late)))
-    assert "no step in common" in page.text
+    page = page_of(early, write_events(late, events))
+    page.says("no step in common")
     (minus,) = (data for data in page.charts if "by" in data)
-    assert minus["axis"] == "tokens"
-    assert len(minus["by"]["tokens"]["B"]) == 10
-    assert minus["by"]["step"] == {}
+    assert (minus["axis"], len(minus["by"]["tokens"]["B"]), minus["by"]["step"]) == ("tokens", 10, {})
 
 
-CHOICES = """<body><script>
-const frame = document.createElement("iframe"), told = [];
-frame.width = 1280;
-frame.height = 900;
-frame.src = "report.html";
-frame.onload = () => {
-  const page = frame.contentDocument, form = page.querySelector(".controls");
-  const figures = [...page.querySelectorAll("[data-chart]")].filter((one) => one.dataset.chart.includes('"by"'));
-  const [loss, minus] = [page.querySelector("[data-chart]"), figures[0]];
-  const text = (figure) => figure.querySelector("output").textContent;
-  const first = (figure) => {
-    figure.querySelector("svg").dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
-    return text(figure);
-  };
-  const shown = (figure) => [...figure.querySelectorAll("svg text")].map((one) => one.textContent);
-  told.push(form.hidden, text(loss), text(minus));
-  for (const [x, smoothing, log] of [["tokens", 0, 0], ["time", 0, 0], ["tokens", 0.5, 1], ["step", 0, 0]]) {
-    form.x.value = x;
-    form.smoothing.value = smoothing;
-    form.logX.checked = form.logY.checked = log;
-    form.dispatchEvent(new Event("input", {bubbles: true}));
-    const lines = [...loss.querySelectorAll(".curve:not(.raw)")].map((one) => one.getAttribute("points"));
-    const points = (line) => line.split(" ").map((point) => point.split(",").map(Number));
-    told.push([first(loss), first(minus), shown(loss), lines.map(points)]);
-  }
-  told.push(...[".dots", ".mark", ".cursor"].map((style) => loss.querySelectorAll(style).length));
-  document.body.textContent = "PROBE" + JSON.stringify(told) + "EBORP";
-};
-document.body.append(frame);
-</script></body>"""
+CHOICES = """
+    const form = page.querySelector(".controls");
+    const figures = [...page.querySelectorAll("[data-chart]")].filter((one) => one.dataset.chart.includes('"by"'));
+    const [loss, minus] = [page.querySelector("[data-chart]"), figures[0]];
+    const text = (figure) => figure.querySelector("output").textContent;
+    const first = (figure) => {
+      press(figure.querySelector("svg"), "Home");
+      return text(figure);
+    };
+    const shown = (figure) => [...figure.querySelectorAll("svg text")].map((one) => one.textContent);
+    told.push(form.hidden, text(loss), text(minus));
+    for (const [x, smoothing, log] of [["tokens", 0, 0], ["time", 0, 0], ["tokens", 0.5, 1], ["step", 0, 0]]) {
+      form.x.value = x;
+      form.smoothing.value = smoothing;
+      form.logX.checked = form.logY.checked = log;
+      form.dispatchEvent(new Event("input", {bubbles: true}));
+      const lines = [...loss.querySelectorAll(".curve:not(.raw)")].map((one) => one.getAttribute("points"));
+      const points = (line) => line.split(" ").map((point) => point.split(",").map(Number));
+      told.push([first(loss), first(minus), shown(loss), lines.map(points)]);
+    }
+    told.push(...[".dots", ".mark", ".cursor"].map((style) => loss.querySelectorAll(style).length));
+"""
 
 
 @pytest.mark.slow
-def test_a_reader_chooses_axes_and_smoothing(tmp_path: Path) -> None:
+def test_a_reader_chooses_axes_and_smoothing(tmp_path: Path, cli: CommandLine) -> None:
     """The script draws by tokens, by time, smoothed, on logarithmic axes, and by steps again."""
-    small = by_batch(str(tmp_path / "small"), 1, 40, [Start(0, 20, None), Start(20, 40)])
-    runs = [small, by_batch(str(tmp_path / "large"), 2, 20), by_batch(str(tmp_path / "odd"), 3, 10)]
-    assert main(["report", *map(str, runs), "--output", str(tmp_path / "report.html")]) == 0
-    hidden, loss, minus, by_tokens, by_time, smoothed, by_steps, *counts = browsed(tmp_path, CHOICES)
+    small = by_batch(tmp_path / "small", 1, 40, [Start(0, 20, None), Start(20, 40)])
+    runs = [small, by_batch(tmp_path / "large", 2, 20), by_batch(tmp_path / "odd", 3, 10)]
+    cli("report", *runs, "--output", tmp_path / "report.html")
+    told = pages.browsed(tmp_path / "report.html", CHOICES, (1280, 900))
+    _, hidden, loss, minus, by_tokens, by_time, smoothed, by_steps, *counts = told
     assert not hidden
     assert loss == f"step 40: A {loss_of(40):.5g}, B –, C –"
     assert minus == f"step 20: B {loss_of(40) - loss_of(20):.5g}, C –"

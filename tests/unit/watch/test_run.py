@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
 from shardwise_watch.report.numbers import report_of
@@ -21,14 +19,28 @@ from shardwise_watch.run import RunView, Unreadable, folders, open_run, runs_at
 from shardwise_watch.screen.frame import Reader, frame_of
 from shardwise_watch.screen.panels import told_event
 from shardwise_watch.summary import snapshot
+from tests.command_line import CommandLine
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_big, write_run
+from tests.unit.watch.pages import events_of, set_written, write_events
 
 RESTARTED = [Start(0, 27, "failed: RunError: a rank ended"), Start(20, 25, None), Start(20, 130)]
+
+
+def opened(run: Path, *, whole: bool = False) -> RunView:
+    return RunView(run, all_steps=whole)
 
 
 def append(run: Path, *records: dict[str, Any], end: str = "\n") -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write("\n".join(map(json_text, records)) + end)
+
+
+def after(run: RunView, *records: dict[str, Any]) -> tuple[str, str]:
+    """The state of a run, and which start it is in, once it has written more."""
+    if records:
+        append(run.path, *records)
+    run.refresh()
+    return run.state, run.restart
 
 
 @pytest.fixture
@@ -38,18 +50,17 @@ def restarted(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_both_ways_of_reading_tell_the_same(whole: bool, restarted: Path) -> None:
-    run, all_of_it = RunView(restarted, all_steps=whole), RunView(restarted, all_steps=True)
+    run, all_of_it = opened(restarted, whole=whole), opened(restarted, whole=True)
     for name in ("state", "step", "steps", "step_seconds", "last", "events", "evaluations", "goodput", "reason"):
         assert getattr(run, name) == getattr(all_of_it, name), name
     assert run.lost.by_cause == all_of_it.lost.by_cause
     assert (run.step, run.steps, run.lost.starts) == (130, 130, 3)
     assert run.lost.steps == 7 + 5
-    assert run.series.steps[-1] == 130
-    assert run.series.numbers["loss"][-1] == loss_of(130)
+    assert (run.series.steps[-1], run.series.numbers["loss"][-1]) == (130, loss_of(130))
 
 
 def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
-    run = RunView(restarted, all_steps=True)
+    run = opened(restarted, whole=True)
     assert list(run.series.steps) == list(range(1, 131))
     assert all(len(column) == 130 for column in (*run.series.numbers.values(), *run.series.parts.values()))
     assert [one["step"] for one in run.evaluations] == list(range(10, 131, 10))
@@ -57,7 +68,7 @@ def test_steps_that_were_undone_are_left_out(restarted: Path) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_steps_that_were_undone_are_gone_before_others_are_taken(whole: bool, tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), all_steps=whole)
+    run = opened(write_run(tmp_path / "run", [Start(0, 27, None), Start(20, 20, None)]), whole=whole)
     assert (run.step, run.evaluations[-1]["step"], run.lost.steps) == (20, 20, 7)
     assert max(run.series.steps, default=0) == (20 if whole else 0)
     assert run.step_seconds is None, "what it took before the restart may not come again"
@@ -67,20 +78,19 @@ def test_a_growing_run_is_read_on(restarted: Path) -> None:
     text = (restarted / "metrics.jsonl").read_text()
     for whole in (True, False):
         (restarted / "metrics.jsonl").write_text("")
-        run = RunView(restarted, all_steps=whole)
+        run = opened(restarted, whole=whole)
         for length in range(0, len(text), 7000):
             (restarted / "metrics.jsonl").write_text(text[:length])
             run.refresh()
         (restarted / "metrics.jsonl").write_text(text)
         assert run.refresh()
         assert not run.refresh()
-        assert run.lost.by_cause == RunView(restarted, all_steps=True).lost.by_cause
-        assert run.step == 130
-        assert run.state == "finished"
+        assert run.lost.by_cause == opened(restarted, whole=True).lost.by_cause
+        assert (run.step, run.state) == (130, "finished")
 
 
 def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 50)]), all_steps=True)
+    run = opened(write_run(tmp_path / "run", [Start(0, 50)]), whole=True)
     (tmp_path / "run/metrics.jsonl").unlink()
     write_run(tmp_path / "run", [Start(0, 12)], first=FIRST + 1000)
     assert run.refresh()
@@ -90,15 +100,10 @@ def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
 
 def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 3)], losses={2: math.nan, 3: math.inf})
-    append(
-        path, {"event": "step", "step": 4, "loss": None, "lr": [1]}, {"event": "step"}, {"event": "step", "step": "x"}
-    )
-    loss = RunView(path, all_steps=True).series.numbers["loss"]
-    assert loss[0] == 6.0
-    assert math.isnan(loss[1])
-    assert loss[2] == math.inf
-    assert math.isnan(loss[3])
-    assert len(loss) == 4
+    append(path, {"event": "step", "step": 4, "loss": None, "lr": [1]})
+    append(path, {"event": "step"}, {"event": "step", "step": "x"})
+    loss = opened(path, whole=True).series.numbers["loss"]
+    assert [*loss] == pytest.approx([6.0, math.nan, math.inf, math.nan], nan_ok=True)
 
 
 def test_a_run_of_an_older_version(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
     (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
     with RunLock(path):
-        run = RunView(path, all_steps=False)
+        run = opened(path)
         assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
     assert run.config == run.environment == run.results == {}
     [rank] = run.ranks()
@@ -130,38 +135,31 @@ def test_a_run_of_an_older_version(tmp_path: Path) -> None:
     ],
 )
 def test_the_state_of_a_run_that_is_over(ending: str | None, state: str, tmp_path: Path) -> None:
-    run = RunView(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9), all_steps=False)
+    run = opened(write_run(tmp_path / "run", [Start(0, 5, ending)], steps=9))
     assert (run.state, run.reason, run.eta_seconds) == (state, ending or "", None)
 
 
 def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, "stopped by SIGTERM")], steps=9)
     with RunLock(path):
-        run = RunView(path, all_steps=False)
-        assert run.state == "starting", "it goes on, and has not said so yet"
-        append(path, {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"})
-        run.refresh()
-        assert run.state == "stopped", "it has not ended yet, but says that it does"
-        append(path, {"event": "start"})
-        run.refresh()
-        assert run.state == "starting"
-        append(path, {"event": "step", "step": 6, "step_seconds": 10.0})
-        run.refresh()
-        assert (run.state, run.eta_seconds) == ("running", 30.0)
+        run = opened(path)
+        stop = {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"}
+        again = "restarting (start 2)"
+        assert after(run) == ("starting", again), "it goes on, and has not said so yet"
+        assert after(run, stop) == ("stopped", ""), "it has not ended yet, but says that it does"
+        assert after(run, {"event": "start"}) == ("starting", again)
+        assert after(run, {"event": "step", "step": 6, "step_seconds": 10.0}) == ("running", "")
+        assert run.eta_seconds == 30.0
         for ago, every, state in ((100, 1, "running"), (300, 1, "silent"), (300, 20, "running"), (700, 20, "silent")):
-            written = time.time() - ago
-            os.utime(path / "metrics.jsonl", (written, written))
+            set_written(path / "metrics.jsonl", time.time() - ago)
             (path / "config.yaml").write_text(f"train: {{steps: 9}}\nlog: {{every: {every}}}\n")
-            run.refresh()
-            assert run.state == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
-        append(path, {"event": "stop", "time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
-        run.refresh()
+            assert after(run)[0] == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
+        after(run, stop | {"time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
         assert (run.state, run.reason) == ("starting", ""), "it goes on in the same processes"
-        append(path, {"event": "start"})
+        after(run, {"event": "start"})
         for ago, state in ((300, "starting"), (700, "silent")):
-            os.utime(path / "metrics.jsonl", (time.time() - ago, time.time() - ago))
-            run.refresh()
-            assert run.state == state
+            set_written(path / "metrics.jsonl", time.time() - ago)
+            assert after(run)[0] == state
     assert run.state == "killed"
 
 
@@ -170,19 +168,14 @@ def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path)
     """Also of a run that was killed, whose last record is of a step, and before the new start has recorded itself."""
     path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
     with RunLock(path):
-        run = RunView(path, all_steps=False)
-        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
-        append(path, {"event": "start", "time": stamp(time.time() + 9)})
-        run.refresh()
-        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
-        append(path, {"event": "step", "time": stamp(time.time() + 9), "step": 5})
-        run.refresh()
-        assert (run.state, run.restart) == ("running", "")
+        run, soon = opened(path), stamp(time.time() + 9)
+        assert after(run) == ("starting", "restarting (start 3)")
+        assert after(run, {"event": "start", "time": soon}) == ("starting", "restarting (start 3)")
+        assert after(run, {"event": "step", "time": soon, "step": 5}) == ("running", "")
     new = RunDirectory(tmp_path / "new").create()
     new.write_config("train: {steps: 9}\n")
     with RunLock(new.path):
-        first = RunView(new.path, all_steps=False)
-        assert (first.state, first.restart) == ("starting", "")
+        assert after(opened(new.path)) == ("starting", "")
 
 
 def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:
@@ -192,31 +185,29 @@ def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> Non
     with RunLock(path):
         append(path, {"event": "stop", "time": stamp(stop), "step": 5, "reason": "failed: rank 0 lost the connection"})
         (path / "restarts.jsonl").write_text(json_text(ending("failed", stop - 3600, 30.0, 5)) + "\n")
-        run = RunView(path, all_steps=False)
+        run = opened(path)
         assert run.state == "failed", "the record is of an earlier start"
         with JsonLines(path / "restarts.jsonl") as file:
             file.write(ending("failed", stop - 30, 31.0, 5))
         assert run.state == "starting"
         FailureRecord(stamp(stop + 1), "rank 1 was killed", step=5).write(RunDirectory(path))
-        run.refresh()
-        assert run.state == "failed", "it is not started again"
+        assert after(run)[0] == "failed", "it is not started again"
     (path / "failure.json").unlink()
-    run.refresh()
-    assert run.state == "failed", "nobody is at work"
+    assert after(run)[0] == "failed", "nobody is at work"
 
 
 def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], steps=9)
     holder = {"host": "elsewhere", "pid": 1, "started": "2026-01-01T00:00:00+00:00"}
     (path / ".lock").write_text(json.dumps(holder))
-    run = RunView(path, all_steps=False)
+    run = opened(path)
     assert run.state == "running"
-    os.utime(path / "metrics.jsonl", (FIRST, FIRST))
+    set_written(path / "metrics.jsonl", FIRST)
     assert run.state == "killed"
 
 
 def test_ranks_and_nodes(restarted: Path) -> None:
-    run = RunView(restarted, all_steps=False)
+    run = opened(restarted)
     views = run.ranks()
     assert [view.rank for view in views] == list(range(8))
     assert [view.relative for view in views] == [2.0 if rank == 3 else 1.0 for rank in range(8)]
@@ -229,10 +220,10 @@ def test_ranks_and_nodes(restarted: Path) -> None:
 
 def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 2, 1, 1), steps=9)
-    run = RunView(path, all_steps=False)
+    run = opened(path)
     assert {view.host for view in run.ranks()} == {"node-000"}
-    os.utime(path / "ranks/rank-0000.jsonl", (FIRST, FIRST))  # another time than that of what follows
-    os.utime(path / "ranks/rank-0001.jsonl", (FIRST, FIRST))
+    set_written(path / "ranks/rank-0000.jsonl", FIRST)  # another time than that of what follows
+    set_written(path / "ranks/rank-0001.jsonl", FIRST)
     write_run(path, [Start(0, 300)], mesh=Mesh(1, 2, 1, 2), first=FIRST + 100)
     run.refresh()
     assert [view.host for view in run.ranks()] == ["node-000", "node-001"]
@@ -241,20 +232,20 @@ def test_a_rank_that_moved_to_another_machine(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, None)], mesh=Mesh(1, 8, 1, 2), steps=9)
     write_run(path, [Start(5, 9)], mesh=Mesh(1, 4, 1, 1), first=FIRST + 100)
-    run = RunView(path, all_steps=False)
+    run = opened(path)
     assert [view.rank for view in run.ranks()] == [0, 1, 2, 3]
     assert [node.host for node in run.nodes(run.ranks())] == ["node-000"]
 
 
 def test_a_single_slow_step_names_no_rank(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
-    before = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    before = [view.relative for view in opened(path).ranks()]
     file = path / "ranks/rank-0002.jsonl"
     *lines, last = file.read_text().splitlines()
     slow = json.loads(last)
     slow["work_seconds"] *= 3
     file.write_text("\n".join([*lines, json.dumps(slow)]) + "\n")
-    after = [view.relative for view in RunView(path, all_steps=False).ranks()]
+    after = [view.relative for view in opened(path).ranks()]
     assert after == pytest.approx(before, rel=0.05)
 
 
@@ -263,7 +254,7 @@ def test_damaged_files_beside_the_metrics(tmp_path: Path) -> None:
     for name in ("config.yaml", "environment.json", "results.json"):
         (path / name).write_text('{"a: [')
     (path / "restarts.jsonl").write_text('{"how": "failed"}\n{"how"')
-    run = RunView(path, all_steps=False)
+    run = opened(path)
     assert run.config == run.environment == run.results == {}
     assert (run.state, run.steps, run.ends()) == ("finished", 20, [{"event": "ended", "how": "failed"}])
 
@@ -272,19 +263,18 @@ VIEWS = (["top", "--once"], ["monitor", "--once"], ["report", "--json"], ["repor
 
 
 @pytest.mark.parametrize("view", VIEWS, ids=" ".join)
-def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, cli: CommandLine) -> None:
     """Whatever wrote the run's files: another program, or a library whose text an error repeats."""
     secret = "https://me:hunter2@host/x?token=hunter2"
     run = write_run(tmp_path / "run", [Start(0, 5, f"failed: OSError: {secret} is gone")])
     (run / "config.yaml").write_text(f"data: {{path: '{secret}'}}\nlaunch: {{environment: {{HF_TOKEN: hunter2}}}}\n")
     (run / "environment.json").write_text(json.dumps({"command": ["shardwise", "train", "hub.token=hunter2"]}))
     (run / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5, text=secret)) + "\n")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    warning = json_text({"event": "warning", "time": "2026-01-01T00:00:12+00:00", "step": 2, "text": secret})
-    unknown = json_text({"event": "custom", "time": "2026-01-01T00:00:12+00:00", "from": [{"url": secret}]})
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], warning, unknown, lines[-1]]) + "\n")
-    assert main([view[0], str(run), *view[1:]]) == 0
-    shown = capsys.readouterr().out
+    *before, stop = events_of(run)
+    warning = {"event": "warning", "time": "2026-01-01T00:00:12+00:00", "step": 2, "text": secret}
+    unknown = {"event": "custom", "time": "2026-01-01T00:00:12+00:00", "from": [{"url": secret}]}
+    write_events(run, [*before, warning, unknown, stop])
+    shown = cli(view[0], run, *view[1:]).out
     if view == ["report"]:
         shown = (run / "report.html").read_text(encoding="utf-8")
     assert "https://(redacted)@host" in shown
@@ -314,7 +304,7 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
         raise PermissionError(13, "Permission denied", str(path))
 
     path = write_run(tmp_path / "run")
-    run = RunView(path, all_steps=False)
+    run = opened(path)
     with monkeypatch.context() as patched:
         patched.setattr("shardwise_watch.json_lines.open_plain", refuse)
         assert run.refresh() is False, "what was read stays"
@@ -335,7 +325,7 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
 def test_runs_newest_first(tmp_path: Path) -> None:
     for name, written in (("a", 100), ("b", 300), ("c", 200)):
         path = write_run(tmp_path / name, mesh=Mesh(1, 1, 1, 1))
-        os.utime(path / "metrics.jsonl", (written, written))
+        set_written(path / "metrics.jsonl", written)
     (tmp_path / "latest").symlink_to("a")
     (tmp_path / "reserved").mkdir()
     assert [run.name for run in runs_at(str(tmp_path))] == ["b", "c", "a"]
@@ -345,7 +335,7 @@ def test_runs_newest_first(tmp_path: Path) -> None:
 
 
 def test_the_big_run_is_one_run(tmp_path: Path) -> None:
-    run = RunView(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), all_steps=True)
+    run = opened(write_big(tmp_path / "run", ranks=64, steps=2000, tail=4), whole=True)
     assert (run.step, len(run.series.steps), run.lost.starts, run.lost.steps) == (2000, 2000, 4, 300)
     views = run.ranks()
     assert len(views) == 64
@@ -368,9 +358,7 @@ def broken(line: str, wrong: str, turn: int) -> str:
 
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("wrong", BROKEN, ids=lambda wrong: wrong[:5])
-def test_fault_21_every_view_bears_a_field_of_any_type(
-    wrong: str, turn: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fault_21_every_view_bears_a_field_of_any_type(wrong: str, turn: int, tmp_path: Path, cli: CommandLine) -> None:
     """The last record of each kind counts, in every file."""
     path = write_run(tmp_path / "run", RESTARTED, compiles=True)
     (path / "restarts.jsonl").write_text(json_text(ending("failed", FIRST, 9.0, 5)) + "\n")
@@ -379,9 +367,8 @@ def test_fault_21_every_view_bears_a_field_of_any_type(
         for at in {json.loads(line).get("event"): at for at, line in enumerate(lines)}.values():
             lines[at] = broken(lines[at], wrong, turn)
         file.write_text("\n".join(lines) + "\n")
-    run = RunView(path, all_steps=True)
+    run = opened(path, whole=True)
     assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
     assert run.step in (129, 130)
     assert len(run.ranks()) == 8
-    assert main(["top", str(path), "--once"]) == 0
-    assert f"{run.step} of 130" in capsys.readouterr().out
+    assert f"{run.step} of 130" in cli("top", path, "--once").out

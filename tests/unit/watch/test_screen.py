@@ -1,13 +1,15 @@
 """The screen of `shardwise top`: what it looks like, its keys, and runs and terminals that are not as it wants."""
 
 import asyncio
+import functools
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,6 @@ import pytest
 from textual.pilot import Pilot
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli import main
 from shardwise.runs.failure import FailureRecord
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_watch.cli import top
@@ -24,7 +25,9 @@ from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
 from shardwise_watch.screen.app import Panel, Top
 from shardwise_watch.screen.frame import Choice, Frame, Reader, frame_of
+from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
+from tests.unit.watch.pages import set_written
 
 STARTS = (Start(0, 80, "failed: RankLost: rank 3 on node-000 has ended"), Start(60, 400, None))
 NOW = FIRST + 500
@@ -46,16 +49,9 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(
-        tmp_path_factory.mktemp("runs") / "gpt3-tiny-1",
-        STARTS,
-        mesh=Mesh(pp=2, dp=4, tp=2, nodes=2),
-        steps=1000,
-        straggler=5,
-        spike=200,
-        compiles=True,
-        checkpoint_every=50,
-        eval_every=50,
-    )
+        tmp_path_factory.mktemp("runs") / "gpt3-tiny-1", STARTS, mesh=Mesh(pp=2, dp=4, tp=2, nodes=2), steps=1000,
+        straggler=5, spike=200, compiles=True, checkpoint_every=50, eval_every=50,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def run(tmp_path: Path, written: Path) -> Path:
     """A run with a restart, a spike and a straggler, whose ranks wrote at the same moment."""
     path = shutil.copytree(written, tmp_path / written.name, symlinks=True)
     for file in path.rglob("*"):
-        os.utime(file, (NOW - 2, NOW - 2))
+        set_written(file, NOW - 2)
     return path
 
 
@@ -101,16 +97,50 @@ def picture(app: Top) -> str:
     return "".join("".join(row).rstrip() + "\n" for row in rows)
 
 
-def on_screen(
-    app: Top, body: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (80, 24), wait: bool = True
-) -> None:
+async def settled(pilot: Pilot[None]) -> Top:
+    """Wait until what was asked for is read and drawn."""
+    await pilot.pause()
+    while pilot.app._is_reading:
+        await pilot.pause(0.01)
+    await pilot.pause()
+    return pilot.app
+
+
+async def read(pilot: Pilot[None], *keys: str) -> str:
+    """Press keys, wait until what they ask for was read, and return what is shown."""
+    for key in keys:
+        await pilot.press(key)
+        await settled(pilot)
+    return picture(pilot.app)
+
+
+Body = Callable[..., Coroutine[Any, Any, None]]
+
+
+def show(app: Top, body: Body, size: tuple[int, int] = (80, 24)) -> None:
+    """Have a screen, which `body` acts on by its pilot."""
+
     async def act() -> None:
         async with app.run_test(size=size) as pilot:
-            if wait:
-                await loaded(pilot)
+            await loaded(pilot)
             await body(pilot)
 
     asyncio.run(act())
+
+
+def on_screen(test: Body) -> Callable[..., None]:
+    """A test that acts on the screen of the fixture `run`: its first argument is the pilot, and `size` may be one."""
+    _, *given = inspect.signature(test).parameters
+
+    @functools.wraps(test)
+    def in_terminal(**fixtures: Any) -> None:
+        own = {name: fixtures[name] for name in given}
+        show(fixed(fixtures["run"]), functools.partial(test, **own), own.get("size", (80, 24)))
+
+    names = dict.fromkeys(["run", *given])
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    in_terminal.__signature__ = inspect.Signature(parameters)
+    return in_terminal
 
 
 @pytest.mark.parametrize(
@@ -124,33 +154,24 @@ def on_screen(
         pytest.param("events-80x24", "5", (80, 24), marks=pytest.mark.slow),
     ],
 )
-def test_look(run: Path, name: str, key: str, size: tuple[int, int]) -> None:
+@on_screen
+async def test_look(pilot: Pilot[None], name: str, key: str, size: tuple[int, int]) -> None:
     """As stored in `screens`; after a deliberate change run the test with WRITE_SCREENS=1 and look at what changed."""
-    app, stored = fixed(run), SCREENS / f"{name}.txt"
-
-    async def body(pilot: Pilot[None]) -> None:
-        await pilot.press(key)
-        await pilot.pause()
-        now = picture(app)
-        assert all(len(line) <= size[0] for line in now.splitlines())
-        if "WRITE_SCREENS" in os.environ:
-            stored.write_text(now, encoding="utf-8")
-        assert now == stored.read_text(encoding="utf-8")
-
-    on_screen(app, body, size)
+    stored = SCREENS / f"{name}.txt"
+    now = await read(pilot, key)
+    assert all(len(line) <= size[0] for line in now.splitlines())
+    if "WRITE_SCREENS" in os.environ:
+        stored.write_text(now, encoding="utf-8")
+    assert now == stored.read_text(encoding="utf-8")
 
 
-def test_colours(run: Path) -> None:
+@on_screen
+async def test_colours(pilot: Pilot[None]) -> None:
     """The straggler has the colour of what is wrong, and nothing else in the strips has it."""
-    app = fixed(run)
-
-    async def body(_: Pilot[None]) -> None:
-        text = app.query_one("#strips", Panel).render()
-        wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
-        assert wrong == ["rank 5 ×2.00", "██"]
-        assert app.export_screenshot().startswith("<svg")
-
-    on_screen(app, body)
+    text = pilot.app.query_one("#strips", Panel).render()
+    wrong = [text.plain[span.start : span.end].strip() for span in text.spans if drawing.BAD in str(span.style)]
+    assert wrong == ["rank 5 ×2.00", "██"]
+    assert pilot.app.export_screenshot().startswith("<svg")
 
 
 def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
@@ -168,68 +189,58 @@ def others(run: Path) -> Path:
     (newer / "run.json").write_text('{"format": 99}')
     (run.parent / "notes").mkdir()
     for file, ago in {**dict.fromkeys(worse.rglob("*"), 1), newer / "metrics.jsonl": 9}.items():
-        os.utime(file, (NOW - ago, NOW - ago))
+        set_written(file, NOW - ago)
     return run.parent
 
 
-async def read(pilot: Pilot[None], *keys: str) -> str:
-    """Press keys, wait until what they ask for was read, and return what is shown."""
-    assert isinstance(pilot.app, Top)
-    for key in keys:
-        await pilot.press(key)
-        await pilot.pause()
-        while pilot.app._is_reading:
-            await pilot.pause(0.01)
-        await pilot.pause()
-    return picture(pilot.app)
+@pytest.mark.parametrize("size", [(100, 24)])
+@on_screen
+async def test_a_run_is_chosen_from_the_list(
+    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
+) -> None:
+    app = pilot.app
+    names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
+    assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"
+    assert "600/600  4.0000" in picture(app)
+    assert " gpt3-tiny-1  ● running" in await read(pilot, "down", "down", "enter")
+    assert " worse  ● running" in await read(pilot, "r", "up", "enter")
+    while app.frame is None or not app.frame.has_history:
+        await pilot.pause(0.01)
+    await pilot.pause()
+    assert "loss 4.0000" in picture(app)
+    assert "1 of 600" not in picture(app)
+    shutil.rmtree(others / "worse")
+    assert "the run's folder /" in await read(pilot, "p", "p"), "it is gone; a long path is cut"
+    back = await read(pilot, "r", "enter")
+    assert " gpt3-tiny-1  ● running" in back, "a run that is gone leaves the list"
 
 
-def test_a_run_is_chosen_from_the_list(run: Path, others: Path) -> None:
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        names = [line.split()[:2] for line in (await read(pilot, "r")).splitlines()[4:7]]
-        assert names == [["▸", "worse"], ["shown", "gpt3-tiny-1"], []], "the newest first, and none that is unreadable"
-        assert "600/600  4.0000" in picture(app)
-        assert " gpt3-tiny-1  ● running" in await read(pilot, "down", "down", "enter")
-        assert " worse  ● running" in await read(pilot, "r", "up", "enter")
-        while app.frame is None or not app.frame.has_history:
-            await pilot.pause(0.01)
-        await pilot.pause()
-        assert "loss 4.0000" in picture(app)
-        assert "1 of 600" not in picture(app)
-        shutil.rmtree(others / "worse")
-        assert "the run's folder /" in await read(pilot, "p", "p"), "it is gone; a long path is cut"
-        back = await read(pilot, "r", "enter")
-        assert " gpt3-tiny-1  ● running" in back, "a run that is gone leaves the list"
-
-    on_screen(app, body, (100, 24))
-
-
-def test_the_marked_run_stays_marked_whichever_wrote_last(run: Path, others: Path) -> None:
+@pytest.mark.parametrize("size", [(100, 24)])
+@on_screen
+async def test_the_marked_run_stays_marked_whichever_wrote_last(
+    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
+) -> None:
     """Two live runs take turns; a third one that is gone makes place above the mark."""
     third = write_run(run.parent / "third", [Start(0, 60)])
-    app = fixed(run)
 
     def names(text: str) -> list[list[str]]:
         return [line.split()[:2] for line in text.splitlines()[4:7]]
 
-    async def body(pilot: Pilot[None]) -> None:
-        first = names(await read(pilot, "r", "down"))
-        assert first == [["third", "finished"], ["▸", "worse"], ["shown", "gpt3-tiny-1"]]
-        for live in (run, others / "worse", run):
-            os.utime(live / "metrics.jsonl", (time.time() + 60, time.time() + 60))
-            assert names(await read(pilot, "p", "p")) == first
-        shutil.rmtree(third)
-        assert names(await read(pilot, "p", "p"))[:2] == first[1:]
-        assert " worse  ● running" in await read(pilot, "enter")
-        assert names(await read(pilot, "r"))[0][1] == "gpt3-tiny-1", "a list that is opened again has the newest first"
-
-    on_screen(app, body, (100, 24))
+    first = names(await read(pilot, "r", "down"))
+    assert first == [["third", "finished"], ["▸", "worse"], ["shown", "gpt3-tiny-1"]]
+    for live in (run, others / "worse", run):
+        set_written(live / "metrics.jsonl", time.time() + 60)
+        assert names(await read(pilot, "p", "p")) == first
+    shutil.rmtree(third)
+    assert names(await read(pilot, "p", "p"))[:2] == first[1:]
+    assert " worse  ● running" in await read(pilot, "enter")
+    assert names(await read(pilot, "r"))[0][1] == "gpt3-tiny-1", "a list that is opened again has the newest first"
 
 
-def test_the_curves_of_another_run_stand_behind(run: Path, others: Path) -> None:
+@on_screen
+async def test_the_curves_of_another_run_stand_behind(pilot: Pilot[None], run: Path, others: Path) -> None:
     """Over the steps of the run in front; its own are drawn where the front has none."""
+    app = pilot.app
     reader = Reader(run, others / "worse")
     assert reader.read(20, choice=Choice(behind=reader.paths[1])).behind == {}, "the first frame comes at once"
     frame = reader.read(20, choice=Choice(behind=reader.paths[1]))
@@ -243,39 +254,36 @@ def test_the_curves_of_another_run_stand_behind(run: Path, others: Path) -> None
     low, high = min(labels.values()), max(labels.values())
     assert abs(high - (high - low) * behind[0] / max(labels) - 4.0) < (high - low) / 8, "at its place on the scale"
     assert [column.step for column in frame.behind["loss"].known] == [*range(20, 401, 20)]
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        assert "behind" in (await read(pilot, "r", "b")).splitlines()[4]
-        assert "● running  behind: worse" in await read(pilot, "1")
-        assert app.frame is not None
-        assert app.frame.behind
-        await read(pilot, "z")
-        assert app.frame.behind["loss"].span == app.frame.curves["loss"].span == (361, 400)
-        assert "behind: " not in await read(pilot, "r", "b", "escape")
-        await read(pilot, "r", "down", "b", "escape")
-        assert app.frame.behind == {}, "no run is behind itself"
-
-    on_screen(app, body)
+    assert "behind" in (await read(pilot, "r", "b")).splitlines()[4]
+    assert "● running  behind: worse" in await read(pilot, "1")
+    assert app.frame.behind
+    await read(pilot, "z")
+    assert app.frame.behind["loss"].span == app.frame.curves["loss"].span == (361, 400)
+    assert "behind: " not in await read(pilot, "r", "b", "escape")
+    await read(pilot, "r", "down", "b", "escape")
+    assert app.frame.behind == {}, "no run is behind itself"
 
 
-def test_the_end_of_the_log(run: Path) -> None:
-    log = RunDirectory(run).log(0)
-    log.parent.mkdir(exist_ok=True)
-    log.write_bytes(b"".join(b"line %d\n" % number for number in range(9000)) + b"warning: \x1b[31m\xff odd\nnot whole")
-    app = fixed(run)
+@pytest.fixture
+def log(run: Path) -> Path:
+    file = RunDirectory(run).log(0)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(
+        b"".join(b"line %d\n" % number for number in range(9000)) + b"warning: \x1b[31m\xff odd\nnot whole"
+    )
+    return file
 
-    async def body(pilot: Pilot[None]) -> None:
-        shown = await read(pilot, "6")
-        assert [line.strip() for line in shown.splitlines()[-3:-1]] == ["line 8999", "warning:  [31m� odd"]
-        assert "not whole" not in shown
-        assert (await read(pilot, "up", "up")).splitlines()[-2] == " line 8998"
-        app.action_move(-1_000_000)
-        assert picture(app).splitlines()[3].startswith(" line "), "its beginning is further up than is read"
-        log.unlink()
-        assert " line " not in await read(pilot, "p", "p")
 
-    on_screen(app, body)
+@on_screen
+async def test_the_end_of_the_log(pilot: Pilot[None], log: Path) -> None:
+    shown = await read(pilot, "6")
+    assert [line.strip() for line in shown.splitlines()[-3:-1]] == ["line 8999", "warning:  [31m� odd"]
+    assert "not whole" not in shown
+    assert (await read(pilot, "up", "up")).splitlines()[-2] == " line 8998"
+    pilot.app.action_move(-1_000_000)
+    assert picture(pilot.app).splitlines()[3].startswith(" line "), "its beginning is further up than is read"
+    log.unlink()
+    assert " line " not in await read(pilot, "p", "p")
 
 
 def test_a_restart_is_told(run: Path) -> None:
@@ -296,81 +304,52 @@ def test_tasks_are_told_in_words() -> None:
     assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
 
 
-def test_a_silent_rank_is_named(run: Path) -> None:
-    os.utime(run / "ranks" / "rank-0009.jsonl", (NOW - 200, NOW - 200))
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        assert "× silent: 9" in shown(app)
-        await pilot.press("2")
-        await pilot.pause()
-        assert "▸   9  1  0  1 node-001" in shown(app)
-
-    on_screen(app, body)
+@on_screen
+async def test_a_silent_rank_is_named(pilot: Pilot[None], run: Path) -> None:
+    set_written(run / "ranks" / "rank-0009.jsonl", NOW - 200)
+    assert "× silent: 9" in await read(pilot, "p", "p")
+    assert "▸   9  1  0  1 node-001" in await read(pilot, "2")
 
 
-def test_keys(run: Path) -> None:
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        async def after(*keys: str) -> str:
-            await pilot.press(*keys)
-            await pilot.pause()
-            return shown(app)
-
-        assert "slowest rank 5 ×2.00 on node-000" in shown(app)
-        view = await after("tab")
-        assert "▸   5" in view
-        assert "×2.00" in view
-        assert "▸   0" in await after("down")
-        assert "▸   5" in await after("pageup")
-        assert "14.0 GiB to 14.2 GiB" in await after("right")
-        pipeline = await after("3")
-        assert "1f1b, 8 micro-batches: bubble 11.1%" in pipeline
-        assert "pp 1   8–15" in pipeline
-        nodes = await after("4")
-        assert "compiled graphs 4  hits 1  misses 3" in nodes
-        assert "8 × H100" in nodes
-        events = await after("5")
-        assert "checkpoint of step 400" in events
-        assert "checkpoint of step 400" not in await after("up", "up")
-        assert "quit; the run goes on" in await after("question_mark")
-        assert "lost time" in await after("escape")
-        assert "paused" in await after("p")
-        assert "last tenth" in await after("p", "1", "z")
-        assert "overview" in await after("shift+tab", "tab")
-        await pilot.press("q")
-        await pilot.pause()
-        assert not app.is_running
-
-    on_screen(app, body)
+@on_screen
+async def test_keys(pilot: Pilot[None], run: Path) -> None:
+    assert "slowest rank 5 ×2.00 on node-000" in picture(pilot.app)
+    for keys, texts in (
+        ("tab", ["▸   5", "×2.00"]),
+        ("down", ["▸   0"]),
+        ("pageup", ["▸   5"]),
+        ("right", ["14.0 GiB to 14.2 GiB"]),
+        ("3", ["1f1b, 8 micro-batches: bubble 11.1%", "pp 1   8–15"]),
+        ("4", ["compiled graphs 4  hits 1  misses 3", "8 × H100"]),
+        ("5", ["checkpoint of step 400"]),
+        ("up up question_mark", ["quit; the run goes on"]),
+        ("escape", ["lost time"]),
+        ("p", ["paused"]),
+        ("p 1 z", ["last tenth"]),
+        ("shift+tab tab", ["overview"]),
+    ):
+        view = await read(pilot, *keys.split())
+        assert [text for text in texts if text not in view] == [], keys
+    assert "checkpoint of step 400" not in await read(pilot, "5", "up", "up")
+    await pilot.press("q")
+    await pilot.pause()
+    assert not pilot.app.is_running
 
 
-def test_zoom_while_paused(run: Path) -> None:
+@on_screen
+async def test_zoom_while_paused(pilot: Pilot[None], run: Path) -> None:
     """The curves follow at once, and nothing that was written since is read."""
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        await pilot.press("p")
-        metrics = run / "metrics.jsonl"
-        last = [line for line in metrics.read_text().splitlines() if line.startswith('{"event": "step"')][-1]
-        with metrics.open("a") as file:
-            file.write(last.replace('"step": 400', '"step": 900') + "\n")
-        for begin, span in ((361, "last tenth"), (397, "last hundredth"), (1, "all steps")):
-            await pilot.press("z")
-            while app._is_reading:
-                await pilot.pause(0.01)
-            await pilot.pause()
-            assert app.frame is not None
-            assert app.frame.curves["loss"].span == (begin, 400), span
-            assert span in shown(app)
-        await pilot.press("p")
-        while app._is_reading:
-            await pilot.pause(0.01)
-        assert app.frame is not None
-        assert app.frame.step == 900
-
-    on_screen(app, body)
+    app = pilot.app
+    await read(pilot, "p")
+    metrics = run / "metrics.jsonl"
+    last = [line for line in metrics.read_text().splitlines() if line.startswith('{"event": "step"')][-1]
+    with metrics.open("a") as file:
+        file.write(last.replace('"step": 400', '"step": 900') + "\n")
+    for begin, span in ((361, "last tenth"), (397, "last hundredth"), (1, "all steps")):
+        assert span in await read(pilot, "z")
+        assert app.frame.curves["loss"].span == (begin, 400), span
+    await read(pilot, "p")
+    assert app.frame.step == 900
 
 
 def test_a_spike_stays_visible(run: Path) -> None:
@@ -384,43 +363,34 @@ def test_a_spike_stays_visible(run: Path) -> None:
 @pytest.mark.parametrize(
     "size", [(79, 24), *(pytest.param(size, marks=pytest.mark.slow) for size in ((80, 19), (20, 5)))]
 )
-def test_a_terminal_that_is_too_small(run: Path, size: tuple[int, int]) -> None:
-    app = fixed(run)
-
-    async def body(pilot: Pilot[None]) -> None:
-        told = " ".join(shown(app).split())
-        assert told.startswith(f"the terminal ({size[0]} × {size[1]}) must have at least 80 × 20")
-        await pilot.resize_terminal(80, 20)
-        await pilot.pause()
-        assert "overview" in shown(app)
-
-    on_screen(app, body, size)
+@on_screen
+async def test_a_terminal_that_is_too_small(pilot: Pilot[None], size: tuple[int, int]) -> None:
+    told = " ".join(shown(pilot.app).split())
+    assert told.startswith(f"the terminal ({size[0]} × {size[1]}) must have at least 80 × 20")
+    await pilot.resize_terminal(80, 20)
+    await pilot.pause()
+    assert "overview" in shown(pilot.app)
 
 
-def test_a_folder_that_vanishes_and_returns(run: Path) -> None:
-    app, away = fixed(run), run.with_name("away")
+@on_screen
+async def test_a_folder_that_vanishes_and_returns(pilot: Pilot[None], run: Path) -> None:
+    away = run.with_name("away")
 
-    async def body(pilot: Pilot[None]) -> None:
-        async def read_again() -> str:
-            app._refresh_frame()
-            while app._is_reading:
-                await pilot.pause(0.01)
-            await pilot.pause()
-            return shown(app)
+    async def read_again() -> str:
+        pilot.app._refresh_frame()
+        return picture(await settled(pilot))
 
-        run.rename(away)
-        told = await read_again()
-        assert f"the run's folder {run}"[:70] in told
-        assert "loss" in told
-        away.rename(run)
-        assert "is gone" not in await read_again()
-        shutil.rmtree(run / "ranks")
-        (run / "metrics.jsonl").write_text('{"event": "start", "layout": 3}\n{"event": "step", "step": 1, "spl')
-        for key in "12345":
-            await pilot.press(key)
-            await read_again()
-
-    on_screen(app, body)
+    run.rename(away)
+    told = await read_again()
+    assert f"the run's folder {run}"[:70] in told
+    assert "loss" in told
+    away.rename(run)
+    assert "is gone" not in await read_again()
+    shutil.rmtree(run / "ranks")
+    (run / "metrics.jsonl").write_text('{"event": "start", "layout": 3}\n{"event": "step", "step": 1, "spl')
+    for key in "12345":
+        await pilot.press(key)
+        await read_again()
 
 
 def test_a_run_that_has_written_little(tmp_path: Path) -> None:
@@ -431,11 +401,9 @@ def test_a_run_that_has_written_little(tmp_path: Path) -> None:
 
     async def body(pilot: Pilot[None]) -> None:
         assert "no step is recorded yet" in shown(app)
-        for key in "2345":
-            await pilot.press(key)
-            await pilot.pause()
+        await read(pilot, *"2345")
 
-    on_screen(app, body)
+    show(app, body)
 
 
 def test_once(run: Path) -> None:
@@ -455,7 +423,7 @@ def test_once(run: Path) -> None:
     assert rows["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
 
 
-def test_what_experts_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_experts_do_is_told(tmp_path: Path, cli: CommandLine) -> None:
     path = write_run(tmp_path / "sparse", experts=True)
     told = "largest load ×2.50, 12.5% idle, entropy 0.750, switch 0.0125"
     app = fixed(path)
@@ -468,9 +436,8 @@ def test_what_experts_do_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "ranks" in lines[place + 1]
         assert "overview" in lines[-1]
 
-    on_screen(app, body)
-    assert main(["top", str(path), "--once"]) == 0
-    assert told in capsys.readouterr().out
+    show(app, body)
+    assert told in cli("top", path, "--once").out
 
 
 @pytest.fixture
@@ -489,9 +456,7 @@ def failed(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
-def test_a_failure_is_told_with_the_command_that_resumes(
-    failed: Path, size: tuple[int, int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, size: tuple[int, int], cli: CommandLine) -> None:
     app = Top(Reader(failed).read, 0)
 
     async def body(_: Pilot[None]) -> None:
@@ -502,9 +467,8 @@ def test_a_failure_is_told_with_the_command_that_resumes(
         assert "parallel.pipeline=2 --nproc 16 --run-dir runs/gpt3-tiny-1" in words
         assert "lost time" in words
 
-    on_screen(app, body, size)
-    assert main(["top", str(failed), "--once"]) == 0
-    *_, heading, lost, resume = capsys.readouterr().out.splitlines()
+    show(app, body, size)
+    *_, heading, lost, resume = cli("top", failed, "--once").out.splitlines()
     assert heading == "FAILED at step 400: rank 5 was killed (SIGKILL; usually out of memory)."
     assert lost == "50 steps since checkpoint 350 are lost"
     assert resume.startswith("resume: shardwise train gpt3-tiny ")

@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
-from shardwise.checkpoint.format.expert_weights import differing_experts, single_experts
+from shardwise.checkpoint.format.block_parts import PART_NUMBER, differing_parts, single_parts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, number_runs, read_range
@@ -33,7 +33,6 @@ MAX_INDEX_BYTES = 2**26
 _DIGITS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 """The part of a name that is a number; the first one is the layer's."""
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 @dataclass
@@ -77,7 +76,7 @@ class StoredTensors:
         if damage:
             raise DamageError("; ".join(damage))
         weights |= _whole(folder, parts)
-        return StoredTensors(folder, {MODEL: single_experts(folder, weights)}, None, files)
+        return StoredTensors(folder, {MODEL: single_parts(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
         """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
@@ -230,7 +229,7 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
     """
     ranks = []
     for name, shape in shapes.items():
-        for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not _EXPERT.search(name)):
+        for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not PART_NUMBER.search(name)):
             sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
             cut = [-(-full // max(1, part)) for full, length, part in sizes if length < full]
             ranks += cut if len(cut) == 1 else [0]
@@ -275,15 +274,15 @@ def mismatches(
         if tensor.dtype not in FLOATING:
             wrong_dtypes.append((name, tensor.dtype))
     prefix = "" if state == MODEL else f"the {state} of "
-    experts: list[str] = []
+    parts: list[str] = []
     if state == MODEL:
-        experts, is_explained = differing_experts(where, needed_names, canonical_names.values())
+        parts, is_explained = differing_parts(where, needed_names, canonical_names.values())
         lacks, unknown, wrong_shapes = (
             [fact for fact in facts if not is_explained(fact[0])] for facts in (lacks, unknown, wrong_shapes)
         )
     quantized = f": dtype of {{}} ({{}}) must be {TRAINABLE}: quantized weights cannot be trained"
     return [
-        *experts,
+        *parts,
         *lines_of_layers(where, " lacks {} {}", lacks, prefix),
         *lines_of_layers(where, " has {} {}, which the model lacks", unknown, prefix),
         *lines_of_layers(where, ": shape of {} {}", wrong_shapes, prefix),
@@ -316,11 +315,12 @@ def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], 
     Args:
         where: subject of the lines.
         text: format of the name and the fact.
-        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`, and experts likewise.
+        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`, and numbered parts of a
+            block likewise.
         prefix: text before each name.
     """
     texts = [(name, str(fact)) for name, fact in facts]
-    for part in (_EXPERT, _LAYER):
+    for part in (PART_NUMBER, _LAYER):
         layers: dict[tuple[str, str], list[int]] = {}
         for name, fact_text in texts:
             numbers = layers.setdefault((part.sub("*", name, count=1), fact_text), [])

@@ -35,6 +35,15 @@ def export(folder: Root, target: Path, dtype: str | None = None, max_bytes: int 
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Root:
+    return write_checkpoint(tmp_path / "checkpoints")
+
+
+def with_tensors(path: Path, tensors: Tensors) -> Root:
+    return write_checkpoint(path / "checkpoints", tensors=tensors)
+
+
 @pytest.mark.parametrize("source", TORCH)
 @pytest.mark.parametrize("target", ["F32", "BF16", "F16"])
 def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
@@ -54,11 +63,6 @@ def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
 
 
-def test_only_finite_values_overflow() -> None:
-    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
-    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16")
-
-
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: str | None) -> None:
     tensors = small_tensors()
@@ -73,7 +77,7 @@ def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: 
 
 def test_without_masters_the_weights_themselves_are_cast(tmp_path: Path) -> None:
     tensors = {"model": small_tensors()["model"]}
-    found = export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors), tmp_path / "out", "float32")
+    found = export(with_tensors(tmp_path, tensors), tmp_path / "out", "float32")
     assert all(torch.equal(t, as_torch(*tensors["model"][name]).float()) for name, t in found.items())
 
 
@@ -81,14 +85,14 @@ def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
     """As in transformers, whose `_keep_in_fp32_modules_strict` names them."""
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     tensors: Tensors = {"model": {bias: ("F32", np.array([0.251, -0.001], np.float32)), "w": ("F32", np.ones(2, "f4"))}}
-    found = export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors), tmp_path / "out", "bfloat16")
+    found = export(with_tensors(tmp_path, tensors), tmp_path / "out", "bfloat16")
     assert (found[bias].dtype, found["w"].dtype) == (torch.float32, torch.bfloat16)
     assert found[bias].tolist() == tensors["model"][bias][1].tolist()
 
 
-def test_fault_09_files_in_folders_are_exported(tmp_path: Path) -> None:
+def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) -> None:
     """Chat templates with names, but nothing that only training needs."""
-    folder, template = write_checkpoint(tmp_path / "checkpoints"), "additional_chat_templates/tool_use.jinja"
+    template = "additional_chat_templates/tool_use.jinja"
     planned, entry = Export(folder), write_small(folder, template, b"{{ tools }}")
     planned._manifest = replace(planned._manifest, files=(*planned._manifest.files, entry))
     planned.write(Root.of(tmp_path), "out", 10**9)
@@ -96,8 +100,7 @@ def test_fault_09_files_in_folders_are_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "optimizer").exists()
 
 
-def test_shards_have_an_index_and_a_limit(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoints")
+def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
     found = export(folder, tmp_path / "out", "float32", max_bytes=200)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(4 * tensor.numel() for tensor in found.values())
@@ -120,8 +123,7 @@ def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.Mon
         assert b"".join(parts) == tensors["master"][weight.name][1].tobytes()
 
 
-def test_a_folder_that_exists_is_refused(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "checkpoints")
+def test_a_folder_that_exists_is_refused(folder: Root, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out exists already: choose another name, or remove it"):
         export(folder, tmp_path / "out")
@@ -143,24 +145,23 @@ def test_damage_is_told_and_nothing_is_left(tmp_path: Path, kind: str) -> None:
     else:
         data[-9] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamageError) as caught:
+    with pytest.raises(DamageError, match=rf"^[^\n]*{path}[^\n]*$"):
         export(folder, tmp_path / "out", dtype)
-    assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints"]
 
 
 def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensors: Tensors = {"model": {"norm.weight": ("F32", np.array([1.0, 1e5], np.float32))}}
-    folder = write_checkpoint(tmp_path / "checkpoints", tensors=tensors)
+    folder = with_tensors(tmp_path, tensors)
     with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
         export(folder, tmp_path / "out", "float16")
     assert not (tmp_path / "out").exists()
+    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), "finite values alone do"
 
 
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a model looks like a whole one, or takes the room of one."""
-    folder = write_checkpoint(tmp_path / "checkpoints")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")

@@ -22,9 +22,8 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         "one": np.float64(2.5).reshape(()),
         "none": np.zeros((0, 4)),
     }
-    head, offsets, total = header(
-        [(name, "F32" if v.dtype == np.float32 else "F64", v.shape) for name, v in values.items()], {"format": "pt"}
-    )
+    described = [(name, "F32" if v.dtype == np.float32 else "F64", v.shape) for name, v in values.items()]
+    head, offsets, total = header(described, {"format": "pt"})
     assert len(head) % 8 == 0
     data = head + b"".join(v.tobytes() for v in values.values())
     assert len(data) == total
@@ -32,9 +31,8 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
     path.write_bytes(data)
     with safe_open(path, "np") as file:
         assert file.metadata() == {"format": "pt"}
-        assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118  it is no mapping
-            name: v.tolist() for name, v in values.items()
-        }
+        found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118  it is no mapping
+    assert found == {name: v.tolist() for name, v in values.items()}
     assert [tensor.start for tensor in parse_header(Root.of(path)).values()] == offsets
 
 
@@ -62,8 +60,8 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
-def stored(path: Path, text: bytes, length: int | None = None) -> Root:
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(8))
+def stored(path: Path, text: bytes, length: int | None = None, size: int = 8) -> Root:
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(size))
     return Root.of(path)
 
 
@@ -73,13 +71,13 @@ def stored(path: Path, text: bytes, length: int | None = None) -> Root:
 )
 def test_formats_that_no_weight_has_are_no_damage(dtype: str, numbers: int, tmp_path: Path) -> None:
     """All that the library knows, and one of a later release."""
-    text = json.dumps({"a": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, 6 if dtype[:2] == "F6" else 8]}})
+    size = 6 if dtype[:2] == "F6" else 8
+    text = json.dumps({"a": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, size]}})
     path = tmp_path / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + bytes(6 if dtype[:2] == "F6" else 8))
+    (found,) = parse_header(stored(path, text.encode(), size=size)).values()
+    assert (found.dtype, found.shape, found.stop - found.start) == (dtype, (numbers,), size)
     with safe_open(path, "np") as file:
         assert file.get_slice("a").get_dtype() == dtype
-    (found,) = parse_header(Root.of(path)).values()
-    assert (found.dtype, found.shape, found.stop - found.start) == (dtype, (numbers,), 6 if dtype[:2] == "F6" else 8)
     path.write_bytes(path.read_bytes().replace(dtype.encode(), b"Q" * len(dtype)))
     assert [other.dtype for other in parse_header(Root.of(path)).values()] == ["Q" * len(dtype)]
 
@@ -91,23 +89,20 @@ def test_a_header_that_does_not_fit_is_damage(case: str, tmp_path: Path) -> None
         parse_header(stored(tmp_path / "x", json.dumps(fields).encode()))
 
 
-@pytest.mark.parametrize(
-    ("text", "length", "problem"),
-    [
-        (b"{", None, "its header cannot be used: Expecting"),
-        (b"\xff\xfe", None, "its header cannot be used: "),
-        (b"[" * 100_000, None, "its header cannot be used: "),
-        (b"{}", 2**63, "the length of its header .* must be at most"),
-        (b'{"a":1,"a":2}', None, "its header cannot be used: a name is there twice"),
-        (b"1" * 9999, None, "its header cannot be used: "),
-    ],
-)
+NO_HEADER: list[tuple[bytes, int | None, str]] = [
+    (b"{", None, "its header cannot be used: Expecting"),
+    (b"\xff\xfe", None, "its header cannot be used: "),
+    (b"[" * 100_000, None, "its header cannot be used: "),
+    (b"{}", 2**63, "the length of its header .* must be at most"),
+    (b'{"a":1,"a":2}', None, "its header cannot be used: a name is there twice"),
+    (b"1" * 9999, None, "its header cannot be used: "),
+]
+
+
+@pytest.mark.parametrize(("text", "length", "problem"), NO_HEADER)
 def test_what_is_no_header_is_damage(text: bytes, length: int | None, problem: str, tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=f"x is damaged: {problem}"):
         parse_header(stored(tmp_path / "x", text, length))
-
-
-def test_a_short_file_is_damage(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     with pytest.raises(DamageError, match=r"\(3 bytes\) must have at least 8 bytes"):
         parse_header(Root.of(tmp_path / "x"))

@@ -1,4 +1,4 @@
-"""What a place holds against what a model has: every difference, one line for all layers alike."""
+"""What a place holds against what a model has. Every difference of a model: tests/unit/checkpoint/test_load.py."""
 
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import find_sources, mismatches
@@ -10,31 +10,8 @@ SHAPES = {
 }
 
 
-def entry(*shape: int, dtype: str = "F32") -> TensorEntry:
-    return TensorEntry(shape, dtype, ())
-
-
-def entries() -> dict[str, TensorEntry]:
-    """The tensors of a place that has all that a model needs."""
-    return {name: entry(*shape) for name, shape in SHAPES.items() if 0 not in shape}
-
-
-def test_every_difference_is_named() -> None:
-    assert mismatches("PLACE", SHAPES, entries()) == []
-    stored = entries() | {
-        "extra": entry(2),
-        "transformer.wte.weight": entry(9, 4),
-        "transformer.h.3.ln_1.weight": entry(4, dtype="I8"),
-    }
-    for layer in (0, 1):
-        del stored[f"transformer.h.{layer}.ln_1.weight"]
-    assert mismatches("PLACE", SHAPES, stored) == [
-        "PLACE lacks transformer.h.{0…1}.ln_1.weight [4]",
-        "PLACE has extra [2], which the model lacks",
-        "PLACE: shape of transformer.wte.weight [9, 4] must be [8, 4]",
-        "PLACE: dtype of transformer.h.3.ln_1.weight (I8) must be float64, float32, float16 or bfloat16: quantized "
-        "weights cannot be trained",
-    ]
+def entry(*shape: int) -> TensorEntry:
+    return TensorEntry(shape, "F32", ())
 
 
 def test_an_optimizer_state_is_named_and_may_lack_what_is_not_trained() -> None:
@@ -47,7 +24,8 @@ def test_an_optimizer_state_is_named_and_may_lack_what_is_not_trained() -> None:
 
 
 def test_the_canonical_spelling_is_read_first() -> None:
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in entries().items()}
+    """Of a place that has all that a model needs, without the prefix and with the tied head."""
+    bare = {name.removeprefix("transformer."): entry(*shape) for name, shape in SHAPES.items() if 0 not in shape}
     bare["lm_head.weight"] = bare["wte.weight"]
     sources, problems = find_sources("PLACE", "gpt", SHAPES, bare)
     assert problems == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage import root as places
 from shardwise.checkpoint.storage.checkpoint_folders import (
+    StepFolder,
     abandon,
     abandoned,
     checkpoints,
@@ -47,8 +48,12 @@ def root(tmp_path: Path) -> Root:
     return Root.of(tmp_path)
 
 
-def names(root: Root) -> set[str]:
-    return set(root.names())
+def no_answer(folder: Root) -> Any:
+    raise StoreError(f"{folder} cannot be read: no answer")
+
+
+def steps(found: Iterable[StepFolder]) -> list[int]:
+    return [each.step for each in found]
 
 
 def remove_all_but(keep: int, root: Root) -> None:
@@ -59,7 +64,7 @@ def remove_all_but(keep: int, root: Root) -> None:
 
 def test_newest_first_and_what_is_wrong(root: Root) -> None:
     found = list(checkpoints(root))
-    assert [each.step for each in found] == [600, 500, 400, 300, 200, 100]
+    assert steps(found) == [600, 500, 400, 300, 200, 100]
     problems = {each.step: each.problem for each in found if each.problem}
     assert set(problems) == {600, 300}
     assert "step-00000600 has no manifest.json: it was not completed" in str(problems[600])
@@ -71,10 +76,6 @@ def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None
     newer = (root / step_name(500) / MANIFEST).read().replace(b'"version":1', b'"version":2')
     (root / step_name(500) / MANIFEST).write(newer)
     assert {each.step for each in checkpoints(root) if each.unreadable} == {500}
-
-    def no_answer(folder: Root) -> Manifest:
-        raise StoreError(f"{folder} cannot be read: no answer")
-
     monkeypatch.setattr(Manifest, "read", no_answer)
     assert all(each.unreadable for each in checkpoints(root))
 
@@ -88,7 +89,7 @@ def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
 
 def test_the_newest_intact_stay(root: Root) -> None:
     remove_all_but(2, root)
-    assert names(root) == {
+    assert set(root.names()) == {
         step_name(600), step_name(500), step_name(400), partial_name(700), "step-7", "notes", "step-00000500.abandoned"
     }  # fmt: skip
 
@@ -99,7 +100,7 @@ def test_the_newest_intact_stay(root: Root) -> None:
 )
 def test_what_is_kept(root: Root, keep: int | None, every: int | None, gone: list[int]) -> None:
     going, _ = removable(root, keep, every)
-    assert [each.step for each in going] == gone
+    assert steps(going) == gone
     assert all(each.bytes > 0 for each in going)
     assert all(each.folder.exists() for each in going), "asking removes nothing"
 
@@ -108,13 +109,11 @@ def test_what_may_be_intact_stays(root: Root, monkeypatch: pytest.MonkeyPatch) -
     """A store that gives no answer about a checkpoint is no reason to remove it."""
     read = Manifest.read
 
-    def no_answer(folder: Root) -> Manifest:
-        if folder.name in (step_name(400), step_name(100)):
-            raise StoreError(f"{folder} cannot be read: no answer")
-        return read(folder)
+    def some_answers(folder: Root) -> Manifest:
+        return no_answer(folder) if folder.name in (step_name(400), step_name(100)) else read(folder)
 
-    monkeypatch.setattr(Manifest, "read", no_answer)
-    assert [each.step for each in removable(root, 2)[0]] == [300]
+    monkeypatch.setattr(Manifest, "read", some_answers)
+    assert steps(removable(root, 2)[0]) == [300]
 
 
 # ---- after a save
@@ -139,12 +138,7 @@ def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
     ],
 )
 def test_after_a_save_no_manifest_is_read(
-    mine: tuple[int, ...],
-    keep: int | None,
-    every: int | None,
-    gone: list[int],
-    root: Root,
-    monkeypatch: pytest.MonkeyPatch,
+    mine: tuple[int, ...], keep: int | None, every: int | None, gone: list[int], root: Root, monkeypatch: Any
 ) -> None:
     saved = lengths(root, *mine)
     (root / step_name(200) / "note").write(b"what somebody adds does not matter")
@@ -163,25 +157,21 @@ def test_after_a_save_what_is_not_complete_does_not_count(root: Root) -> None:
 
 
 def test_after_a_save_a_store_without_an_answer_removes_nothing(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved, before = lengths(root, 500), names(root)
-
-    def no_answer(folder: Root) -> dict[str, int]:
-        raise StoreError(f"{folder} cannot be read: no answer")
-
+    saved, before = lengths(root, 500), root.names()
     monkeypatch.setattr(Root, "files", no_answer)
     with pytest.raises(StoreError, match="no answer"):
         prune(root, saved, 2)
-    assert names(root) == before
+    assert root.names() == before
 
 
 def test_setting_aside(root: Root) -> None:
     assert abandon(root, 500).name == "step-00000500.abandoned-2"
     assert abandon(root, 300, damaged=True).name == "step-00000300.damaged"
-    assert [each.step for each in checkpoints(root)] == [600, 400, 200, 100]
+    assert steps(checkpoints(root)) == [600, 400, 200, 100]
     assert [each.name for each in abandoned(root)] == [
         "step-00000300.damaged", "step-00000500.abandoned", "step-00000500.abandoned-2"
     ]  # fmt: skip
-    assert [each.step for each in removable(root, 2)[0]] == [100], "what is set aside counts for keep"
+    assert steps(removable(root, 2)[0]) == [100], "what is set aside counts for keep"
 
 
 # ---- one in place of another
@@ -244,11 +234,11 @@ def test_a_crash_while_one_checkpoint_takes_the_place_of_another_loses_neither(
 
 
 def test_a_partial_folder_is_a_checkpoint_only_where_it_is_complete(root: Root) -> None:
-    assert [each.step for each in survey(root)] == [600, 500, 400, 300, 200, 100], "700 has no manifest"
+    assert steps(survey(root)) == [600, 500, 400, 300, 200, 100], "700 has no manifest"
     assert {each.step for each in survey(root) if each.incomplete} == {600}
     for step in (500, 600):
         write_checkpoint(root / "new", step, TENSORS).rename(root / partial_name(step))
-    partial = [each.step for each in survey(root) if each.folder.name == partial_name(each.step)]
+    partial = steps(each for each in survey(root) if each.folder.name == partial_name(each.step))
     assert partial == [600], "500 has a complete one of its own name"
 
 
@@ -258,7 +248,7 @@ def test_a_prune_that_breaks_off_leaves_no_checkpoint(root: Root, monkeypatch: p
 
     def break_off(place: Root) -> None:
         if place.is_folder():
-            raise StoreError(f"{place} cannot be removed: no answer")
+            no_answer(place)
         remove(place)
 
     monkeypatch.setattr(Root, "remove", break_off)

@@ -90,25 +90,29 @@ def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None
     assert get(server.url, tmp_path / "copy.bin", DIGEST).is_new is False, "a file of that SHA-256 is the file"
 
 
+BAD_PLACES = {
+    "{server}/nothing": (ConfigError, r"nothing cannot be read: there is no such file"),
+    "http://127.0.0.1:9/data.bin": (StoreError, r"cannot be read: .*[Cc]onnect"),
+    "{folder}/*.hdf5": (ConfigError, "must match a file or more, and it matches none"),
+    "{folder}/empty": (ConfigError, "must hold files, and the folder has none"),
+}
+
+
 def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: Path, monkeypatch: Any) -> None:
-    with pytest.raises(ConfigError, match=r"nothing cannot be read: there is no such file"):
-        find(f"{server.address}/nothing")
+    (tmp_path / "empty").mkdir()
+    for place, (kind, text) in BAD_PLACES.items():
+        with pytest.raises(kind, match=text):
+            find(place.format(server=server.address, folder=tmp_path))
+    with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
+        find("https://x/y", anonymous=True)
     server.status = 403
     with pytest.raises(StoreError, match=r"data\.bin cannot be read: its server answers 403 \(Forbidden\)"):
         find(server.url)
     server.status = 200
-    with pytest.raises(StoreError, match=r"cannot be read: .*[Cc]onnect"):
-        find("http://127.0.0.1:9/data.bin")
-    with pytest.raises(ConfigError, match="must be a file or a free name, and it is a folder"):
-        get(server.url, tmp_path)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="must be a file or a free name, and it is a link"):
-        get(server.url, tmp_path / "link")
-    with pytest.raises(ConfigError, match="must match a file or more, and it matches none"):
-        find(str(tmp_path / "*.hdf5"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="must hold files, and the folder has none"):
-        find(str(tmp_path / "empty"))
+    for target, kind in ((tmp_path, "folder"), (tmp_path / "link", "link")):
+        with pytest.raises(ConfigError, match=f"must be a file or a free name, and it is a {kind}"):
+            get(server.url, target)
     server.requests.clear()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(ConfigError) as caught:
@@ -136,7 +140,7 @@ def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeyp
     keys = ["a.txt", "sub/", "../../x.txt", "/abs/path.txt", "b/..", "c\0.txt"]
     infos = {f"bucket/data/{key}": {"type": "file", "size": 0 if key[-1] == "/" else 2} for key in keys}
     store = SimpleNamespace(
-        info=lambda path: {"type": "directory"}, find=lambda path, detail: infos, glob=lambda path, detail: infos
+        info=lambda _: {"type": "directory"}, find=lambda *_, **__: infos, glob=lambda *_, **__: infos
     )
     root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
     monkeypatch.setattr(Root, "of", staticmethod(lambda url, anonymous: root))
@@ -203,8 +207,3 @@ def test_eight_processes_at_once_make_one_download(before: str, server: Server, 
     assert results == sorted([[DIGEST, False]] * 7 + [[DIGEST, True]]), lines
     assert server.requests.count("GET") == 1, "more than one download"
     assert target.read_bytes() == CONTENT
-
-
-def test_only_object_stores_are_read_anonymously() -> None:
-    with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
-        find("https://x/y", anonymous=True)

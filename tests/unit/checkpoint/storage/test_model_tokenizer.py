@@ -112,18 +112,17 @@ def test_tokens_are_checked_against_it_and_need_none(tmp_path: Path) -> None:
         made = {"format": "megatron", "source": {}, "options": {}, "tokenizer": {"name": "made-by", "sha256": digest}}
         write_manifest(tmp_path / "tokens.json", {**counts, **made})
 
+    def read_with_it() -> Config:
+        return with_model_tokenizer(config, Root.of(model))
+
     made_by(Tokenizer.load(model).digest)
-    data = prepare(with_model_tokenizer(config, Root.of(model)))
-    assert data.tokenizer_path is not None, "the sample of the run needs it"
+    assert prepare(read_with_it()).tokenizer_path is not None, "the sample of the run needs it"
     made_by("0" * 64)
-    with pytest.raises(
-        DataError, match=r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"
-    ) as told:
-        prepare(with_model_tokenizer(config, Root.of(model)))
-    assert glance(with_model_tokenizer(config, Root.of(model))).problems == told.value.problems, (
-        "the dry run says so too"
-    )
+    named = r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"
+    with pytest.raises(DataError, match=named) as told:
+        prepare(read_with_it())
+    assert glance(read_with_it()).problems == told.value.problems, "the dry run says so too"
     (model / "tokenizer.json").write_text("{}")
-    assert with_model_tokenizer(config, Root.of(model)).data.tokenizer is None
+    assert read_with_it().data.tokenizer is None
     (model / "tokenizer.json").unlink()
-    assert prepare(with_model_tokenizer(config, Root.of(model))).tokenizer_path is None
+    assert prepare(read_with_it()).tokenizer_path is None

@@ -1,9 +1,9 @@
 """Data sets of the library `datasets`: saved ones, text and tokens, the splits, and one sentence for what is wrong."""
 
-import contextlib
 import json
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,27 +13,23 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.config import Config, DataConfig
+from shardwise.config import DataConfig
 from shardwise.data.describe import inspect
 from shardwise.data.formats.common import PreparedText, make_batches
 from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.dataset_tables import _HubTables, fetch_dataset
-from shardwise.data.reading.text_sources import TableShard, open_source
-from tests.unit.data.formats.test_text import sized, stories, text_of
-from tests.unit.data.reading.test_sources import documents
+from shardwise.data.reading.text_sources import TableShard
+from tests.unit.data.reading.test_sources import read
+from tests.unit.data.small_runs import batches_of, refusal, saved_rows, sized, stories, text_of
 
 TEXTS = stories()[:100]
 ROWS = [np.random.default_rng(number).integers(0, 512, 40 + number).tolist() for number in range(100)]
+JOINED = [*chain(*ROWS)]
 
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     datasets.disable_progress_bars()
-
-
-def save(at: Path, **columns: Any) -> Path:
-    datasets.Dataset.from_dict(columns).save_to_disk(at)
-    return at
 
 
 def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> Path:
@@ -43,30 +39,19 @@ def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> P
     return at
 
 
-def config(path: Path, **data: str) -> Config:
-    return sized(512, 64, 0, path=str(path), **data)
-
-
 def prepared(path: Path, **data: str) -> PreparedText:
-    found = prepare(config(path, **data), path.parent / "cache")
-    assert isinstance(found, PreparedText)
-    return found
+    return prepare(sized(512, 64, 0, path=str(path), **data), path.parent / "cache")
 
 
 def failure(path: Path, **data: str) -> str:
-    with pytest.raises(DataError) as caught:
-        prepared(path, **data)
-    assert len(caught.value.problems) == 1
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return refusal(sized(512, 64, 0, path=str(path), **data), path.parent / "cache")
 
 
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
-    path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
+    path = saved_rows(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
     assert format_of(DataConfig(path=str(path))).name == "datasets"
-    source = open_source(DataConfig(path=str(path), text_key="body"))
-    assert documents(list(source.pieces())) == TEXTS
+    assert read(path, text_key="body") == TEXTS
     data = prepared(path, text_key="body")
     assert data.summary.startswith(f"{path}: ")
     assert ", 100 documents, " in data.summary
@@ -80,88 +65,77 @@ def test_named_splits_are_the_parts(tmp_path: Path) -> None:
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), valid=(80, 90), test=(90, 100))
     data = prepared(path, split="train,valid,test")
     end = "<|endoftext|>"
-    rows = {"train": data.tokens["train"], "eval": data.tokens["eval"], "test": data.tokens["test"]}
     for part, texts in (("train", TEXTS[:80]), ("eval", TEXTS[80:90]), ("test", TEXTS[90:])):
-        assert text_of(data, rows[part]) == end.join([*texts, ""]), part
-        assert data.count(part) == len(rows[part])
-    assert make_batches(config(path), data, "test") is not None
+        assert text_of(data, data.tokens[part]) == end.join([*texts, ""]), part
+        assert data.count(part) == len(data.tokens[part])
+    assert make_batches(sized(512, 64, 0, path=str(path)), data, "test") is not None
     swapped = prepared(path, split="valid,train")
     assert (text_of(swapped, swapped.tokens["train"]), swapped.count("test")) == (end.join([*TEXTS[80:90], ""]), 0)
     assert prepared(path, split="train").count("eval") == 0
     by_weight = prepared(path, split="90,10")
-    cut = [
-        text
-        for row in (by_weight.tokens["train"], by_weight.tokens["eval"])
-        for text in text_of(by_weight, row).split(end)
-    ]
-    assert sorted(filter(None, cut)) == sorted(TEXTS[:80]), "weights cut the split that is called train"
+    cut = [text_of(by_weight, by_weight.tokens[part]).split(end) for part in ("train", "eval")]
+    assert sorted(filter(None, chain(*cut))) == sorted(TEXTS[:80]), "weights cut the split that is called train"
 
 
-def test_where_one_split_ends_is_part_of_what_is_cached(tmp_path: Path) -> None:
+def test_what_is_cached_is_of_one_table_and_its_splits(tmp_path: Path) -> None:
     first = save_splits(tmp_path / "first", {"text": TEXTS}, train=(0, 80), test=(80, 100))
     second = save_splits(tmp_path / "second", {"text": TEXTS}, train=(0, 70), test=(70, 100))
     assert prepared(first, split="train,test").count("train") > prepared(second, split="train,test").count("train")
+    before = prepared(saved_rows(tmp_path / "saved", input_ids=ROWS)).fingerprint
+    assert prepared(saved_rows(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != before
 
 
 def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     """No tokenizer, no end of document; one entry serves every length."""
-    path = save(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
+    path = saved_rows(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
     data = prepared(path, split="1,0")
-    joined = [token for row in ROWS for token in row]
-    assert data.tokens["train"].tolist() == joined
+    assert data.tokens["train"].tolist() == JOINED
     assert (data.tokenizer_path, data.vocab_size, data.tokens["train"].dtype) == (None, 512, np.uint16)
     assert ", 100 rows, " in data.summary
     (entry,) = (tmp_path / "cache/tokens").iterdir()
     for length in (16, 100):
         chosen = sized(512, length, 0, path=str(path), split="1,0")
-        batches = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "train")
-        assert batches is not None
-        (batch,) = batches.local_batch(0, 2, 0, 1, 2)
-        for sample in range(2):
-            ids = batch.inputs["ids_SB"][:, sample].tolist()
-            at = next(n for n in range(0, len(joined), length) if joined[n : n + length] == ids)
-            assert batch.inputs["targets_SB"][:, sample].tolist() == joined[at + 1 : at + length + 1]
+        inputs = batches_of(chosen, tmp_path / "cache").global_batch(0, 2).inputs
+        for ids, targets in zip(inputs["ids_SB"].T.tolist(), inputs["targets_SB"].T.tolist(), strict=True):
+            at = next(n for n in range(0, len(JOINED), length) if JOINED[n : n + length] == ids)
+            assert targets == JOINED[at + 1 : at + length + 1]
     assert list((tmp_path / "cache/tokens").iterdir()) == [entry]
 
 
-@pytest.mark.parametrize("kind", ["list", "large", "fixed", "int64"])
-def test_kinds_of_columns_and_parts_by_weight(kind: str, tmp_path: Path) -> None:
-    features = {
-        "list": datasets.List(datasets.Value("int32")),
-        "large": datasets.LargeList(datasets.Value("uint16")),
-        "fixed": datasets.List(datasets.Value("int16"), length=40),
-        "int64": datasets.List(datasets.Value("int64")),
-    }
-    rows = [row[:40] for row in ROWS] if kind == "fixed" else ROWS
-    table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": features[kind]}))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        datasets.List(datasets.Value("int32")),
+        datasets.LargeList(datasets.Value("uint16")),
+        datasets.List(datasets.Value("int16"), length=40),
+        datasets.List(datasets.Value("int64")),
+    ],
+    ids=["list", "large", "fixed", "int64"],
+)
+def test_kinds_of_columns_and_parts_by_weight(kind: Any, tmp_path: Path) -> None:
+    rows = ROWS if getattr(kind, "length", -1) == -1 else [row[:40] for row in ROWS]
+    table = datasets.Dataset.from_dict({"tokens": rows}, features=datasets.Features({"tokens": kind}))
     table.save_to_disk(tmp_path / "saved")
     data = prepared(tmp_path / "saved", text_key="tokens", split="80,20")
     held = data.tokens["eval"].tolist()
     chosen = [row for row in rows if any(held[at : at + len(row)] == row for at in range(len(held)))]
-    assert [token for row in chosen for token in row] == held, "whole rows are held out"
+    assert [*chain(*chosen)] == held, "whole rows are held out"
     assert 0.15 < len(held) / sum(map(len, rows)) <= 0.2
-    rest = [token for row in rows if row not in chosen for token in row]
-    assert data.tokens["train"].tolist() == rest
+    assert data.tokens["train"].tolist() == [*chain(*(row for row in rows if row not in chosen))]
 
 
 def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
-    joined = [token for row in ROWS for token in row]
-    data = prepared(save(tmp_path / "saved", input_ids=[joined]), split="90,10")
-    assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == joined
-    assert len(data.tokens["eval"]) == len(joined) // 10
+    data = prepared(saved_rows(tmp_path / "saved", input_ids=[JOINED]), split="90,10")
+    assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == JOINED
+    assert len(data.tokens["eval"]) == len(JOINED) // 10
 
 
 def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, tokens = save(tmp_path / "text", text=TEXTS), save(tmp_path / "tokens", input_ids=ROWS)
+    text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
     assert "has no column 'other'" in failure(text, text_key="other")
-
-
-def test_another_table_is_prepared_anew(tmp_path: Path) -> None:
-    first = prepared(save(tmp_path / "saved", input_ids=ROWS)).fingerprint
-    assert prepared(save(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != first
 
 
 def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +152,8 @@ def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: py
 
 def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    chosen = sized(512, 64, 0, dataset="acme/tiny")
     with pytest.raises(ConfigError, match=r"datasets, which is not installed: pip install 'shardwise\[datasets\]'"):
-        fetch_dataset(chosen.data, None)
+        fetch_dataset(DataConfig(dataset="acme/tiny"), None)
 
 
 def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
@@ -189,7 +162,7 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
         f"data.split (95,5) must name the splits of data.path ({path}) to read, it has first and second: such as "
         "data.split=first,second"
     )
-    path = save(tmp_path / "one", text=TEXTS)
+    path = saved_rows(tmp_path / "one", text=TEXTS)
     assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
@@ -205,7 +178,7 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
-    path = save(tmp_path / "saved", **columns)
+    path = saved_rows(tmp_path / "saved", **columns)
     shown = f"data.path {path}" if "training part" in says else f"data.path ({path})"
     assert failure(path).startswith(says.format(shown))
     assert not list((tmp_path / "cache").glob("tokens/*")) or "training part" in says, "nothing is left that was read"
@@ -213,7 +186,7 @@ def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outside", ["../outside", "/outside", ""])
 def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_path: Path) -> None:
-    save(tmp_path / "outside", text=TEXTS)
+    saved_rows(tmp_path / "outside", text=TEXTS)
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), test=(80, 100))
     state = path / "train" / "state.json"
     values = json.loads(state.read_text())
@@ -224,33 +197,32 @@ def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_p
     assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
 
 
+@pytest.mark.parametrize("address", ["{}en/train.parquet", "zip://texts/a.jsonl::{}texts.zip"])
+def test_a_card_names_files_of_its_repository(address: str) -> None:
+    place = "hf://datasets/acme/tiny@0123/"
+    _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [address.format(place)]})
+
+
 @pytest.mark.parametrize(
-    ("address", "inside"),
+    "address",
     [
-        ("{}en/train.parquet", True),
-        ("zip://texts/a.jsonl::{}texts.zip", True),
-        ("/etc/passwd", False),
-        ("https://example.org/train.parquet", False),
-        ("{}../other@main/train.parquet", False),
-        ("{}/etc/passwd", False),
-        ("zip://../a.jsonl::{}texts.zip", False),
-        ("/tmp/{}a.parquet", False),
+        "/etc/passwd",
+        "https://example.org/train.parquet",
+        "{}../other@main/train.parquet",
+        "{}/etc/passwd",
+        "zip://../a.jsonl::{}texts.zip",
+        "/tmp/{}a.parquet",
     ],
 )
-def test_a_card_names_no_file_outside_of_its_repository(address: str, inside: bool) -> None:
+def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
     place = "hf://datasets/acme/tiny@0123/"
-    files = {"train": [f"{place}a.parquet", address.format(place)]}
-    refusal = (
-        contextlib.nullcontext()
-        if inside
-        else pytest.raises(DataError, match=rf"its card names {re.escape(files['train'][1])}: set data\.path")
-    )
-    with refusal:
-        _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, files)
+    named = address.format(place)
+    with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
+        _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [f"{place}a.parquet", named]})
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:
-    path = save(tmp_path / "saved", text=TEXTS)
+    path = saved_rows(tmp_path / "saved", text=TEXTS)
     (file,) = path.glob("*.arrow")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
@@ -268,7 +240,7 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     )
     (tmp_path / "folder").mkdir()
     assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
-    assert failure(save(tmp_path / "none", text=[])) == (
+    assert failure(saved_rows(tmp_path / "none", text=[])) == (
         f"{tmp_path}/none is a data set without rows: save one that has some"
     )
 
@@ -277,7 +249,7 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
 def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
     """Its tables are mapped: unseen, they end the process."""
     rows = ["abcd" * 5] * 200 if column == "text" else [[1, 2, 3]] * 200
-    path = save(tmp_path / "data", **{column: rows})
+    path = saved_rows(tmp_path / "data", **{column: rows})
     (file,) = path.glob("*.arrow")
     offset = (20 if column == "text" else 3) * 100
     content, wrong = file.read_bytes(), (1 << 30).to_bytes(4, "little")

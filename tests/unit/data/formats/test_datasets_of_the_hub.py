@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,10 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from tests.arch.source import ROOT
-from tests.e2e.command import shardwise
-from tests.loopback_hub import TOKEN, Site, serve, user_of
-from tests.unit.data.formats.test_text import stories
+from tests.hub_user import HubUser
+from tests.loopback_hub import TOKEN, Site, serve
+from tests.unit.data.small_runs import stories
 
 TEXTS = stories()[:100]
 CARD = b"""---
@@ -66,7 +64,7 @@ import datasets
 from shardwise.base.errors import ConfigError
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
-from tests.unit.data.formats.test_text import sized
+from tests.unit.data.small_runs import sized
 
 root, at_once, jobs = json.loads(sys.argv[1])
 
@@ -101,48 +99,19 @@ COLD = (sys.executable, "-W", "ignore:.*fork:DeprecationWarning")
 """A Python of its own, and not one that has imported torch already."""
 
 
-class User:
-    """Prepares data in processes of their own: the hub's client reads its environment once."""
-
-    def __init__(self, at: Path, site: Site) -> None:
-        at.mkdir(exist_ok=True)
-        self.at, self.environment = at, {**os.environ, **user_of(site.address, str(at / "hf"))}
-        self.environment.pop("HF_TOKEN", None)
-
-    def prepare(
-        self,
-        *jobs: dict[str, Any],
-        at_once: bool = False,
-        python: tuple[str, ...] = (sys.executable,),
-        **variables: str,
-    ) -> list[dict[str, Any]]:
+class User(HubUser):
+    def prepare(self, *jobs: dict[str, Any], at_once: bool = False, **options: Any) -> list[dict[str, Any]]:
         """What came of each, one after another or `at_once`; in `jobs` are keys of `data`, and variables."""
-        arguments = json.dumps([str(self.at / "cache"), at_once, jobs])
-        found: list[dict[str, Any]] = json.loads(self.call(CALL, arguments, python, **variables))
-        if python == COLD:
+        found: list[dict[str, Any]] = self.call(CALL, [str(self.at / "cache"), at_once, jobs], **options)
+        if options.get("python") == COLD:
             assert not any(each.get("torch") for each in found), "the launcher has no torch, and no time for it"
         return found
-
-    def call(self, program: str, arguments: str, python: tuple[str, ...] = (sys.executable,), **variables: str) -> str:
-        """What the program prints."""
-        script = self.at / "call.py"
-        script.write_text(program)
-        given = {**self.environment, "PYTHONPATH": os.pathsep.join(map(str, sys.path)), **variables}
-        done = shardwise(arguments, at=ROOT, program=(*python, str(script)), **given)
-        assert done.code == 0, done.err
-        assert done.err == "", "progress bars and warnings of libraries are not for the user"
-        assert TOKEN not in done.out, "the token is a secret"
-        return done.out
-
-    def cached(self, pattern: str) -> Path:
-        (file,) = (self.at / "hf").glob(pattern)
-        return file.resolve()
 
 
 def problem(found: dict[str, Any]) -> str:
     (text,) = found["problems"]
     assert "\n" not in text
-    return str(text)
+    return text
 
 
 SCRIPT = {".gitattributes": b"", "README.md": b"", "tiny.py": b"raise SystemExit('a loading script was run')"}
@@ -235,22 +204,16 @@ def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_p
     hub_id = {"path": None, "dataset": "acme/tiny@chat", "format": "chat"}
     named = {**hub_id, "split": "train,validation"}
     here = {"dataset": None, "path": str(file), "format": "chat"}
-    fetched, again, local, refused = user.prepare(hub_id, hub_id, here, named)
+    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
+    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
+    fetched, again, local, refused, mixture = user.prepare(hub_id, hub_id, here, named, mixed)
     assert fetched["parts"] == local["parts"]
     assert "acme/tiny@chat: " in fetched["summary"]
     assert "60 conversations" in fetched["summary"]
     assert again["said"] == []
-    assert problem(refused).endswith(
-        "must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations"
-    )
-
-
-@pytest.mark.slow
-def test_sources_of_a_mixture_are_fetched(user: User) -> None:
-    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
-    stages = [{"at": 1, "weights": {"own": 1}}]
-    (found,) = user.prepare({"dataset": None, "mixture": sources, "stages": stages})
-    assert "en: acme/tiny en: " in found["summary"]
+    said = problem(refused)
+    assert said.endswith("must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations")
+    assert "en: acme/tiny en: " in mixture["summary"], "sources of a mixture are fetched"
 
 
 @pytest.mark.slow
@@ -258,8 +221,8 @@ def test_a_table_in_the_cache_that_is_cut_off_is_named(user: User) -> None:
     """The library looks at a table's beginning alone."""
     job = {"dataset": "acme/tiny@plain", "split": "1,0"}
     user.prepare(job)
-    file = user.cached("datasets/**/*.arrow")
-    file.write_bytes(file.read_bytes()[:-1000])
+    (file,) = (user.at / "hf").glob("datasets/**/*.arrow")
+    file.resolve().write_bytes(file.read_bytes()[:-1000])
     shutil.rmtree(user.at / "cache")
     (again,) = user.prepare(job)
     assert "is damaged: remove this folder" in problem(again)
@@ -277,36 +240,28 @@ def test_a_rank_and_a_user_without_network_use_the_cache(user: User, site: Site)
 
 def test_what_the_hub_refuses(user: User, site: Site) -> None:
     page = f"{site.address}/datasets/acme"
-    tiny = {"dataset": "acme/tiny"}
+    account = f"set HF_TOKEN to a token of that account ({site.address}/settings/tokens)"
     cases = {
-        f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then set HF_TOKEN to a token of that "
-        f"account ({site.address}/settings/tokens) (`shardwise explain gated-repository`)": {
-            "dataset": "acme/gated",
-            "config": "en",
-        },
-        f"data.dataset (acme/private) is no path, and {site.address} has no such repository that this account may "
-        f"read: check the name, or accept the licence on {page}/private and set HF_TOKEN to a token of that account "
-        f"({site.address}/settings/tokens)": {"dataset": "acme/private"},
-        f"the revision of data.dataset (v9) must be a branch, tag or commit of acme/tiny: see {page}/tiny": {
-            "dataset": "acme/tiny@v9"
-        },
-        "data.config must name a configuration of acme/tiny: en or de": tiny,
-        "data.config (fr) must name a configuration of acme/tiny: en or de": tiny | {"config": "fr"},
-        "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has train and validation": tiny
-        | {"config": "en", "split": "train,test"},
-        "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by data.path: a "
-        "hub id reads owner/name, of letters, digits, '-', '_' and '.'": {"dataset": "./wiki"},
-        "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @": {"dataset": "acme/tiny@"},
-        f"data.dataset (acme/broken) cannot be fetched: {site.address} answers with status 500; try again later": {
-            "dataset": "acme/broken"
-        },
+        "acme/gated": f"data.dataset (acme/gated) is gated: accept its licence on {page}/gated, then {account} "
+        "(`shardwise explain gated-repository`)",
+        "acme/private": f"data.dataset (acme/private) is no path, and {site.address} has no such repository that this "
+        f"account may read: check the name, or accept the licence on {page}/private and {account}",
+        "acme/tiny@v9": "the revision of data.dataset (v9) must be a branch, tag or commit of acme/tiny: see "
+        f"{page}/tiny",
+        "acme/tiny": "data.config must name a configuration of acme/tiny: en or de",
+        "acme/tiny fr": "data.config (fr) must name a configuration of acme/tiny: en or de",
+        "acme/tiny en train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has "
+        "train and validation",
+        "./wiki": "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by "
+        "data.path: a hub id reads owner/name, of letters, digits, '-', '_' and '.'",
+        "acme/tiny@": "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @",
+        "acme/broken": f"data.dataset (acme/broken) cannot be fetched: {site.address} answers with status 500; try "
+        "again later",
     }
-    found = user.prepare(
-        *cases.values(), {"dataset": "pyton"}, {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}
-    )
-    *refused, near, allowed = found
-    for each, text in zip(refused, cases, strict=True):
-        assert problem(each) == text
+    jobs = [dict(zip(("dataset", "config", "split"), case.split(), strict=False)) for case in cases]
+    own = {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}
+    *refused, near, allowed = user.prepare(*jobs, {"dataset": "pyton"}, own)
+    assert [problem(each) for each in refused] == [*cases.values()]
     assert problem(near).endswith("; did you mean data.dataset=python?")
     assert ", 10 documents, " in allowed["summary"]
 
@@ -343,8 +298,7 @@ def test_a_data_set_of_the_hub_is_streamed(user: User, site: Site, tmp_path: Pat
     keys = {"dataset": "acme/tiny", "config": "en", "split": "train,validation"}
     for start in range(2):
         asked = len(site.requests)
-        arguments = json.dumps([str(tmp_path / "cache"), str(tmp_path / "tokenizer"), keys])
-        found = json.loads(user.call(STREAMED, arguments))
+        found = user.call(STREAMED, [str(tmp_path / "cache"), str(tmp_path / "tokenizer"), keys])
         assert found["summary"].startswith("acme/tiny: a stream of 2 files, ")
         assert found["held"] > 0
         assert len(found["texts"]) == 60

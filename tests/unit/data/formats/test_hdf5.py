@@ -1,14 +1,13 @@
 """BERT's HDF5 shards: every row of every shard, in any layout; which files are meant; what is refused, and how."""
 
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
@@ -16,48 +15,35 @@ from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading import hdf5_files
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.unit.data import small_runs
 from tests.unit.data.formats.test_megatron import TEXT
-from tests.unit.data.formats.test_megatron import config as any_config
 from tests.unit.data.formats.test_pairs_of_text import config as pairs_config
 from tests.unit.data.hdf5_shards import arrays, write
+from tests.unit.data.small_runs import batches_of, refusal, refusals, saved_tokenizer
 
-SIZES = (5, 1, 9)
-Folder = Callable[..., str]
+ARRAYS = (arrays(5), arrays(1, first=5, predictions=6), arrays(9, first=6))
 
 
-def config(path: str, **options: object) -> Config:
-    return any_config("bert", path=path, **options)  # type: ignore[arg-type]
+def config(path: str, **options: Any) -> Config:
+    return small_runs.config(family="bert", path=path, **options)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three shards of unequal lengths, 15 samples in all; the second has other predictions and is compressed."""
     at = tmp_path_factory.mktemp("shards")
-    first = 0
-    for number, rows in enumerate(SIZES):
-        found = arrays(rows, first, predictions=4 if number != 1 else 6)
+    for number, found in enumerate(ARRAYS):
         write(at / f"wiki_training_{number}.hdf5", found, compression="gzip" if number == 1 else None)
-        first += rows
     write(at / "wiki_test_0.hdf5", arrays(3))
     return str(at)
 
 
-def opened(chosen: Config, cache: Path, **options: bool) -> PreparedShards:
-    data = prepare(chosen, cache, **options)
-    assert isinstance(data, PreparedShards)
-    return data
-
-
 def all_of(path: str) -> ShardBatches:
-    chosen = config(path, split="1,0")
-    found = Path(path)
-    batches = make_batches(chosen, prepare(chosen, (found if found.is_dir() else found.parent) / "cache"), "train")
-    assert isinstance(batches, ShardBatches)
-    return batches
+    place = Path(path)
+    return batches_of(config(path, split="1,0"), (place if place.is_dir() else place.parent) / "cache")
 
 
 def labels(positions: np.ndarray, ids: np.ndarray, length: int) -> np.ndarray:
@@ -79,28 +65,23 @@ def test_samples_are_those_of_the_definition(folder: str) -> None:
     batches = all_of(folder)
     assert batches.num_samples == 15
     batch = batches.global_batch(0, 15)
-    expected = {key: [] for key in ("input_ids", "input_mask", "segment_ids", "next_sentence_labels", "labels")}
-    first = 0
-    for number, rows in enumerate(SIZES):
-        found = arrays(rows, first, predictions=4 if number != 1 else 6)
-        for key in expected.keys() & found.keys():
-            expected[key] += list(found[key])
-        pairs = zip(found["masked_lm_positions"], found["masked_lm_ids"], strict=True)
-        expected["labels"] += [labels(positions, ids, 16) for positions, ids in pairs]
-        first += rows
     order = numbers(batch)
     assert sorted(order) == list(range(15))
     for name, key in (("ids_SB", "input_ids"), ("mask_SB", "input_mask"), ("token_types_SB", "segment_ids")):
-        assert np.array_equal(batch.inputs[name].T, np.array(expected[key])[order])
-    assert np.array_equal(batch.inputs["next_sentence_B"], np.array(expected["next_sentence_labels"])[order])
+        assert np.array_equal(batch.inputs[name].T, np.concatenate([found[key] for found in ARRAYS])[order])
+    next_sentence = np.concatenate([found["next_sentence_labels"] for found in ARRAYS])
+    assert np.array_equal(batch.inputs["next_sentence_B"], next_sentence[order])
+    expected = []
+    for found in ARRAYS:
+        pairs = zip(found["masked_lm_positions"], found["masked_lm_ids"], strict=True)
+        expected += [labels(positions, ids, 16) for positions, ids in pairs]
     of_targets = zip(batch.inputs["positions_PB"].T, batch.inputs["targets_PB"].T, strict=True)
     for sample, (positions, targets) in zip(order, of_targets, strict=True):
         counted = targets != IGNORE
         own = np.full(16, IGNORE)
         own[positions[counted]] = targets[counted]
-        assert np.array_equal(own, expected["labels"][sample])
-    counted = sum(int((np.array(each) != IGNORE).sum()) for each in expected["labels"])
-    assert batch.counts.tolist() == [counted, 15]
+        assert np.array_equal(own, expected[sample])
+    assert batch.counts.tolist() == [sum(int((each != IGNORE).sum()) for each in expected), 15]
 
 
 def test_the_first_zero_ends_the_list(tmp_path: Path) -> None:
@@ -113,62 +94,11 @@ def test_the_first_zero_ends_the_list(tmp_path: Path) -> None:
 
 
 def test_inputs_are_those_of_sentence_pairs(folder: str, tmp_path: Path) -> None:
-    chosen = pairs_config()
-    pairs = make_batches(chosen, prepare(chosen, tmp_path), "train")
+    batches, pairs = all_of(folder), batches_of(pairs_config(), tmp_path)
     assert isinstance(pairs, SentencePairBatches)
-    batches = all_of(folder)
     assert batches.objectives == pairs.objectives
-    own, theirs = batches.global_batch(0, 4), pairs.global_batch(0, 4)
-    assert list(own.inputs) == list(theirs.inputs)
-    for name, array in own.inputs.items():
-        assert (array.dtype, array.ndim) == (np.int64, theirs.inputs[name].ndim)
-        assert array.flags.c_contiguous
-
-
-def test_every_epoch_has_every_sample_once(folder: str) -> None:
-    batches = all_of(folder)
-    epochs = [numbers(batches.global_batch(15 * epoch, 15)) for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(15)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(folder: str, data: st.DataObject) -> None:
-    global_batch, steps = data.draw(st.sampled_from([4, 6, 12])), data.draw(st.integers(1, 6))
-    alone = all_of(folder)
-    expected = [numbers(alone.global_batch(step * global_batch, global_batch)) for step in range(steps)]
-    stop = data.draw(st.integers(0, steps))
-    found = []
-    for begin, end in ((0, stop), (stop, steps)):
-        dp_size = data.draw(st.sampled_from([each for each in (1, 2, 3, 4) if global_batch % each == 0]))
-        share = global_batch // dp_size
-        micro_batch = data.draw(st.sampled_from([each for each in range(1, share + 1) if share % each == 0]))
-        ranks = [all_of(folder) for _ in range(dp_size)]  # each opens the shards itself
-        for step in range(begin, end):
-            parts = [
-                each.local_batch(step * global_batch, global_batch, rank, dp_size, micro_batch)
-                for rank, each in enumerate(ranks)
-            ]
-            found.append([n for turn in zip(*parts, strict=True) for batch in turn for n in numbers(batch)])
-    assert found == expected
-
-
-@pytest.mark.parametrize(("dp_size", "micro_batch", "count"), [(1, 15, 1), (2, 2, 4), (3, 2, 9), (4, 1, 2)])
-def test_evaluation_counts_each_sample_once(dp_size: int, micro_batch: int, count: int, folder: str) -> None:
-    batches = all_of(folder)
-    portion = dp_size * micro_batch
-    seen, counts = [], np.zeros(2, dtype=np.int64)
-    for rank in range(dp_size):
-        for batch in batches.eval_batches(count, portion, rank, dp_size, micro_batch):
-            real = batch.inputs["next_sentence_B"] != IGNORE
-            seen += np.array(numbers(batch))[real].tolist()
-            assert (batch.inputs["targets_PB"][:, ~real] == IGNORE).all()
-            assert (batch.inputs["mask_SB"].sum(axis=0) > 0).all(), "attention has something to attend to"
-            counts += batch.counts
-    expected = min(count * portion, 15)
-    assert sorted(seen) == list(range(expected))
-    assert counts[1] == expected
+    shapes = [[(name, array.ndim) for name, array in each.blank(4).inputs.items()] for each in (batches, pairs)]
+    assert shapes[0] == shapes[1]
 
 
 def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,35 +110,27 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
     assert batches.shards._arrays.cache_info().currsize == 1
 
 
-def test_rows_are_found_by_file_and_row(folder: str) -> None:
-    paths = sorted(Path(folder).glob("*_training_*.hdf5"))
-    shards = ShardRows([Hdf5Shard.open(path, 16) for path in paths], 300, 2)
-    found = shards.take(np.array([14, 0, 5, 14, 7]))
-    assert (found["input_ids"][:, 1] - 100).tolist() == [14, 0, 5, 14, 7]
-    assert found["masked_lm_ids"].shape == (5, 6)
-    assert len(shards) == 15
-
-
 def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     one = f"{folder}/wiki_training_0.hdf5"
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
         for form in ("auto", "hdf5"):
             chosen = config(path, format=form, split="1,0")
             assert format_of(chosen.data).name == "hdf5"
-            assert opened(chosen, tmp_path / "cache").count("train") == samples * 16
+            assert prepare(chosen, tmp_path / "cache").count("train") == samples * 16
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text")
     for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
         assert format_of(config(path).data).name == "text"
     assert format_of(config(one, format="text").data).name == "text"
-    assert format_of(any_config().data).name == "text"
+    assert format_of(small_runs.config().data).name == "text"
     plain = Path(write(tmp_path / "plain", arrays(2)))
-    assert opened(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
+    assert prepare(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 
 
 def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     chosen = config(folder, split="10,3,2", eval_every=1)
-    data = opened(chosen, tmp_path / "cache")
+    data = prepare(chosen, tmp_path / "cache")
+    assert isinstance(data, PreparedShards)
     assert data.tokenizer_path is None
     copied = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert sorted(copied) == ["locks", "shards"], "nothing but what is compressed is copied"
@@ -218,22 +140,22 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     assert data.beginning("eval", 18)[17] == 111
     assert len(data.beginning("test", 100)) == 32
     for part, rows in (("train", range(10)), ("eval", range(10, 13)), ("test", range(13, 15))):
-        for batches in (make_batches(chosen, data, part), make_evaluation(chosen, data, part)):  # type: ignore[arg-type]
-            assert batches is not None
-            (batch,) = batches.eval_batches(1, len(rows), 0, 1, len(rows))
+        for make in (make_batches, make_evaluation):
+            (batch,) = make(chosen, data, part).eval_batches(1, len(rows), 0, 1, len(rows))
             assert numbers(batch) == list(rows)
 
 
 def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Path) -> None:
+    def summary(**data: object) -> str:
+        return prepare(config(folder, split="2,1", **data), tmp_path).summary
+
     ending = "10 training and 5 evaluation samples of 16 tokens, masked when they were made, at most 6 each"
-    plain = prepare(config(folder, split="2,1"), tmp_path).summary
+    plain = summary()
     assert plain.startswith(f"{folder}: ")
     assert plain.endswith(f", 3 shards, {ending}")
-    assert prepare(config(folder, split="2,1", max_predictions=6), tmp_path).summary == plain
-    told = prepare(config(folder, split="2,1", max_predictions=5, masked_fraction=0.3), tmp_path).summary
-    assert (
-        told == f"{plain}; data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
-    )
+    assert summary(max_predictions=6) == plain
+    unused = "data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
+    assert summary(max_predictions=5, masked_fraction=0.3) == f"{plain}; {unused}"
 
 
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
@@ -252,36 +174,26 @@ def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path)
 
 
 def test_a_tokenizer_is_kept(folder: str, tmp_path: Path) -> None:
-    train_tokenizer([TEXT], 290, "test", pairs=True).save(tmp_path / "tokenizer")
-    data = opened(config(folder, tokenizer=str(tmp_path / "tokenizer")), tmp_path / "cache")
-    assert data.tokenizer_path is not None
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer", TEXT, 290, pairs=True)
+    data = prepare(config(folder, tokenizer=tokenizer), tmp_path / "cache")
     assert Tokenizer.load(data.tokenizer_path).vocab_size == 290
-    with pytest.raises(DataError, match=r"data\.tokenizer .*must be a tokenizer.s file or folder"):
-        prepare(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
-
-
-def refusal(chosen: Config, cache: Path) -> str:
-    with pytest.raises(DataError) as caught:
-        prepare(chosen, cache)
-    (problem,) = caught.value.problems
-    return problem
+    said = refusal(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
+    assert re.search(r"data\.tokenizer .*must be a tokenizer.s file or folder", said)
 
 
 def test_files_that_are_no_shards_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a_training_0.hdf5").write_text("some text\n" * 100)
-    write(tmp_path / "a_training_1.hdf5", arrays(4))
-    (tmp_path / "a_training_1.hdf5").write_bytes((tmp_path / "a_training_1.hdf5").read_bytes()[:3000])
-    (tmp_path / "a_training_2.hdf5").symlink_to(tmp_path / "nowhere")
-    write(tmp_path / "a_training_3.hdf5", arrays(4))
-    inside = (tmp_path / "a_training_3.hdf5").read_bytes().replace(b"TREE", b"EERT")
-    (tmp_path / "a_training_3.hdf5").write_bytes(inside)
-    with pytest.raises(DataError) as caught:
-        prepare(config(str(tmp_path)), tmp_path / "cache")
-    text, truncated, link, damaged = caught.value.problems
-    for number, said in enumerate((text, truncated)):
-        assert said.startswith(f"{tmp_path}/a_training_{number}.hdf5 must be an HDF5 file, and it is none or damaged (")
-    assert link == f"{tmp_path}/a_training_2.hdf5 cannot be read: No such file or directory"
-    assert damaged.startswith(f"{tmp_path}/a_training_3.hdf5 cannot be read (")
+    paths = [tmp_path / f"a_training_{number}.hdf5" for number in range(4)]
+    paths[0].write_text("some text\n" * 100)
+    write(paths[1], arrays(4))
+    whole = paths[1].read_bytes()
+    paths[1].write_bytes(whole[:3000])
+    paths[2].symlink_to(tmp_path / "nowhere")
+    paths[3].write_bytes(whole.replace(b"TREE", b"EERT"))
+    text, truncated, link, damaged = refusals(config(str(tmp_path)), tmp_path / "cache")
+    for path, said in zip(paths, (text, truncated), strict=False):
+        assert said.startswith(f"{path} must be an HDF5 file, and it is none or damaged (")
+    assert link == f"{paths[2]} cannot be read: No such file or directory"
+    assert damaged.startswith(f"{paths[3]} cannot be read (")
     assert damaged.endswith("): it is damaged, copy it again")
 
 

@@ -13,7 +13,8 @@ from shardwise.data.formats import megatron, text
 from shardwise.data.formats.inspecting import spread
 from shardwise.data.formats.record import Inspection, Lengths
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
-from tests.unit.data.prepare.jobs import Folder, write_jsonl
+from tests.unit.data.prepare.jobs import Folder
+from tests.unit.data.small_runs import json_lines, saved_rows
 
 
 @settings(deadline=None)
@@ -27,11 +28,7 @@ def test_each_length_is_in_one_bin(values: list[int]) -> None:
         assert number == sum(low <= value <= high for value in values)
     assert [low for low, _, _ in found.bins[1:]] == [high + 1 for _, high, _ in found.bins[:-1]]
     assert len(found.bins) <= 22
-
-
-def test_numbers_are_spread_from_the_first_to_the_last() -> None:
-    assert spread(3, 10).tolist() == [0, 1, 2]
-    assert spread(1000, 4).tolist() == [0, 333, 666, 999]
+    assert (spread(3, 10).tolist(), spread(1000, 4).tolist()) == ([0, 1, 2], [0, 333, 666, 999])
 
 
 def looked(path: Path, tokenizer: Path | None = None, packed_length: int | None = None) -> Inspection:
@@ -72,18 +69,14 @@ def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.M
     with IndexedWriter(tmp_path / "data", 100) as writer:
         for number in range(100):
             writer.add([7] * (number + 1))
-    monkeypatch.setattr(megatron, "_LENGTHS", 10)
-    monkeypatch.setattr(megatron, "_BLOCKS", 3)
-    monkeypatch.setattr(megatron, "_BLOCK_TOKENS", 50)
+    for name, number in (("_LENGTHS", 10), ("_BLOCKS", 3), ("_BLOCK_TOKENS", 50)):
+        monkeypatch.setattr(megatron, name, number)
     found = looked(tmp_path / "data")
-    assert found.lengths is not None
     assert (found.lengths.counted, found.lengths.number, found.lengths.most) == (10, 100, 100)
     assert found.counts["ids"] == {"lowest": 7, "highest": 7, "looked_at": 150}
     assert ("ids", "7 … 7 in 150 tokens that were looked at") in found.rows
-
-
-def test_long_text_is_looked_at_from_its_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_jsonl(tmp_path / "text.jsonl", ["a line of text"] * 1000)
+    # Long text from its beginning.
+    json_lines(tmp_path / "text.jsonl", ["a line of text"] * 1000)
     monkeypatch.setattr(text, "_TEXT_CHARACTERS", 1400)
     found = looked(tmp_path / "text.jsonl")
     assert (found.counts["documents"], found.counts["looked_at"]) == (None, 100)
@@ -103,25 +96,19 @@ def test_samples_are_text_where_a_tokenizer_is_at_hand(tmp_path: Path) -> None:
     assert looked(tmp_path / "out", tmp_path / "moved").samples[0].text is not None
 
 
-def test_ids_beyond_the_vocabulary_are_told(tmp_path: Path) -> None:
-    folder = Folder.fill(tmp_path)
-    with IndexedWriter(tmp_path / "data", 1000) as writer:
+def test_ids_that_are_no_tokens_are_told(tmp_path: Path) -> None:
+    Folder.fill(tmp_path)
+    with IndexedWriter(tmp_path / "high", 1000) as writer:
         writer.add([1, 2, 999])
-    found = looked(tmp_path / "data", tmp_path / "tokenizer")
+    found = looked(tmp_path / "high", tmp_path / "tokenizer")
     assert found.notes == [
         "the highest id (999) is beyond the vocabulary of the tokenizer (300): other data, or another tokenizer"
     ]
-    assert found.samples[0].ids == [1, 2, 999]
-    assert found.samples[0].text is None
-    assert folder.tokenizer.vocab_size == 300
-
-
-def test_negative_ids_are_told(tmp_path: Path) -> None:
+    assert (found.samples[0].ids, found.samples[0].text) == ([1, 2, 999], None)
     with IndexedWriter(tmp_path / "data", 100_000) as writer:
         writer.add([1, 2, 3])
     (tmp_path / "data.bin").write_bytes(np.array([1, -5, 3], dtype="<i4").tobytes())
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"input_ids": [[1, -5, 3]]}).save_to_disk(str(tmp_path / "rows"))
+    saved_rows(tmp_path / "rows", input_ids=[[1, -5, 3]])
     for name in ("data", "rows"):
         assert looked(tmp_path / name).notes[1:] == [
             "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data again"
@@ -137,10 +124,7 @@ def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
     assert [sample.text for sample in found.samples] == ["one", "three"]
     named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
     assert ("documents", "1") in named.rows
-    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]]})
-    ragged.save_to_disk(str(tmp_path / "ragged"))
-    found = looked(tmp_path / "ragged")
-    assert found.lengths is not None
+    found = looked(saved_rows(tmp_path / "ragged", input_ids=[[1, 2, 3], [], [4]]))
     assert (found.lengths.least, found.lengths.most) == (0, 3)
     assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
     assert ("ids", "1 … 4") in found.rows

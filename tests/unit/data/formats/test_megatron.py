@@ -7,35 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import DataError
-from shardwise.config import Config, config_from
 from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.megatron import PreparedDocuments
 from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
-from shardwise.data.samples.batch import IGNORE, BlendedBatches
-from shardwise.data.samples.causal import DocumentBatches, TokenBatches
+from shardwise.data.samples.batch import IGNORE
+from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
-from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.unit.data.small_runs import batches_of, config, refusals, saved_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
-
-
-def config(family: str = "llama", eval_every: int = 0, sequence_length: int = 16, **data: Any) -> Config:
-    models = {
-        "llama": {"intermediate_size": 32, "max_position_embeddings": 64},
-        "bert": {"intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0},
-    }
-    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return config_from(
-        {
-            "model": {"family": family, **sizes, **models[family]},
-            "train": {"steps": 1, "global_batch": 2, "sequence_length": sequence_length, "eval_every": eval_every},
-            "optimizer": {"lr": 1e-3},
-            "data": data,
-        }
-    )
 
 
 def write(prefix: Path, documents: int = 40, first: int = 0, sentences: int = 1) -> str:
@@ -46,23 +29,17 @@ def write(prefix: Path, documents: int = 40, first: int = 0, sentences: int = 1)
     return str(prefix)
 
 
-def opened(chosen: Config, cache: Path, **options: bool) -> PreparedDocuments:
-    data = prepare(chosen, cache, **options)
-    assert isinstance(data, PreparedDocuments)
-    return data
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
-    train_tokenizer([TEXT], 280, "test").save(tmp_path / "tokenizer")
-    return str(tmp_path / "tokenizer")
+    return saved_tokenizer(tmp_path / "tokenizer", TEXT, 280)
 
 
 @pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
 @pytest.mark.parametrize("form", ["auto", "megatron"])
 def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
-    data = opened(config(path=prefix + ending, format=form), tmp_path / "cache")
+    data = prepare(config(path=prefix + ending, format=form), tmp_path / "cache")
+    assert isinstance(data, PreparedDocuments)
     assert data.tokenizer_path is None
     assert (data.count("train"), data.count("eval"), data.count("test")) == (380, 20, 0)
     assert data.beginning("eval", 3) == [38, 38, 38]
@@ -98,90 +75,58 @@ def test_splits_are_those_of_megatron(documents: int, split: tuple[float, ...], 
 
 def test_three_parts(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data", 100), split="80,10,10", eval_every=1)
-    data = opened(chosen, tmp_path / "cache")
+    data = prepare(chosen, tmp_path / "cache")
     assert [data.count(part) for part in ("train", "eval", "test")] == [800, 100, 100]
     assert data.summary.endswith("800 training, 100 evaluation and 100 test tokens")
     for part, first, after in (("train", 0, 80), ("eval", 80, 90), ("test", 90, 100)):
-        batches = make_evaluation(chosen, data, part)  # type: ignore[arg-type]
-        assert batches is not None
-        (batch,) = batches.eval_batches(1, 64, 0, 1, 64)
+        (batch,) = make_evaluation(chosen, data, part).eval_batches(1, 64, 0, 1, 64)
         targets = batch.inputs["targets_SB"]
         assert set(np.unique(targets[targets != IGNORE])) == set(range(first, after))
-
-
-def test_an_evaluation_reads_documents_in_the_order_of_the_file(tmp_path: Path) -> None:
-    """All of them, the partial last sequence too; so do the evaluations of a run, which leave that one out."""
-    chosen = config(path=write(tmp_path / "data", 100), split="80,10,10")
-    data = opened(chosen, tmp_path / "cache")
+    # In the order of the file, the partial last sequence too, which the evaluations of a run leave out.
     wanted = np.repeat(np.arange(80, 90), 10)[1:].tolist()
     for make, counted in ((make_evaluation, 99), (make_batches, 96)):
-        batches = make(chosen, data, "eval")
-        assert batches is not None
-        targets_BS = [batch.inputs["targets_SB"].T for batch in batches.eval_batches(8, 1, 0, 1, 1)]
-        found = np.concatenate(targets_BS).ravel()
+        batches = make(chosen, data, "eval").eval_batches(8, 1, 0, 1, 1)
+        found = np.concatenate([batch.inputs["targets_SB"].T for batch in batches]).ravel()
         assert found[found != IGNORE].tolist() == wanted[:counted]
 
 
 def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data"), split="1,1")
-    data = opened(chosen, tmp_path / "cache")
-    rows = []
-    for seed in (1, 2):
-        seeded = chosen.model_copy(update={"train": chosen.train.model_copy(update={"seed": seed})})
-        training, own, whole = (
-            make_batches(seeded, data, "train"),
-            make_batches(seeded, data, "eval"),
-            make_evaluation(seeded, data, "eval"),
-        )
-        assert isinstance(training, DocumentBatches)
-        assert own is not None
-        assert whole is not None
-        rows.append(
-            (
-                training.global_batch(0, 4).inputs["ids_SB"],
-                next(own.eval_batches(1, 4, 0, 1, 4)).inputs["ids_SB"],
-                next(whole.eval_batches(1, 4, 0, 1, 4)).inputs["ids_SB"],
-            )
-        )
-    assert not np.array_equal(rows[0][0], rows[1][0])
-    assert np.array_equal(rows[0][1], rows[1][1])
-    assert np.array_equal(rows[0][1], rows[0][2]), "an evaluation begins with what a run's own ones see"
+    data = prepare(chosen, tmp_path / "cache")
+
+    def rows(make: Any, part: str, seed: int) -> list[list[int]]:
+        """Its first four, as a training or an evaluation reads them."""
+        batches = make(chosen.with_keys(train={"seed": seed}), data, part)
+        found = batches.global_batch(0, 4) if part == "train" else next(batches.eval_batches(1, 4, 0, 1, 4))
+        return found.inputs["ids_SB"].tolist()
+
+    assert rows(make_batches, "train", 1) != rows(make_batches, "train", 2)
+    own = rows(make_batches, "eval", 1)
+    assert own == rows(make_batches, "eval", 2)
+    assert own == rows(make_evaluation, "eval", 1), "an evaluation begins with what a run's own ones see"
 
 
 def test_a_blend(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first=100)
     chosen = config(blend=[0.75, first, 0.25, second], eval_every=1)
-    data = opened(chosen, tmp_path / "cache")
+    data = prepare(chosen, tmp_path / "cache")
     assert data.summary.startswith(f"0.75 × {first} + 0.25 × {second}: 1.6 KiB, 80 documents, 760 training and 40 ")
-    batches = make_batches(chosen, data, "train")
-    assert isinstance(batches, BlendedBatches)
-    (batch,) = batches.local_batch(1000, 40, 0, 1, 40)
-    assert np.count_nonzero((batch.inputs["ids_SB"] < 100).all(axis=0)) == 30
-    assert np.count_nonzero((batch.inputs["ids_SB"] >= 100).all(axis=0)) == 10
+    ids_SB = make_batches(chosen, data, "train").global_batch(1000, 40).inputs["ids_SB"]
+    assert np.count_nonzero((ids_SB < 100).all(axis=0)) == 30
+    assert np.count_nonzero((ids_SB >= 100).all(axis=0)) == 10
     evaluation = make_evaluation(chosen, data, "eval")
-    assert evaluation is not None
     assert sum(int(each.counts[0]) for each in evaluation.eval_batches(9, 1, 0, 1, 1)) == 38
-
-
-def test_the_same_data_twice_go_in_two_orders(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a")
-    chosen = config(blend=[1, prefix, 1, prefix])
-    batches = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "train")
-    assert batches is not None
-    ids_SB = batches.local_batch(0, 40, 0, 1, 40)[0].inputs["ids_SB"]
-    assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2])
+    twice = config(blend=[1, first, 1, first])
+    ids_SB = batches_of(twice, tmp_path / "cache").global_batch(0, 40).inputs["ids_SB"]
+    assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2]), "the same data twice go in two orders"
 
 
 def test_what_holds_no_evaluation_sample_is_left_out_of_it(tmp_path: Path) -> None:
     large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 8, first=200)
     chosen = config(blend=[1, large, 1, small], eval_every=1)
-    evaluation = make_batches(chosen, prepare(chosen, tmp_path / "cache"), "eval")
-    assert isinstance(evaluation, TokenBatches)
-    chosen = config(blend=[1, small, 1, small], eval_every=1)
-    with pytest.raises(DataError) as caught:
-        prepare(chosen, tmp_path / "cache")
-    assert len(caught.value.problems) == 2
-    assert "the evaluation part of data.blend" in caught.value.problems[0]
+    assert isinstance(batches_of(chosen, tmp_path / "cache", "eval"), TokenBatches)
+    first, _ = refusals(config(blend=[1, small, 1, small], eval_every=1), tmp_path / "cache")
+    assert "the evaluation part of data.blend" in first
 
 
 def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
@@ -204,27 +149,24 @@ def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
 
 def test_a_tokenizer_is_kept_and_mended(tmp_path: Path, tokenizer: str) -> None:
     chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
-    data = opened(chosen, tmp_path / "cache")
+    data = prepare(chosen, tmp_path / "cache")
     assert data.vocab_size == 280
-    assert data.tokenizer_path is not None
     assert data.tokenizer_path.is_relative_to(tmp_path / "cache")
     file = data.tokenizer_path / "tokenizer.json"
     assert Tokenizer.load(data.tokenizer_path).vocab_size == 280
     content, inode = file.read_bytes(), file.stat().st_ino
-    assert opened(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
+    assert prepare(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
     assert file.stat().st_ino == inode
     file.write_bytes(content[:100])
-    opened(chosen, tmp_path / "cache")
+    prepare(chosen, tmp_path / "cache")
     assert file.read_bytes() == content
 
 
 def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:
-    train_tokenizer([TEXT], 290, "test", pairs=True).save(tmp_path / "tokenizer")
     prefix = write(tmp_path / "data", 40, first=20, sentences=4)
-    chosen = config("bert", path=prefix, tokenizer=str(tmp_path / "tokenizer"), eval_every=1, sequence_length=32)
-    data = opened(chosen, tmp_path / "cache")
-    assert data.pair_tokens is not None
-    batches = make_batches(chosen, data, "train")
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer", TEXT, 290, pairs=True)
+    keys = {"family": "bert", "length": 32, "tokenizer": tokenizer, "eval_every": 1}
+    batches = batches_of(config(path=prefix, **keys), tmp_path / "cache")
     assert isinstance(batches, SentencePairBatches)
     batch = batches.global_batch(0, batches.num_samples)
     ids_SB, types_SB = batch.inputs["ids_SB"], batch.inputs["token_types_SB"]
@@ -235,12 +177,7 @@ def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:
         if len(of_a) > 2 and len(of_b) > 2:  # random tokens stand in for a few
             usual = [max(set(tokens), key=tokens.count) for tokens in (of_a, of_b)]
             assert (usual[0] != usual[1]) == random
-    blend = config(
-        "bert", blend=[1, prefix, 1, prefix], tokenizer=str(tmp_path / "tokenizer"), eval_every=1, sequence_length=32
-    )
-    mixed = make_batches(blend, prepare(blend, tmp_path / "cache"), "train")
-    assert isinstance(mixed, BlendedBatches)
-    (batch,) = mixed.local_batch(0, 6, 0, 1, 6)
+    batch = batches_of(config(blend=[1, prefix, 1, prefix], **keys), tmp_path / "cache").global_batch(0, 6)
     assert batch.inputs["ids_SB"].shape == (32, 6)
     assert batch.inputs["next_sentence_B"].shape == (6,)
     assert batch.counts[1] == 6
@@ -248,14 +185,12 @@ def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:
 
 def test_too_few_documents_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "data", 2)
-    with pytest.raises(DataError) as caught:
-        prepare(config(path=prefix, split="1,1", eval_every=1), tmp_path / "cache")
-    assert caught.value.problems == [
+    assert refusals(config(path=prefix, split="1,1", eval_every=1), tmp_path / "cache") == [
         f"the {part} part of data.path {prefix} (10 tokens in 1 document at data.split=1,1) must be at least one "
         "sample of train.sequence_length + 1 (17 tokens): give more documents, a shorter sequence or another split"
         for part in ("training", "evaluation")
     ]
-    data = opened(config(path=prefix, split="1,1"), tmp_path / "cache", any_size=True)
+    data = prepare(config(path=prefix, split="1,1"), tmp_path / "cache", any_size=True)
     assert make_batches(config(), data, "train") is None
     assert make_evaluation(config(), data, "test") is None
     assert make_batches(config(), replace(data, parts={"eval": ()}, weights=()), "eval") is None

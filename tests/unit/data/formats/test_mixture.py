@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import DataError
-from shardwise.config import Config, changed_stages, config_from
+from shardwise.config import Config, changed_stages
 from shardwise.data.describe import glance
-from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.open_data import PreparedMixture, prepare
+from shardwise.data.formats.common import make_evaluation
+from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.request import continued_stages
 from shardwise.data.samples.batch import Batch, BlendedBatches
 from shardwise.data.samples.order import Stage
-from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.unit.data import small_runs
+from tests.unit.data.small_runs import batches_of, json_lines, refusal, refusals, saved_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n"
 BATCH = 12
@@ -35,18 +35,8 @@ class Rows:
         return [self.first + number] * 17
 
 
-def config(
-    mixture: dict[str, Any], stages: Any = (), *, eval_every: int = 0, batch: int = BATCH, **data: Any
-) -> Config:
-    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return config_from(
-        {
-            "model": {"family": "llama", "intermediate_size": 32, "max_position_embeddings": 64, **sizes},
-            "train": {"steps": 9, "global_batch": batch, "sequence_length": 16, "eval_every": eval_every},
-            "optimizer": {"lr": 1e-3},
-            "data": {"mixture": mixture, "stages": list(stages), **data},
-        }
-    )
+def config(mixture: dict[str, Any], stages: Any = (), *, batch: int = BATCH, **data: Any) -> Config:
+    return small_runs.config(steps=9, batch=batch, mixture=mixture, stages=list(stages), **data)
 
 
 @pytest.fixture
@@ -56,9 +46,8 @@ def place(tmp_path: Path) -> Path:
         for number in range(40):
             writer.add([number] * 30, [30])
     for name, count in (("lines", 40), ("stream", 60)):
-        documents = [json.dumps({"text": f"{number} {name}: {TEXT * 2}"}) for number in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(documents), encoding="utf-8")
-    train_tokenizer([TEXT], 264, "test").save(tmp_path / "tokenizer")
+        json_lines(tmp_path / f"{name}.jsonl", [f"{number} {name}: {TEXT * 2}" for number in range(count)])
+    saved_tokenizer(tmp_path / "tokenizer", TEXT, 264)
     return tmp_path
 
 
@@ -72,9 +61,7 @@ def four_sources(place: Path) -> dict[str, Any]:
 
 
 def training(chosen: Config, place: Path) -> BlendedBatches:
-    batches = make_batches(chosen, prepare(chosen, place / "cache"), "train")
-    assert isinstance(batches, BlendedBatches)
-    return batches
+    return batches_of(chosen, place / "cache")
 
 
 def ids(batches: list[Batch]) -> list[list[int]]:
@@ -119,12 +106,11 @@ def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> Non
     chosen = config(mixture, stages, eval_every=1, tokenizer=str(place / "tokenizer"))
     data = prepare(chosen, place / "cache")
     evaluation = make_evaluation(chosen, data, "eval")
-    assert isinstance(evaluation, BlendedBatches)
     assert evaluation.order.names == ("lines", "rows", "stream")
     rows = ids([*evaluation.eval_batches(100, BATCH, 0, 1, BATCH)])
     assert len(rows) == -(-evaluation.num_samples // BATCH) * BATCH
     assert sorted(row[0] for row in rows if row[0] >= 290) == [*range(290, 299)]
-    assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())  # type: ignore[attr-defined]
+    assert data.count("eval") == sum(source.count("eval") for source in data.sources.values())
 
 
 def test_the_order_of_a_source_depends_on_no_other(place: Path) -> None:
@@ -143,8 +129,6 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}
     chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
     data = prepare(chosen, place / "cache")
-    assert isinstance(data, PreparedMixture)
-    assert data.tokenizer_path is not None
     texts = [source.tokenizer_path for source in data.sources.values()]
     assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
         (data.tokenizer_path / "tokenizer.json").read_bytes()
@@ -152,25 +136,18 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     assert [name for name, _ in glance(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
 
 
-def test_tokens_and_text_without_a_tokenizer_are_refused(place: Path) -> None:
+def test_sources_that_cannot_be_read_are_refused(place: Path) -> None:
     mixture = {name: four_sources(place)[name] for name in ("tokens", "lines")}
-    with pytest.raises(DataError, match=r"must be the one that made the tokens of data\.mixture\.tokens"):
-        prepare(config(mixture), place / "cache")
-
-
-def test_every_source_that_is_empty_or_missing_is_named(place: Path) -> None:
+    said = refusal(config(mixture), place / "cache")
+    assert "must be the one that made the tokens of data.mixture.tokens" in said
     (place / "empty.txt").write_text("", encoding="utf-8")
     mixture = {name: {"path": str(place / f"{name}.txt"), "weight": 1} for name in ("empty", "missing")}
-    with pytest.raises(DataError) as caught:
-        prepare(config(mixture), place / "cache")
-    assert [problem.split(": ")[0] for problem in caught.value.problems] == [
-        "data.mixture.empty",
-        "data.mixture.missing",
-    ]
+    begins = [problem.split(": ")[0] for problem in refusals(config(mixture), place / "cache")]
+    assert begins == ["data.mixture.empty", "data.mixture.missing"], "each of them is named"
 
 
 MIXTURE = {"web": {"path": "web", "weight": 3}, "code": {"path": "code", "weight": 1}, "math": {"path": "math"}}
-LATER = {"at": 6, "weights": {"math": 1.0}}
+CODE, LATER = {"at": 4, "weights": {"code": 1}}, {"at": 6, "weights": {"math": 1.0}}
 RECORDED = [
     {"step": 0, "sample": 0, "weights": {"code": 1.0, "web": 3.0}},
     {"step": 4, "sample": 48, "weights": {"code": 1.0}},
@@ -179,25 +156,18 @@ RECORDED = [
 
 
 def test_stages_begin_at_the_samples_of_their_steps() -> None:
-    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER])
+    chosen = config(MIXTURE, [CODE, LATER])
     assert continued_stages(chosen, (), 0, 0) == [Stage(**stage) for stage in RECORDED]
+    # After the steps before them, where batches are skipped.
+    skipped = [Stage(4, 9 * BATCH, {"code": 1.0}), Stage(6, 11 * BATCH, {"math": 1.0})]
+    assert continued_stages(chosen, RECORDED, step=3, position=8 * BATCH)[1:] == skipped
+    # Later stages follow another batch, and earlier ones stay.
+    chosen = config(MIXTURE, [CODE, {"at": 8, "weights": {"web": 1}}], batch=6)
+    other = [Stage(4, 48, {"code": 1.0}), Stage(8, 78, {"web": 1.0})]
+    assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == other
 
 
-def test_later_stages_follow_another_batch_and_earlier_ones_stay() -> None:
-    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, {"at": 8, "weights": {"web": 1}}], batch=6)
-    assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == [
-        Stage(4, 48, {"code": 1.0}),
-        Stage(8, 78, {"web": 1.0}),
-    ]
-
-
-def test_a_stage_begins_after_its_steps_where_batches_are_skipped() -> None:
-    chosen = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER])
-    later = [Stage(4, 9 * BATCH, {"code": 1.0}), Stage(6, 11 * BATCH, {"math": 1.0})]
-    assert continued_stages(chosen, RECORDED, step=3, position=8 * BATCH)[1:] == later
-
-
-STORED = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER]).recorded()
+STORED = config(MIXTURE, [CODE, LATER]).recorded()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +176,7 @@ STORED = config(MIXTURE, [{"at": 4, "weights": {"code": 1}}, LATER]).recorded()
         [LATER],
         [{"at": 4, "weights": {"code": 2}}, LATER],
         [{"at": 3, "weights": {"code": 1}}, LATER],
-        [{"at": 2, "weights": {"web": 1}}, {"at": 4, "weights": {"code": 1}}],
+        [{"at": 2, "weights": {"web": 1}}, CODE],
     ],
 )
 def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:

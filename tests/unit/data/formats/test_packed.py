@@ -9,36 +9,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base.errors import DataError
-from shardwise.config import Config, config_from
+from shardwise.config import Config
 from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from tests.unit.data import small_runs
+from tests.unit.data.small_runs import json_lines, refusal, saved_rows
 
 LENGTH = 32
 TEXTS = [f"Document {number} tells of " + "words and " * (number % 9) + "an end." for number in range(60)]
 
 
-def config(*, family: str = "llama", hooks: Any = None, length: int = LENGTH, **data: Any) -> Config:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return config_from(
-        {
-            "model": {"family": family, "vocab_size": 300, **sizes},
-            "train": {"steps": 1, "global_batch": 4, "micro_batch": 2, "sequence_length": length},
-            "optimizer": {"lr": 1e-3},
-            "data": {"packing": "best_fit", **data},
-            "hooks": hooks or {},
-        }
-    )
+def config(length: int = LENGTH, **data: Any) -> Config:
+    return small_runs.config(300, length, **{"packing": "best_fit", **data})
 
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The texts as JSON lines and as Megatron's files, with their tokenizer."""
     folder = tmp_path_factory.mktemp("packed")
-    (folder / "texts.jsonl").write_text("".join(f"{json.dumps({'text': text})}\n" for text in TEXTS))
+    json_lines(folder / "texts.jsonl", TEXTS)
     tokenizer = train_tokenizer(TEXTS, 270, "test")
     tokenizer.save(folder / "tokenizer")
     for name, texts in (("all", TEXTS), ("few", TEXTS[:20]), ("one", TEXTS[:1])):
@@ -71,7 +63,6 @@ def expected(texts: Sequence[str], at: Path, length: int = LENGTH) -> list[tuple
 
 def epoch(settings: Config, data: PreparedData, part: Any = "train", number: int | None = None) -> Batch:
     batches = make_batches(settings, data, part)
-    assert batches is not None
     return batches.global_batch(0, number or batches.num_samples)
 
 
@@ -107,11 +98,9 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
 
 def write_rows(path: Path, at: Path) -> None:
     """A data set of the documents' tokens, of which a row has several."""
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
     file = IndexedFile.open(at / "all")
     rows = np.split(np.asarray(file.tokens), file.starts(np.arange(7, 60, 7)))
-    datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}).save_to_disk(str(path))
+    saved_rows(path, input_ids=[row.tolist() for row in rows])
 
 
 def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path: Path) -> None:
@@ -126,8 +115,6 @@ def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path
     ):
         data = prepare(settings, tmp_path)
         batches, other = (make_batches(settings, data, "train") for _ in range(2))
-        assert batches is not None
-        assert other is not None
         whole = batches.global_batch(0, 40)
         assert {name: array.shape for name, array in whole.inputs.items()} == dict.fromkeys(
             ("ids_SB", "targets_SB", "positions_SB", "starts_SB"), (LENGTH, 40)
@@ -152,25 +139,17 @@ def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path
 
 def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_path: Path) -> None:
     settings = config(blend=[1, str(at / "all"), 1, str(at / "few")], split="1,0")
-    batches = make_evaluation(settings, prepare(settings, tmp_path), "train")
-    assert batches is not None
-    parts = batches.eval_batches(99, 4, 0, 1, 4)
+    parts = make_evaluation(settings, prepare(settings, tmp_path), "train").eval_batches(99, 4, 0, 1, 4)
     assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
 
 
 def test_data_without_ends_of_documents_are_refused(at: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text(" ".join(TEXTS))
-    path = str(tmp_path / "one.txt")
-    with pytest.raises(DataError) as refusal:
-        prepare(config(path=path, tokenizer=str(at / "tokenizer")), tmp_path)
     end = Tokenizer.load(at / "tokenizer").end_of_document_id
-    assert f"must have the token that ends a document (id {end}), as data.packing (best_fit)" in str(refusal.value)
+    said = refusal(config(path=str(tmp_path / "one.txt"), tokenizer=str(at / "tokenizer")), tmp_path)
+    assert f"must have the token that ends a document (id {end}), as data.packing (best_fit)" in said
     write_rows(tmp_path / "rows", at)
-    with pytest.raises(
-        DataError, match=r"^data\.packing \(best_fit\) needs the id of the token that ends a document: set "
-    ):
-        prepare(config(path=str(tmp_path / "rows")), tmp_path)
-    with pytest.raises(DataError) as refusal:
-        prepare(config(path=str(at / "one"), split="1,0", length=8), tmp_path)
-    (problem,) = refusal.value.problems
-    assert problem.startswith(f"{at / 'one'} must have several documents, as data.packing (best_fit) packs documents")
+    said = refusal(config(path=str(tmp_path / "rows")), tmp_path)
+    assert said.startswith("data.packing (best_fit) needs the id of the token that ends a document: set ")
+    said = refusal(config(path=str(at / "one"), split="1,0", length=8), tmp_path)
+    assert said.startswith(f"{at / 'one'} must have several documents, as data.packing (best_fit) packs documents")

@@ -16,11 +16,9 @@ from shardwise import load_recipe
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.cli import main
 from shardwise.data.describe import glance, inspect
-from shardwise.data.formats.common import make_batches
 from shardwise.data.open_data import prepare
 from shardwise.data.reading import token_files
-from shardwise.data.tokens.tokenizer import train_tokenizer
-from tests.unit.data.formats.test_text import sized
+from tests.unit.data.small_runs import batches_of, saved_tokenizer, sized
 
 ROWS = [[(7 * row + place) % 300 for place in range(3 + row % 40)] for row in range(200)]
 JOINED = list(chain.from_iterable(ROWS))
@@ -37,7 +35,7 @@ def tokens(path: Path | str, **keys: Any) -> list[int]:
     return [int(token) for part in ("train", "eval", "test") for token in data.tokens[part][:]]
 
 
-def refusal(path: Path | str, **keys: Any) -> str:
+def refused(path: Path | str, **keys: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         prepared(path, **keys)
     assert "\n" not in str(caught.value), "one sentence"
@@ -92,8 +90,8 @@ def test_rows_of_json_lines(name: str, tmp_path: Path) -> None:
 def test_a_text_goes_first_and_folders_hold_many_files(tmp_path: Path) -> None:
     both = tmp_path / "both.jsonl"
     both.write_text("".join(json.dumps({"input_ids": [1], "text": "word " * 9}) + "\n" for _ in range(99)))
-    train_tokenizer(["word " * 9] * 9, 260, "words").save(tmp_path / "tokenizer")
-    assert prepared(both, tokenizer=str(tmp_path / "tokenizer")).tokenizer_path is not None
+    tokenizer = saved_tokenizer(tmp_path / "tokenizer", "word " * 81, 260)
+    assert prepared(both, tokenizer=tokenizer).tokenizer_path is not None
     folder = tmp_path / "rows"
     (folder / "more").mkdir(parents=True)
     lines(folder / "0.jsonl", ROWS[:50])
@@ -101,11 +99,10 @@ def test_a_text_goes_first_and_folders_hold_many_files(tmp_path: Path) -> None:
     (folder / "_SUCCESS").touch()
     (folder / "README.md").write_text("about")
     assert tokens(folder) == JOINED
-    assert (
-        "2 files with rows of tokens in 'input_ids'" in dict(glance(sized(512, 16, 0, path=str(folder))).rows)["data"]
-    )
+    seen = dict(glance(sized(512, 16, 0, path=str(folder))).rows)["data"]
+    assert "2 files with rows of tokens in 'input_ids'" in seen
     (folder / "more/2.txt").write_text("text")
-    assert "more/2.txt must hold lists of token ids in 'text' or 'input_ids', as" in refusal(folder)
+    assert "more/2.txt must hold lists of token ids in 'text' or 'input_ids', as" in refused(folder)
 
 
 def test_ends_of_rows_are_said_and_put_on_request(tmp_path: Path) -> None:
@@ -117,8 +114,8 @@ def test_ends_of_rows_are_said_and_put_on_request(tmp_path: Path) -> None:
     assert tokens(path, append_eod=True, eod_token=500) == ended
     assert tokens(lines(tmp_path / "b.jsonl", [[*row, 500] for row in ROWS]), append_eod=True, eod_token=500) == ended
     assert prepared(tmp_path / "b.jsonl").summary.endswith("; each row ends with the token 500")
-    assert "data.append_eod (true) needs the id that ends a document" in refusal(path, append_eod=True)
-    assert "data.append_eod (false) must be null" in refusal(path, append_eod=False)
+    assert "data.append_eod (true) needs the id that ends a document" in refused(path, append_eod=True)
+    assert "data.append_eod (false) must be null" in refused(path, append_eod=False)
     packed = prepared(path, append_eod=True, eod_token=500, packing="best_fit", length=64)
     assert packed.packed["train"].facts.documents == len(ROWS)
 
@@ -139,29 +136,29 @@ BAD_ROWS = {
 def test_rows_of_json_that_are_refused(case: str, tmp_path: Path) -> None:
     row, says = BAD_ROWS[case]
     path = lines(tmp_path / "a.jsonl", [*ROWS, row])
-    assert refusal(path).startswith(f"{path}: {says}")
+    assert refused(path).startswith(f"{path}: {says}")
 
 
 def test_rows_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    table(path, [*ROWS, [1, -2]], KINDS["list"])
-    assert refusal(path).startswith(f"{path}: row 200: token 1 (-2) must be in 0 … 511")
-    table(path, [*ROWS, [1, None]], KINDS["list"])
-    assert refusal(path).startswith(f"{path}: row 200: token 1 is null")
-    table(path, [*ROWS, None], KINDS["list"])
-    assert refusal(path).startswith(f"{path}: row 200: the column 'input_ids' is null")
+    for rows, says in (
+        ([*ROWS, [1, -2]], "row 200: token 1 (-2) must be in 0 … 511"),
+        ([*ROWS, [1, None]], "row 200: token 1 is null"),
+        ([*ROWS, None], "row 200: the column 'input_ids' is null"),
+    ):
+        table(path, rows, KINDS["list"])
+        assert refused(path).startswith(f"{path}: {says}")
     table(path, ROWS, lambda pa: pa.list_(pa.float32()))
-    assert refusal(path).startswith(f"{path}: the column 'input_ids' holds list<")
-    assert "and must hold lists of whole numbers (data.text_key)" in refusal(path, text_key="input_ids")
+    assert refused(path).startswith(f"{path}: the column 'input_ids' holds list<")
+    assert "and must hold lists of whole numbers (data.text_key)" in refused(path, text_key="input_ids")
     path = lines(tmp_path / "a.jsonl", [[0.5, 1.5], *ROWS])
-    assert refusal(path).startswith(f"{path}: line 1: token 0 (0.5) must be a whole number")
+    assert refused(path).startswith(f"{path}: line 1: token 0 (0.5) must be a whole number")
     path = lines(tmp_path / "cut.jsonl.gz", ROWS)
     path.write_bytes(path.read_bytes()[:-90])
-    assert "is cut off or damaged, gzip cannot unpack it" in refusal(path)
-    assert "data.streaming (true) must be false with data.path" in refusal(
-        lines(tmp_path / "b.jsonl", ROWS), streaming=True, tokenizer="gpt2"
-    )
-    assert "data.split (train,test) must be weights" in refusal(tmp_path / "b.jsonl", split="train,test")
+    assert "is cut off or damaged, gzip cannot unpack it" in refused(path)
+    path = lines(tmp_path / "b.jsonl", ROWS)
+    assert "data.streaming (true) must be false with data.path" in refused(path, streaming=True, tokenizer="gpt2")
+    assert "data.split (train,test) must be weights" in refused(path, split="train,test")
 
 
 OTHER_LISTS: dict[str, tuple[list[Any], Callable[[Any], Any]]] = {
@@ -180,17 +177,15 @@ def test_lists_of_other_values_are_refused_at_once(name: str, key: str, tmp_path
     fields = lines(tmp_path / "a.jsonl", [row] * 9, key)
     fix = "(data.text_key): write it as a list of integers, or name another"
     for keys in ({}, {"text_key": key}):
-        said = refusal(columns, **keys)
+        said = refused(columns, **keys)
         assert said.startswith(f"{columns}: the column {key!r} holds list<element: {name}")
         assert f"and must hold lists of whole numbers {fix}" in said
-        assert f"line 1: token 0 ({json.dumps(row[0])}) must be a whole number {fix}" in refusal(fields, **keys)
+        assert f"line 1: token 0 ({json.dumps(row[0])}) must be a whole number {fix}" in refused(fields, **keys)
     fields = lines(tmp_path / "b.jsonl", [None])
-    assert f"the field 'input_ids' must hold a list of whole numbers, not null {fix}" in refusal(fields)
+    assert f"the field 'input_ids' must hold a list of whole numbers, not null {fix}" in refused(fields)
 
 
-def datatrove(
-    folder: Path, name: str, rows: list[list[int]], tokenizer: str = "Unknown Tokenizer|2", width: int = 2
-) -> Path:
+def datatrove(folder: Path, name: str, rows: Any, tokenizer: str = "Unknown Tokenizer|2", width: int = 2) -> Path:
     """A file of tokens with its index and metadata, as datatrove 0.10.1 lays them out."""
     path = folder / name
     folder.mkdir(exist_ok=True)
@@ -211,17 +206,13 @@ def test_files_of_datatrove(width: int, tmp_path: Path, capsys: pytest.CaptureFi
     data = prepared(folder, split="80,15,5")
     assert tokens(folder, split="80,15,5") == JOINED
     ends = np.cumsum([*map(len, ROWS)])
-    assert [len(data.tokens[part]) for part in ("train", "eval")] == [ends[159], ends[189] - ends[159]], (
-        "whole documents"
-    )
+    sizes = [len(data.tokens[part]) for part in ("train", "eval")]
+    assert sizes == [ends[159], ends[189] - ends[159]], "whole documents"
     assert f"2 files (a file of datatrove, of uint{8 * width}), 200 documents" in data.summary
     packed = prepared(folder, packing="best_fit", length=64)
     assert packed.packed["train"].facts.documents == len(ROWS)
     config = sized(512, 16, 0, path=str(folder), split="1,0")
-    batches = make_batches(config, prepare(config, tmp_path / "cache"), "train")
-    assert batches is not None
-    (batch,) = batches.local_batch(0, 2, 0, 1, 2)
-    ids = batch.inputs["ids_SB"][:, 0].tolist()
+    ids = batches_of(config, tmp_path / "cache").global_batch(0, 2).inputs["ids_SB"][:, 0].tolist()
     assert any(JOINED[at : at + 16] == ids for at in range(0, len(JOINED), 16))
     found = inspect(str(folder), 2, {})
     assert (found.counts["documents"], found.lengths and found.lengths.most) == (200, 42)
@@ -237,38 +228,40 @@ def test_files_of_datatrove_that_are_refused(tmp_path: Path) -> None:
     index, metadata = folder / "a.ds.index", folder / "a.ds.metadata"
     whole, ends, number = path.read_bytes(), np.fromfile(index, "<u8"), len(JOINED)
     path.write_bytes(whole[:-10])
-    assert f"({number - 5} ids of uint16) must have {number}, as a.ds.metadata says: copy it again" in refusal(path)
+    assert f"({number - 5} ids of uint16) must have {number}, as a.ds.metadata says: copy it again" in refused(path)
     path.write_bytes(whole[:-1])
-    assert "must be above 0 and a multiple of 2, for ids of uint16: the file is cut off" in refusal(path)
+    assert "must be above 0 and a multiple of 2, for ids of uint16: the file is cut off" in refused(path)
     path.write_bytes(whole)
     for wrong in (ends[:-1], ends[::-1].copy(), np.append(ends, ends[-1] + 1)):
         wrong.tofile(index)
-        assert f"a.ds.index must have the end of each document as 8 bytes, ascending to {number}" in refusal(path)
+        assert f"a.ds.index must have the end of each document as 8 bytes, ascending to {number}" in refused(path)
     index.write_bytes(b"")
-    assert "and it has 0 bytes: copy both files again, or remove the index" in refusal(path)
+    assert "and it has 0 bytes: copy both files again, or remove the index" in refused(path)
     index.unlink()
     assert tokens(path) == JOINED, "an index is optional"
-    assert "needs the id of the token that ends a document" in refusal(path, packing="best_fit")
+    assert "needs the id of the token that ends a document" in refused(path, packing="best_fit")
     metadata.write_text("gpt2\n5")
-    assert "must have the lines TOKENIZER|BYTES, of 2 or 4 bytes, and the number of ids" in refusal(path)
+    assert "must have the lines TOKENIZER|BYTES, of 2 or 4 bytes, and the number of ids" in refused(path)
     metadata.unlink()
     assert tokens(path) == JOINED, "of 2 bytes, as a vocabulary of 512 is"
     datatrove(folder, "a.ds", ROWS)
-    assert "data.token_dtype (uint32) must be uint16, which" in refusal(path, token_dtype="uint32")
+    assert "data.token_dtype (uint32) must be uint16, which" in refused(path, token_dtype="uint32")
     datatrove(folder, "a.ds", [*ROWS, [5, 512]])
-    assert refusal(path).startswith(f"{path}: token {number + 1} (512) must be in 0 … 511: set model.vocab_size")
-    assert "must be null with data.path" in refusal(path, append_eod=True)
-    for name, text in (("one", "one text"), ("two", "another, longer")):
-        train_tokenizer([text] * 9, 259, name).save(tmp_path / name)
-    datatrove(folder, "a.ds", [row for row in ROWS if max(row) < 259], tokenizer=str(tmp_path / "one/tokenizer.json"))
-    assert prepared(path, tokenizer=str(tmp_path / "one")).vocab_size == 259
-    said = refusal(path, tokenizer=str(tmp_path / "two"))
-    assert f"must be the tokenizer that {metadata} names ({tmp_path}/one/tokenizer.json, " in said
-    config = sized(512, 16, 0, path=str(path), tokenizer=str(tmp_path / "two"))
+    assert refused(path).startswith(f"{path}: token {number + 1} (512) must be in 0 … 511: set model.vocab_size")
+    assert "must be null with data.path" in refused(path, append_eod=True)
+
+
+def test_files_of_datatrove_name_their_tokenizer(tmp_path: Path) -> None:
+    one = saved_tokenizer(tmp_path / "one", "one text" * 9, 259)
+    two = saved_tokenizer(tmp_path / "two", "another, longer" * 9, 259)
+    path = datatrove(tmp_path / "ds", "a.ds", [row for row in ROWS if max(row) < 259], f"{one}/tokenizer.json")
+    assert prepared(path, tokenizer=one).vocab_size == 259
+    assert f"must be the tokenizer that {path}.metadata names ({one}/tokenizer.json, " in refused(path, tokenizer=two)
+    config = sized(512, 16, 0, path=str(path), tokenizer=two)
     assert any("must be the tokenizer that" in problem for problem in glance(config).problems), "a dry run finds it"
 
 
-def test_shards_of_llm_c_and_arrays(tmp_path: Path) -> None:
+def test_shards_of_llm_c(tmp_path: Path) -> None:
     for number in range(2):
         header = np.zeros(256, "<i4")
         half = np.array(list(chain.from_iterable(ROWS[100 * number : 100 * number + 100])), "<u2")
@@ -277,30 +270,29 @@ def test_shards_of_llm_c_and_arrays(tmp_path: Path) -> None:
     header[0] = 20240522
     (tmp_path / "hellaswag_val.bin").write_bytes(header.tobytes() + half.tobytes())
     assert tokens(f"{tmp_path}/x_train_*.bin") == JOINED
-    assert "hellaswag_val.bin holds the questions of an evaluation of llm.c" in refusal(tmp_path)
+    assert "hellaswag_val.bin holds the questions of an evaluation of llm.c" in refused(tmp_path)
     header[:2] = 20240520, 2
     (tmp_path / "x_train_000001.bin").write_bytes(header.tobytes() + half.tobytes())
-    assert "is a shard of llm.c of version 2, and only 1 can be read" in refusal(tmp_path / "x_train_000001.bin")
-    np.save(tmp_path / "saved.npy", np.array(JOINED, ">i4"))
-    np.array(JOINED, "<u4").tofile(tmp_path / "raw.npy")
-    assert tokens(tmp_path / "saved.npy") == JOINED
-    assert "look like ids of uint32, and a vocabulary of 512 would be uint16: say which by data.token_dtype" in refusal(
-        tmp_path / "raw.npy"
-    )
-    assert (
-        tokens(tmp_path / "raw.npy", token_dtype="uint32") == tokens(tmp_path / "raw.npy", vocab_size=70_000) == JOINED
-    )
-    assert inspect(str(tmp_path / "raw.npy"), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
-    np.array([3, 250] * 99, "u1").tofile(tmp_path / "bytes.npy")
-    assert tokens(tmp_path / "bytes.npy", vocab_size=256) == [3, 250] * 99, "the narrowest dtype, as OLMo-core's"
-    np.array([3, 250] * 99, "<u2").tofile(tmp_path / "words.npy")
-    assert "look like ids of uint16, and a vocabulary of 256 would be uint8" in refusal(
-        tmp_path / "words.npy", vocab_size=256
-    )
-    np.save(tmp_path / "negative.npy", np.array([1, -100] * 40))
-    assert refusal(tmp_path / "negative.npy").startswith(f"{tmp_path}/negative.npy: token 1 (-100) must be in 0 … 511")
-    assert "names no files of tokens that exist" in refusal(tmp_path / "none.npy", format="tokens")
-    assert "of data.path" in refusal(tmp_path / "bytes.npy", vocab_size=256, length=500)
+    assert "is a shard of llm.c of version 2, and only 1 can be read" in refused(tmp_path / "x_train_000001.bin")
+
+
+def test_arrays_of_tokens(tmp_path: Path) -> None:
+    saved, raw, narrow, words, negative = (tmp_path / f"{name}.npy" for name in ("saved", "raw", "bytes", "words", "n"))
+    np.save(saved, np.array(JOINED, ">i4"))
+    assert tokens(saved) == JOINED
+    np.array(JOINED, "<u4").tofile(raw)
+    way = "and a vocabulary of 512 would be uint16: say which by data.token_dtype"
+    assert f"look like ids of uint32, {way}" in refused(raw)
+    assert tokens(raw, token_dtype="uint32") == tokens(raw, vocab_size=70_000) == JOINED
+    assert inspect(str(raw), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
+    np.array([3, 250] * 99, "u1").tofile(narrow)
+    assert tokens(narrow, vocab_size=256) == [3, 250] * 99, "the narrowest dtype, as OLMo-core's"
+    assert "of data.path" in refused(narrow, vocab_size=256, length=500)
+    np.array([3, 250] * 99, "<u2").tofile(words)
+    assert "look like ids of uint16, and a vocabulary of 256 would be uint8" in refused(words, vocab_size=256)
+    np.save(negative, np.array([1, -100] * 40))
+    assert refused(negative).startswith(f"{negative}: token 1 (-100) must be in 0 … 511")
+    assert "names no files of tokens that exist" in refused(tmp_path / "none.npy", format="tokens")
 
 
 def test_a_token_that_no_block_shows_is_found_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +307,7 @@ def test_a_token_that_no_block_shows_is_found_when_it_is_read(tmp_path: Path, mo
             read(data.tokens["train"])
     ids[8_999] = 600
     ids.tofile(tmp_path / "a.npy")
-    assert "a.npy: token 8999 (600) must be in 0 … 511" in refusal(tmp_path / "a.npy", token_dtype="uint16")
+    assert "a.npy: token 8999 (600) must be in 0 … 511" in refused(tmp_path / "a.npy", token_dtype="uint16")
 
 
 def test_pairs_of_sentences_need_text(tmp_path: Path) -> None:

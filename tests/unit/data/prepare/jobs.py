@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from shardwise.data.prepare import from_text
 from shardwise.data.prepare.from_text import TextJob, convert_text
 from shardwise.data.prepare.output import PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
+from tests.unit.data.small_runs import json_lines
 
 WORDS = ["the", "ring", "of", "keys", "was", "lost", "in", "spring", "and", "a", "song", "went", "with", "it"]
 
@@ -27,11 +27,6 @@ def texts(number: int, seed: int = 0) -> list[str]:
         " ".join(" ".join(generator.choice(WORDS, 8)).capitalize() + "." for _ in range(generator.integers(1, 7)))
         for _ in range(number)
     ]
-
-
-def write_jsonl(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return path
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Folder:
     @classmethod
     def fill(cls, at: Path, number: int = 60) -> Folder:
         found = cls(at, texts(number))
-        write_jsonl(at / "text.jsonl", found.documents)
+        json_lines(at / "text.jsonl", found.documents)
         train_tokenizer(found.documents, 300, "test", pairs=True).save(at / "tokenizer")
         return found
 
@@ -77,6 +72,10 @@ class Folder:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(from_text, "progress", told.progress)
             return convert_text(job, force=force, announce=told.lines.append)
+
+    def index(self, output: str) -> tuple[bytes, bytes]:
+        """The bytes of Megatron's two files."""
+        return (self.at / f"{output}.bin").read_bytes(), (self.at / f"{output}.idx").read_bytes()
 
     def left(self, output: str) -> dict[str, bytes]:
         """All files whose path begins so, by their path."""

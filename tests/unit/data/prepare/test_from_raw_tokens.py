@@ -11,9 +11,11 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.describe import inspect
 from shardwise.data.prepare import from_raw_tokens
 from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
+from shardwise.data.prepare.output import PreparationOutcome
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.raw_tokens import is_raw_tokens
-from shardwise.data.tokens.tokenizer import train_tokenizer
+from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.unit.data.small_runs import saved_tokenizer
 
 END = 9
 IDS = [5, 600, END, 700, END, END, 300, 8]
@@ -25,11 +27,16 @@ def write(path: Path, ids: list[int], dtype: str = "<u2") -> Path:
     return path
 
 
+def convert(path: Path, output: str, force: bool = False, **options: Any) -> tuple[PreparationOutcome, list[str]]:
+    """What comes of a conversion, and what is said."""
+    said: list[str] = []
+    return convert_raw(RawJob(path, path.with_name(output), **options), force=force, announce=said.append), said
+
+
 def converted(path: Path, **options: Any) -> list[list[int]]:
     """The documents that a conversion makes."""
-    output = path.with_name("out")
-    convert_raw(RawJob(path, output, **options), force=False, announce=lambda _text: None)
-    file = IndexedFile.open(output)
+    convert(path, "out", **options)
+    file = IndexedFile.open(path.with_name("out"))
     starts = file.starts(np.arange(file.num_documents + 1)).tolist()
     return [file.tokens[start:end].tolist() for start, end in pairwise(starts)]
 
@@ -54,7 +61,7 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
     monkeypatch.setattr(from_raw_tokens, "_BLOCK", 2)
     monkeypatch.setattr(from_raw_tokens, "_LONGEST_SEQUENCE", 4)
     path = write(tmp_path / "again.bin", [*IDS, END])
-    convert_raw(RawJob(path, tmp_path / "long", eod_token=8), force=False, announce=lambda _text: None)
+    convert(path, "long", eod_token=8)
     file = IndexedFile.open(tmp_path / "long")
     assert (file.documents.tolist(), file.sizes.tolist()) == ([0, 2, 3], [4, 4, 1])
     assert file.tokens.tolist() == [*IDS, END]
@@ -72,8 +79,7 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
 )
 def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str, found: str, tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", ids, dtype)
-    said: list[str] = []
-    outcome = convert_raw(RawJob(path, tmp_path / "out"), force=False, announce=said.append)
+    outcome, said = convert(path, "out")
     assert said[0] == f"reading {path} as {found}, as its bytes look; --token-dtype says otherwise"
     assert outcome.manifest["options"] == {"token_dtype": found}
     assert IndexedFile.open(tmp_path / "out").tokens.tolist() == ids
@@ -115,8 +121,7 @@ def test_a_shard_of_llm_c_is_documents(version: tuple[int, int], tmp_path: Path)
     ids = [end, 5, 600, end, 700, end, 300, 8]
     path = shard(tmp_path / "fineweb_val_000000.bin", *version, ids)
     assert converted(path) == [[end], [5, 600, end], [700, end], [300, 8]]
-    said: list[str] = []
-    convert_raw(RawJob(path, tmp_path / "mine", eod_token=600), force=False, announce=said.append)
+    _, said = convert(path, "mine", eod_token=600)
     assert said[0] == f"reading {path} as a shard of llm.c, of {dtype}"
     assert IndexedFile.open(tmp_path / "mine").sizes.tolist() == [3, 5]
     other = "uint32" if dtype == "uint16" else "uint16"
@@ -161,33 +166,27 @@ def test_other_files_of_that_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:
-    tokenizer = train_tokenizer(["The ring of keys was lost in spring. A song went with it!\n" * 4], 270, "test")
-    tokenizer.save(tmp_path / "tokenizer")
-    end, named = tokenizer.end_of_document_id, str(tmp_path / "tokenizer")
+    text = "The ring of keys was lost in spring. A song went with it!\n" * 4
+    named = saved_tokenizer(tmp_path / "tokenizer", text, 270)
+    end = Tokenizer.load(Path(named)).end_of_document_id
     assert converted(write(tmp_path / "train.bin", [5, end, 6]), tokenizer=named) == [[5, end], [6]]
     found = inspect(str(tmp_path / "out"), 1, {})
     assert found.samples[0].text is not None, "the manifest names the tokenizer"
     path = write(tmp_path / "other.bin", [5, 270])
     with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
-        convert_raw(RawJob(path, tmp_path / "no", tokenizer=named), force=False, announce=lambda _text: None)
+        convert(path, "no", tokenizer=named)
     path = write(tmp_path / "labels.bin", [5, -100], "<i8")
     with pytest.raises(DataError, match=r"labels\.bin: the lowest id \(-100\) must be at least 0"):
-        convert_raw(RawJob(path, tmp_path / "no", "int64"), force=False, announce=lambda _text: None)
+        convert(path, "no", dtype="int64")
     assert not list(tmp_path.glob("*no*"))
 
 
 def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", IDS)
-
-    def was_there(force: bool = False, **options: Any) -> bool:
-        job = RawJob(path, tmp_path / "out", **options)
-        return convert_raw(job, force=force, announce=lambda _text: None).was_there
-
-    assert not was_there()
-    assert was_there()
+    assert [convert(path, "out")[0].was_there for _ in range(2)] == [False, True]
     with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
-        was_there(eod_token=END)
-    assert not was_there(force=True, eod_token=END)
+        convert(path, "out", eod_token=END)
+    assert not convert(path, "out", force=True, eod_token=END)[0].was_there
     assert inspect(str(tmp_path / "out"), 1, {}).counts["documents"] == 4
 
 
@@ -199,4 +198,4 @@ def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:
             converted(tmp_path / f"{name}.bin")
     path = write(tmp_path / "train.bin", IDS)
     with pytest.raises(ConfigError, match=r"must not be INPUT .* itself"):
-        convert_raw(RawJob(path, tmp_path / "train"), force=False, announce=lambda _text: None)
+        convert(path, "train")

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
-from tests.unit.data.prepare.jobs import Folder, Told, write_jsonl
+from tests.os_errors import raises
+from tests.unit.data.prepare.jobs import Folder, Told
+from tests.unit.data.small_runs import json_lines
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +55,7 @@ def test_megatron_files_are_those_of_a_writer(folder: Folder, append_eod: bool, 
     with IndexedWriter(folder.at / "by-hand", tokenizer.vocab_size) as writer:
         for text in folder.documents:
             writer.add([*begin, *ids(tokenizer, text), *([tokenizer.end_of_document_id] if append_eod else [])])
-    for suffix in (".bin", ".idx"):
-        assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
+    assert folder.index("made") == folder.index("by-hand")
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
@@ -65,21 +67,18 @@ def test_sentences_are_sequences(folder: Folder, append_eod: bool) -> None:
             sentences = [ids(tokenizer, each) for each in cut_sentences(text)]
             sentences[-1] += [tokenizer.end_of_document_id] if append_eod else []
             writer.add(list(itertools.chain(*sentences)), list(map(len, sentences)))
-    for suffix in (".bin", ".idx"):
-        assert (folder.at / f"made{suffix}").read_bytes() == (folder.at / f"by-hand{suffix}").read_bytes(), suffix
+    assert folder.index("made") == folder.index("by-hand")
 
 
 def test_every_kind_of_text_is_read(folder: Folder) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"text": folder.documents})
+    rows = pytest.importorskip("datasets").Dataset.from_dict({"text": folder.documents})
     rows.save_to_disk(str(folder.at / "saved"))
     rows.to_parquet(str(folder.at / "text.parquet"))
     (folder.at / "text.jsonl.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
-    found = set()
-    for number, source in enumerate(("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")):
+    sources = ("text.jsonl", "text.jsonl.gz", "text.parquet", "saved")
+    for number, source in enumerate(sources):
         folder.run(folder.job(f"made-{number}", source=source))
-        found.add((folder.at / f"made-{number}.bin").read_bytes() + (folder.at / f"made-{number}.idx").read_bytes())
-    assert len(found) == 1
+    assert len({folder.index(f"made-{number}") for number in range(len(sources))}) == 1
 
 
 class Killed(BaseException):
@@ -165,7 +164,7 @@ def test_what_changed_meanwhile_is_begun_anew(change: str, folder: Folder, monke
     cut_off(folder, monkeypatch)
     told = Told()
     if change == "text":
-        write_jsonl(folder.at / "text.jsonl", ["other beginning", *folder.documents])
+        json_lines(folder.at / "text.jsonl", ["other beginning", *folder.documents])
     elif change == "tokens":
         (folder.at / ".out.preparing/tokens.sizes").write_bytes(b"")
     options = {"append_eod": change != "options"}
@@ -189,7 +188,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     folder.run(other, force=True)
     assert folder.left("out").keys() == before.keys()
     assert folder.left("out") != before
-    write_jsonl(folder.at / "text.jsonl", folder.documents[:-1])
+    json_lines(folder.at / "text.jsonl", folder.documents[:-1])
     with pytest.raises(DataError, match=r"now the text is another: name another OUTPUT, or replace it by --force"):
         folder.run(other)
     assert not list(folder.at.glob(".*preparing"))
@@ -197,15 +196,11 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
 
 def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
     folder.run(folder.job("out"))
-    before = folder.left("out.bin"), folder.left("out.idx")
-    write_jsonl(folder.at / "text.jsonl", ["", *folder.documents])
+    json_lines(folder.at / "text.jsonl", ["", *folder.documents])
     told = Told()
     folder.run(folder.job("again"), told=told)
     assert f"{folder.at}/text.jsonl: 1 empty document left out" in told.lines
-    assert [*before[0].values(), *before[1].values()] == [
-        *folder.left("again.bin").values(),
-        *folder.left("again.idx").values(),
-    ]
+    assert folder.index("again") == folder.index("out")
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.bin"])  # the latter of a model, or raw tokens
@@ -218,12 +213,9 @@ def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) 
 
 
 def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Usage:
-        free = 10_000
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: Usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=10_000))
     monkeypatch.setattr(disk_room, "_LEAST", 0)
-    write_jsonl(folder.at / "small.jsonl", folder.documents[:5])
+    json_lines(folder.at / "small.jsonl", folder.documents[:5])
     folder.run(folder.job("small", "small.jsonl"))
     with pytest.raises(DataError, match=r"\(9\.8 KiB free\) must have about .* KiB free: make room"):
         folder.run(folder.job("out"))
@@ -257,11 +249,8 @@ def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: object, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", raises(errno.ENOLCK))
     first, second = (Output(folder.at / "out", None, None, {}) for _ in range(2))
     with first._locked():
         first.clear()
@@ -276,13 +265,13 @@ def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: p
 
 
 def test_text_without_tokens_is_refused(folder: Folder) -> None:
-    write_jsonl(folder.at / "text.jsonl", [" ", "\n"])
+    json_lines(folder.at / "text.jsonl", [" ", "\n"])
     with pytest.raises(DataError, match="holds no text that becomes tokens"):
         folder.run(folder.job("out", append_eod=False, split_sentences=True))
     assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
 
 
-def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
+def test_output_lies_outside_of_the_text_and_has_a_name(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must lie outside INPUT"):
         folder.run(folder.job("texts/out", source="."))
     texts = folder.at / "texts"
@@ -291,13 +280,9 @@ def test_output_must_not_lie_in_the_text(folder: Folder) -> None:
     for source, output in (("link", "texts/out"), ("texts", "link/out")):
         with pytest.raises(ConfigError, match="must lie outside INPUT"):
             folder.run(folder.job(output, source=source))
-
-
-def test_output_has_a_name(folder: Folder) -> None:
-    for output in (Path(), Path("/"), Path("..")):
-        job = dataclasses.replace(folder.job("out"), output=output)
+    for path in (Path(), Path("/"), Path("..")):
         with pytest.raises(ConfigError, match="must end in a name: add one"):
-            folder.run(job)
+            folder.run(dataclasses.replace(folder.job("out"), output=path))
 
 
 def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
@@ -313,8 +298,7 @@ def test_the_manifest_tells_what_was_made_of_what(folder: Folder) -> None:
 
 def test_several_processes_make_what_one_makes(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.run(folder.job("alone"))
-    monkeypatch.setattr("shardwise.data.prepare.tokenizing.SMALL_BYTES", 0)
-    monkeypatch.setattr("shardwise.data.prepare.tokenizing.CORES_OF_A_PROCESS", 0)
+    monkeypatch.setattr(tokenizing, "SMALL_BYTES", 0)
+    monkeypatch.setattr(tokenizing, "CORES_OF_A_PROCESS", 0)
     folder.run(folder.job("several"))
-    for suffix in (".bin", ".idx"):
-        assert (folder.at / f"several{suffix}").read_bytes() == (folder.at / f"alone{suffix}").read_bytes()
+    assert folder.index("several") == folder.index("alone")

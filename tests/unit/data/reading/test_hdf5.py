@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from shardwise.data.reading.hdf5_files import KEYS
-from tests.unit.data.formats.test_hdf5 import config, refusal
+from tests.unit.data.formats.test_hdf5 import config
 from tests.unit.data.hdf5_shards import Arrays, arrays, write
+from tests.unit.data.small_runs import refusal
 
 
 def without(key: str) -> Callable[[Arrays], None]:

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.raw_tokens import is_raw_tokens
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, TextPiece, open_shard, open_source
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, Source, open_shard, open_source
 
 
-def documents(pieces: list[TextPiece]) -> list[str]:
+def documents(source: Source) -> list[str]:
     found, text = [], ""
-    for piece in pieces:
+    for piece in source.pieces():
         text += piece.text
         if piece.ends_document:
             found.append(text)
@@ -30,8 +31,12 @@ def documents(pieces: list[TextPiece]) -> list[str]:
     return found
 
 
+def source_of(path: Path, **keys: str) -> Source:
+    return open_source(DataConfig(path=str(path), **keys))
+
+
 def read(path: Path, **keys: str) -> list[str]:
-    return documents(list(open_source(DataConfig(path=str(path), **keys)).pieces()))
+    return documents(source_of(path, **keys))
 
 
 def failure(path: Path, **keys: str) -> str:
@@ -49,52 +54,43 @@ def test_a_file_is_one_document_and_a_line_of_jsonl_is_one(tmp_path: Path) -> No
     assert read(tmp_path / "b.jsonl") == ["one\n", "two"]
     assert read(tmp_path / "b.jsonl", format="text") == [(tmp_path / "b.jsonl").read_text(encoding="utf-8")]
     assert read(tmp_path) == ["Erste Zeile\r\nzweite – Zeile", "one\n", "two"]
-
-
-def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    # A folder is read in the order of its paths.
     for name in ("b/2.txt", "a.txt", "b/1.md", "c.txt", ".hidden/x.txt", "b/.x.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name, encoding="utf-8")
-    assert read(tmp_path) == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
+        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / name).write_text(name, encoding="utf-8")
+    assert read(tmp_path / "folder") == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
 
 
-@pytest.mark.parametrize("unit", ["word and word, \n", "no-space-at-all", "zeile\n\n", "äöü – ", "   "])
+@pytest.mark.parametrize(
+    "unit", ["word and word, \n", "some words, and more;\n\n", "no-space-at-all", "zeile\n\n", "äöü – ", "   "]
+)
 def test_long_texts_come_in_pieces_that_join_to_the_whole(tmp_path: Path, unit: str) -> None:
     text = unit * (3 * PIECE_CHARACTERS // len(unit)) + "end"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    pieces = list(open_source(DataConfig(path=str(tmp_path / "a.txt"))).pieces())
+    pieces = list(source_of(tmp_path / "a.txt").pieces())
     assert len(pieces) >= 3
     assert max(len(piece.text) for piece in pieces) <= PIECE_CHARACTERS
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece.text for piece in pieces) == text
-
-
-def test_pieces_are_cut_between_a_word_and_the_space_after_it(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some words, and more;\n\n" * PIECE_CHARACTERS, encoding="utf-8")
-    pieces = list(open_source(DataConfig(path=str(tmp_path / "a.txt"))).pieces())
-    for left, right in itertools.pairwise(pieces):
-        assert left.text[-1].isalnum()
-        assert right.text[0].isspace()
+    if unit.startswith("some"):  # cut between a word and the space after it
+        for left, right in itertools.pairwise(pieces):
+            assert left.text[-1].isalnum()
+            assert right.text[0].isspace()
 
 
 @pytest.mark.parametrize("name", BUILT_IN_TEXTS)
 def test_each_built_in_text_has_a_source_and_is_no_data_set_of_the_hub(name: str) -> None:
     data = DataConfig(dataset=name)
-    assert data.is_built_in
-    assert not data.is_hub_dataset
+    assert (data.is_built_in, data.is_hub_dataset) == (True, False)
     assert data.is_chat == BUILT_IN_TEXTS[name].holds_chat
     assert open_source(data).name == name
     assert f"{name} = {BUILT_IN_TEXTS[name].description}" in str(DataConfig.model_fields["dataset"].description)
-
-
-def test_a_path_is_read_instead_of_a_built_in_text() -> None:
-    assert not DataConfig(dataset="tiny", path="a.txt").is_built_in
-    assert not DataConfig(dataset="acme/text").is_built_in
+    assert not DataConfig(dataset=name, path="a.txt").is_built_in, "a path is read instead"
+    assert not DataConfig(dataset=f"acme/{name}").is_built_in
 
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
     source = open_source(DataConfig(dataset="python"))
-    assert isinstance(source, text_sources.CodeSource)
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in source.files]
     assert names == sorted(names)
@@ -102,7 +98,7 @@ def test_the_python_text_is_sources_and_topics_without_tests() -> None:
     folders = {folder for name in names for folder in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "site-packages", "encodings"}
     assert "pydoc_data/topics.py" not in names
-    texts = documents(list(source.pieces()))
+    texts = documents(source)
     assert any('The "assert" statement' in text and text.startswith("The ") for text in texts), "a topic of help()"
     assert 4_000_000 < sum(map(len, texts)) < 14_000_000
 
@@ -110,6 +106,9 @@ def test_the_python_text_is_sources_and_topics_without_tests() -> None:
 def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told = r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
+    with pytest.raises(DataError, match=told):
+        text_sources._python_source(tmp_path)
     (tmp_path / "a.py").write_text("a = 1\n" * 10, encoding="utf-8")
     (tmp_path / "b.py").write_bytes(b"# \xe9\n")
     (tmp_path / "c.py").write_text("c = 1\n" * 1000, encoding="utf-8")
@@ -117,15 +116,7 @@ def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
     (tmp_path / "e.py").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(text_sources, "_PYTHON_BYTES", 1000)
     monkeypatch.setattr(text_sources, "_python_topics", lambda: ["a topic"])
-    source = text_sources._python_source(tmp_path)
-    assert documents(list(source.pieces())) == ["a = 1\n" * 10, "d = 1\n", "a topic"]
-
-
-def test_an_installation_without_sources_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
-    ):
-        text_sources._python_source(tmp_path)
+    assert documents(text_sources._python_source(tmp_path)) == ["a = 1\n" * 10, "d = 1\n", "a topic"]
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:
@@ -144,17 +135,20 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
 def test_the_stamp_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one", encoding="utf-8")
-    config = DataConfig(path=str(file))
-    assert open_source(config).stamp() is None, "written a moment ago: time stamps cannot tell it from a later change"
+    assert source_of(file).stamp() is None, "written a moment ago: time stamps cannot tell it from a later change"
     monkeypatch.setattr(text_sources, "_SETTLED_SECONDS", -1.0)
-    first = open_source(config).stamp()
+    first = source_of(file).stamp()
     assert first is not None
-    assert open_source(config).stamp() == first
-    assert open_source(DataConfig(path=str(file), format="jsonl")).stamp() != first
+    assert source_of(file).stamp() == first
+    assert source_of(file, format="jsonl").stamp() != first
     status = file.stat()
     file.write_text("two", encoding="utf-8")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert open_source(config).stamp() != first, "the same size and time of modification, but not of change"
+    assert source_of(file).stamp() != first, "the same size and time of modification, but not of change"
+    # Fault 13: before files were told by their content, the cache kept what was read of them as plain text.
+    (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
+    before = text_sources._stamp([tmp_path / "a.json"], ["files", None, "text"])
+    assert source_of(tmp_path / "a.json").stamp() != before
 
 
 def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
@@ -222,22 +216,18 @@ def test_fault_15_a_field_within_another_one(tmp_path: Path) -> None:
 
 
 def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     rows = [
         {"meta": {"body": "one", "id": 1}, "x": {"y": {"z": "deep"}}},
         {"meta": {"body": "two", "id": 2}, "x": {"y": {"z": "end"}}},
     ]
-    table = datasets.Dataset.from_list(rows)
+    table = pytest.importorskip("datasets").Dataset.from_list(rows)
     table.to_parquet(str(tmp_path / "a.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
-    for path in (tmp_path / "a.parquet", tmp_path / "saved"):
+    for path, shard in ((tmp_path / "a.parquet",) * 2, (tmp_path / "saved", arrow)):
         assert read(path, text_key="meta.body") == ["one", "two"]
         assert "has no column 'meta.text'" in failure(path, text_key="meta.text")
-    shards = [
-        open_shard(str(path), DataConfig(path="x", text_key="meta.body")) for path in (tmp_path / "a.parquet", arrow)
-    ]
-    for shard in shards:
+        shard = open_shard(str(shard), DataConfig(path="x", text_key="meta.body"))
         assert ["".join(blocks) for _, blocks in shard.documents(1)] == ["two"]
     assert read(tmp_path / "saved", text_key="x.y.z") == ["deep", "end"]
     table.rename_column("meta", "m").add_column("m.body", ["first", "second"]).to_parquet(str(tmp_path / "b.parquet"))
@@ -254,9 +244,8 @@ def test_raw_tokens_are_told_how_to_convert_them(name: str, tmp_path: Path) -> N
     command = f"`shardwise data prepare {file} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
     assert failure(tmp_path) == failure(file) == f"{file} holds raw tokens, not text: {command}"
     if file.suffix == ".bin":
-        with pytest.raises(DataError) as caught:
+        with pytest.raises(DataError, match=re.escape(f"reads train.bin and train.idx together; {command}") + "$"):
             IndexedFile.open(file)
-        assert str(caught.value).endswith(f"reads train.bin and train.idx together; {command}")
     file.with_suffix(".idx").touch()
     assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}"
 
@@ -277,13 +266,12 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "LICENSE").write_text("rights", encoding="utf-8")
-    (tmp_path / "README.md").write_text("about", encoding="utf-8")
+    (tmp_path / "LICENSE").write_text("rights")
+    (tmp_path / "README.md").write_text("about")
     assert read(tmp_path) == ["rights", "about"], "there is nothing else"
     (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
-    source = open_source(DataConfig(path=str(tmp_path)))
-    assert isinstance(source, text_sources.FileSource)
-    assert documents(list(source.pieces())) == ["one"]
+    source = source_of(tmp_path)
+    assert documents(source) == ["one"]
     assert source.described() == "read as JSON lines, left out LICENSE, README.md, _SUCCESS and 2 more"
     assert read(tmp_path, format="jsonl") == ["one"]
     assert read(tmp_path, format="text") == ["rights", "about", '{"text": "one"}\n']
@@ -301,9 +289,8 @@ def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path
     assert read(tmp_path, format="text") == ["C4.py", "a.txt", "conf.YAML", "<html>", "part", "run.sh", "x.log"]
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": ["row"]}), tmp_path / "data/train.parquet")
-    source = open_source(DataConfig(path=str(tmp_path)))
-    assert isinstance(source, text_sources.FileSource)
-    assert documents(list(source.pieces())) == ["a.txt", "row", "part"]
+    source = source_of(tmp_path)
+    assert documents(source) == ["a.txt", "row", "part"]
     assert source.described() == (
         "read as plain text (2 files) and parquet (train.parquet), left out C4.py, conf.YAML, index.html and 2 more"
     )
@@ -316,15 +303,6 @@ def test_fault_13_empty_parts_of_a_folder_add_nothing(tmp_path: Path) -> None:
         assert "holds no text: it is empty" in failure(tmp_path / name), "a file that is named stays refused"
     for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
         pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
-    source = open_source(DataConfig(path=str(tmp_path)))
-    assert isinstance(source, text_sources.FileSource)
+    source = source_of(tmp_path)
     source.require_text()
-    assert documents(list(source.pieces())) == ["one", "two"]
-
-
-def test_fault_13_a_cached_reading_as_plain_text_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before files were told by their content, the cache kept what was read of them as plain text."""
-    monkeypatch.setattr(text_sources, "_SETTLED_SECONDS", -1.0)
-    (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
-    before = text_sources._stamp([tmp_path / "a.json"], ["files", None, "text"])
-    assert open_source(DataConfig(path=str(tmp_path / "a.json"))).stamp() != before
+    assert documents(source) == ["one", "two"]

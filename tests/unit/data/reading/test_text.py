@@ -17,9 +17,9 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.data.describe import inspect
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_shard, open_source
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_shard
 from shardwise.data.samples.streaming import read_documents
-from tests.unit.data.reading.test_sources import DataConfig, failure, read
+from tests.unit.data.reading.test_sources import DataConfig, failure, read, source_of
 
 TEXTS = ["one\n", "two – zwei", "x" * (PIECE_CHARACTERS + 5), "four"]
 
@@ -64,7 +64,7 @@ def test_a_large_parquet_takes_little_memory(tmp_path: Path) -> None:
     texts = [f"{number} " + "words and more " * 600 for number in range(7_000)]
     write_parquet(tmp_path / "a.parquet", texts, use_dictionary=False, row_group_size=len(texts))
     del texts
-    pieces = open_source(DataConfig(path=str(tmp_path / "a.parquet"))).pieces()
+    pieces = source_of(tmp_path / "a.parquet").pieces()
     next(pieces)
     before = pa.total_allocated_bytes()
     most = max(pa.total_allocated_bytes() for _ in pieces)
@@ -90,7 +90,7 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     texts = ["", "a", "", "b", ""]
     (tmp_path / "a.jsonl.gz").write_bytes(gzipped(jsonl(texts)))
     write_parquet(tmp_path / "b.parquet", texts)
-    source = open_source(DataConfig(path=str(tmp_path)))
+    source = source_of(tmp_path)
     assert [piece.text for piece in source.pieces()] == ["a", "b"] * 2
     said: list[str] = []
     announce_empty(source, said.append)
@@ -100,9 +100,8 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
         assert [pieces[0].text for _, pieces in read_documents(shard, 0)] == ["a", "b"]
         assert inspect(str(file), 3, {}).notes == [f"{file}: 3 empty documents left out"]
     (tmp_path / "c.jsonl").write_bytes(jsonl(["", ""]))
-    assert (
-        failure(tmp_path / "c.jsonl") == f"{tmp_path}/c.jsonl holds no text: it is empty, or all of its documents are"
-    )
+    file = tmp_path / "c.jsonl"
+    assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_bad_rows(texts: Any, says: str, tmp_path: Path) -> None:
     assert failure(tmp_path / "a.parquet") == f"{tmp_path}/a.parquet{says}"
 
 
-def test_bad_parquet(tmp_path: Path) -> None:
+def test_bad_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, TEXTS, key="body")
     assert failure(file) == (
@@ -134,12 +133,8 @@ def test_bad_parquet(tmp_path: Path) -> None:
     latin = pa.Array.from_buffers(pa.string(), 1, pa.array([b"caf\xe9"]).buffers())
     write_parquet(file, latin)
     assert failure(file).startswith(f"{file}: row 0, byte 3 of the column 'text' (0xe9) is not UTF-8")
-
-
-def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'shardwise[parquet]'" in failure(tmp_path / "a.parquet")
+    assert "pip install 'shardwise[parquet]'" in failure(file)
 
 
 def packed(content: bytes, codec: str) -> bytes:

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.reading.megatron_files import Documents, IndexedFile, IndexedWriter
-from shardwise.data.rows import IntArray
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
 from shardwise.data.samples.order import Stage
 from shardwise.data.samples.packing import PackedBatches, PackedSamples, packed_windows
+from tests.unit.data.samples.small_batches import bounds_of
 
 BLOCK = 24
 TOKENS = np.arange(1, 400)
@@ -81,10 +81,6 @@ def test_documents_in_another_order_are_read_once(tmp_path: Path) -> None:
     tokens = Counter(read(short, 0, 6, 8) + read(long, 6, blocks, 24))
     assert sum(tokens.values()) == blocks * BLOCK
     assert max(tokens.values()) == 1
-
-
-def bounds_of(lengths: list[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 @settings(max_examples=80, deadline=None)

@@ -1,7 +1,6 @@
 """What the end of a document changes in a sample, against the definitions written out token by token."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, config_from
 from shardwise.data.formats.common import document_ends
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer
+from tests.unit.data.small_runs import config
 
 END = 0
 
@@ -62,30 +61,16 @@ def test_samples_of_one_row_have_them() -> None:
     assert batch.counts.tolist() == [6], "of 8 targets two follow the end of a document"
 
 
-def config(**data: Any) -> Config:
-    sizes = {
-        "vocab_size": 300,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    train = {"steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 4}
-    return config_from(
-        {"model": {"family": "gpt", **sizes}, "train": train, "optimizer": {"lr": 1e-3}, "data": {"path": "x", **data}}
-    )
-
-
 def test_the_token_is_the_tokenizers_unless_it_is_named(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b c"], 257, "test")
     tokenizer.save(tmp_path)
-    assert document_ends(config().data, tmp_path) is None
-    masked = config(eod_mask_loss=True)
+    assert document_ends(config(family="gpt", path="x").data, tmp_path) is None
+    masked = config(family="gpt", path="x", eod_mask_loss=True)
     assert document_ends(masked.data, tmp_path) == DocumentEnds(tokenizer.end_of_document_id, True)
-    named = config(reset_attention_mask=True, eod_token=7)
+    named = config(family="gpt", path="x", reset_attention_mask=True, eod_token=7)
     assert document_ends(named.data, None) == DocumentEnds(7, reset_attention_mask=True)
     with pytest.raises(ConfigError) as caught:
-        document_ends(config(reset_position_ids=True).data, None)
+        document_ends(config(family="gpt", path="x", reset_position_ids=True).data, None)
     assert caught.value.problems == [
         "data.reset_position_ids (true) needs the id of the token that ends a document: set data.eod_token, or "
         "data.tokenizer to the one that made the data"

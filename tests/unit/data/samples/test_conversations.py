@@ -1,25 +1,10 @@
 """Packing of conversations: each once in an epoch, and the same samples however they are asked for."""
 
 import numpy as np
-import pytest
 
-from shardwise.data.samples import conversations
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.conversations import ConversationBatches, Conversations
-
-ROOM = 20
-
-
-def chats(number: int, seed: int = 0, longest: int = 12) -> Conversations:
-    """Conversations of distinct tokens, each with one answer or two."""
-    draws = np.random.default_rng(seed)
-    lengths = draws.integers(4, longest + 1, number)
-    bounds = np.concatenate([[0], np.cumsum(lengths)])
-    answers = []
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        middle = (begin + end) // 2
-        answers += [(begin + 1, middle), (middle + 1, end)] if draws.random() < 0.5 else [(middle, end)]
-    return Conversations(np.arange(1, bounds[-1] + 1, dtype=np.int32), bounds, np.array(answers))
+from tests.unit.data.samples.small_batches import ROOM, chats
 
 
 def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
@@ -47,25 +32,6 @@ def test_a_sample_has_whole_conversations_that_are_read_by_themselves() -> None:
             assert targets[rows].tolist() == expected.tolist()
     assert sorted(seen) == list(range(30))
     assert batch.counts.tolist() == [np.count_nonzero(batch.inputs["targets_SB"] != IGNORE)]
-
-
-def test_samples_are_a_function_of_the_seed_and_the_number_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "WINDOW", 16)
-    whole = ConversationBatches(chats(50), ROOM, seed=7).global_batch(0, 120)
-    # A resumed run asks for any part first, and for others again.
-    batches = ConversationBatches(chats(50), ROOM, seed=7)
-    # A batch of a mixture may have none of them.
-    assert [len(part) for part in batches.draw(3, 0)] == [0, 0]
-    for consumed in (100, 40, 0, 60):
-        part = batches.global_batch(consumed, 20)
-        for name, array in part.inputs.items():
-            assert (array == whole.inputs[name][:, consumed : consumed + 20]).all()
-    by_rank = [batches.local_batch(40, 16, rank, 2, 4) for rank in range(2)]
-    for place, (rank, number) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
-        columns = slice(40 + 4 * place, 44 + 4 * place)
-        assert (by_rank[rank][number].inputs["ids_SB"] == whole.inputs["ids_SB"][:, columns]).all()
-    other = ConversationBatches(chats(50), ROOM, seed=8).global_batch(0, 120)
-    assert not (other.inputs["ids_SB"] == whole.inputs["ids_SB"]).all()
 
 
 def test_every_epoch_has_each_conversation_once_in_other_packs() -> None:
@@ -98,14 +64,3 @@ def test_a_long_conversation_is_cut_and_one_without_a_target_left_out() -> None:
     # The first token is no target, even of an answer.
     assert Conversations(data.tokens, bounds, np.array([[0, 1]])).usable(10).tolist() == []
     assert Conversations(data.tokens, bounds, np.empty((0, 2), dtype=np.int64)).usable(10).tolist() == []
-
-
-def test_a_sample_that_counts_nothing_has_no_targets() -> None:
-    batches = ConversationBatches(chats(5), ROOM, seed=0)
-    blank = batches.blank(3)
-    assert blank.counts.tolist() == [0]
-    assert (blank.inputs["targets_SB"] == IGNORE).all()
-    assert blank.inputs.keys() == batches.global_batch(0, 3).inputs.keys()
-    assert all(array.shape == (ROOM, 3) for array in blank.inputs.values())
-    parts = [batch for rank in range(2) for batch in batches.eval_batches(9, 4, rank, 2, 2)]
-    assert sum(int(batch.counts[0]) for batch in parts) == sum(np.diff(batches.conversations.answers).ravel())

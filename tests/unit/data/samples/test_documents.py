@@ -15,20 +15,9 @@ from shardwise.data.reading.megatron_files import Documents, IndexedFile
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.causal import DocumentBatches
 from shardwise.data.samples.order import SampleOrder, mix_integer
+from tests.unit.data.samples.small_batches import made, whole
 
 unhurried = settings(deadline=None)
-
-
-def made(documents: list[list[int]]) -> IndexedFile:
-    """Documents given by the lengths of their sequences; token `i` of the data set is `i`."""
-    sizes = np.array([length for document in documents for length in document], dtype=np.int32)
-    pointers = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64) * 4])[: len(sizes)]
-    bounds = np.cumsum([0, *map(len, documents)])
-    return IndexedFile(Path("data"), np.arange(sizes.sum(), dtype=np.int32), sizes, pointers, bounds)
-
-
-def whole(documents: list[list[int]]) -> Documents:
-    return Documents(made(documents), 0, len(documents), 1 << 30)
 
 
 def rows(batches: list[Batch]) -> list[list[int]]:
@@ -68,30 +57,6 @@ def test_samples_are_those_of_the_definition(documents: list[list[int]], length:
     assert batches.num_samples == len(expected)
     order = batches.sampler.indices(epoch * len(expected), len(expected))
     assert rows([batches.global_batch(epoch * len(expected), len(expected))]) == [expected[i] for i in order]
-
-
-@settings(unhurried, max_examples=40)
-@given(data=st.data())
-def test_a_run_that_stops_and_goes_on_anywhere_reads_the_same_batches(data: st.DataObject) -> None:
-    """Stops, data-parallel degrees and micro-batches are drawn; across epochs too."""
-    documents = data.draw(documents_of.filter(lambda each: sum(map(sum, each)) > 4))
-    seed, size = data.draw(st.integers(0, 99)), 12
-    alone = DocumentBatches(whole(documents), 4, seed)
-    consumed = data.draw(st.integers(0, 50))
-    for _ in range(data.draw(st.integers(1, 4))):
-        dp_size = data.draw(st.sampled_from([1, 2, 3, 4, 6, 12]))
-        micro_batch = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12) if 12 % (m * dp_size) == 0]))
-        for _ in range(data.draw(st.integers(1, 3))):
-            # A rank that has just begun: nothing but the number of samples is handed on.
-            ranks = [
-                DocumentBatches(whole(documents), 4, seed).local_batch(consumed, size, rank, dp_size, micro_batch)
-                for rank in range(dp_size)
-            ]
-            ordered = [ranks[rank][m] for m in range(len(ranks[0])) for rank in range(dp_size)]
-            expected = alone.global_batch(consumed, size)
-            assert rows(ordered) == rows([expected])
-            assert np.concatenate([batch.samples for batch in ordered]).tolist() == expected.samples.tolist()
-            consumed += size
 
 
 def test_a_part_is_its_own_documents() -> None:

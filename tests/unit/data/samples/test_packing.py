@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.rows import IntArray
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.packing import PackedBatches, PackedSamples, best_fit, document_bounds
+from shardwise.data.samples.packing import PackedSamples, best_fit, document_bounds
+from tests.unit.data.samples.small_batches import ROOM, bounds_of, packed_row
 
-ROOM = 20
 END = 3
 LENGTHS = st.lists(st.integers(0, 3 * ROOM), min_size=1, max_size=40)
 
@@ -36,10 +35,6 @@ def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> Non
         by_age.append(pack)
     packs = best_fit(np.array(sizes, dtype=np.int64), ROOM)
     assert [packs.members[begin:end].tolist() for begin, end in pairwise(packs.begins)] == expected
-
-
-def bounds_of(lengths: list[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 @settings(max_examples=80, deadline=None)
@@ -94,13 +89,6 @@ def test_documents_end_with_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert document_bounds(np.array(row, dtype=np.uint16), END).tolist() == bounds
 
 
-def packed_row(number: int = 30) -> PackedBatches:
-    """Documents of tokens that tell their places, of which some are longer than a sample."""
-    lengths = np.random.default_rng(0).integers(1, 3 * ROOM, number).tolist()
-    bounds = bounds_of(lengths)
-    return PackedBatches(np.arange(1, bounds[-1] + 1, dtype=np.int32), PackedSamples.from_bounds(bounds, ROOM), seed=7)
-
-
 def test_each_piece_is_read_by_itself() -> None:
     batches = packed_row()
     batch = batches.collate(np.arange(batches.num_samples), *2 * [np.arange(batches.num_samples)])
@@ -122,31 +110,3 @@ def test_each_piece_is_read_by_itself() -> None:
         assert (ids[place:], targets[place:]) == ([0] * rest, [IGNORE] * rest)
         assert (starts[place:], positions[place:]) == ([place] * rest, list(range(rest)))
     assert batch.counts.tolist() == [counted] == [batches.packed.facts.targets]
-
-
-def test_samples_are_a_function_of_the_seed_and_the_number_before() -> None:
-    number = packed_row().num_samples
-    whole = packed_row().global_batch(0, 2 * number)
-    first, second = (sorted(map(tuple, part.T.tolist())) for part in np.split(whole.inputs["ids_SB"], [number], axis=1))
-    assert first == second, "each epoch has each sample once"
-    assert (whole.inputs["ids_SB"][:, :number] != whole.inputs["ids_SB"][:, number:]).any(), "in another order"
-    for consumed in (number - 3, 0):  # a resumed run asks for any part first
-        part = packed_row().global_batch(consumed, 8)
-        for name, array in part.inputs.items():
-            assert (array == whole.inputs[name][:, consumed : consumed + 8]).all()
-    for rank in range(2):
-        for m, batch in enumerate(packed_row().local_batch(4, 8, rank, 2, 2)):
-            columns = slice(4 + 2 * (2 * m + rank), 6 + 2 * (2 * m + rank))
-            assert (batch.inputs["targets_SB"] == whole.inputs["targets_SB"][:, columns]).all()
-
-
-def test_an_evaluation_counts_each_target_once_and_a_sample_that_fills_up_none() -> None:
-    batches = packed_row()
-    parts = [batch for rank in range(2) for batch in batches.eval_batches(99, 8, rank, 2, 4)]
-    assert sum(int(batch.counts[0]) for batch in parts) == batches.packed.facts.targets
-    blank = batches.blank(3)
-    assert blank.counts.tolist() == [0]
-    assert {name: array.shape for name, array in blank.inputs.items()} == dict.fromkeys(
-        batches.global_batch(0, 3).inputs, (ROOM, 3)
-    )
-    assert (blank.inputs["targets_SB"] == IGNORE).all()

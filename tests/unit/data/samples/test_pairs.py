@@ -9,45 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
-from shardwise.data.rows import PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.order import Draws
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments
+from tests.unit.data.samples.small_batches import FIRST, SPECIAL, arranged, many, pairs
 from tests.unit.data.samples.test_masking import within
 
-SPECIAL = PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
-FIRST = 5
-"""Of the ordinary tokens. Token `FIRST + i` stands at place `i` of the corpus, so that each tells where it is from."""
-
 unhurried = settings(deadline=None)
-
-
-def corpus(documents: list[list[int]]) -> tuple[np.ndarray, Sentences]:
-    """Documents given by the lengths of their sentences."""
-    bounds = np.cumsum([0, *(length for document in documents for length in document)])
-    tokens = np.arange(FIRST, FIRST + bounds[-1], dtype=np.int32)
-    return tokens, Sentences(bounds, np.cumsum([0, *map(len, documents)]))
-
-
-def pairs(
-    documents: list[list[int]], length: int = 32, seed: int = 3, fraction: float = 0.15, predictions: int = 5
-) -> SentencePairBatches:
-    tokens, sentences = corpus(documents)
-    return SentencePairBatches(
-        tokens,
-        sentences,
-        length,
-        seed,
-        special=SPECIAL,
-        vocab_size=FIRST + len(tokens),
-        masked_fraction=fraction,
-        max_predictions=predictions,
-    )
-
-
-def many(documents: int = 40, seed: int = 0) -> list[list[int]]:
-    generator = np.random.default_rng(seed)
-    return [generator.integers(1, 15, generator.integers(1, 20)).tolist() for _ in range(documents)]
 
 
 def segments(batch: Batch) -> list[tuple[list[int], list[int], int]]:
@@ -68,10 +36,19 @@ def segments(batch: Batch) -> list[tuple[list[int], list[int], int]]:
         middle, end = np.flatnonzero(ids == SPECIAL.sep).tolist()
         assert end == length - 1
         assert types.tolist() == [0] * (middle + 1) + [1] * (end - middle) + [0] * (len(ids) - length)
-        found.append(
-            (ids[1:middle].tolist(), ids[middle + 1 : end].tolist(), int(batch.inputs["next_sentence_B"][column]))
-        )
+        label = int(batch.inputs["next_sentence_B"][column])
+        found.append((ids[1:middle].tolist(), ids[middle + 1 : end].tolist(), label))
     return found
+
+
+def epoch_of(batches: SentencePairBatches, epoch: int) -> Batch:
+    """All samples, in the order of their indices."""
+    indices = np.arange(batches.num_samples)
+    return batches.collate(indices, np.full_like(indices, epoch), indices)
+
+
+def equal(batch: Batch, expected: Batch) -> bool:
+    return all(np.array_equal(batch.inputs[name], array) for name, array in expected.inputs.items())
 
 
 corpora = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=9), min_size=2, max_size=9)
@@ -106,13 +83,11 @@ def test_segments_begin_at_sentences() -> None:
     """Where nothing is cut: A always, B unless its chunk is a single sentence."""
     documents = many()
     batches = pairs(documents, length=64)
-    bounds = set(corpus(documents)[1].bounds.tolist())
+    bounds = set(arranged(documents).bounds.tolist())
     whole = 0
-    indices = np.arange(batches.num_samples)
-    chunks = batches.chunks.find(indices)
+    chunks = batches.chunks.find(np.arange(batches.num_samples))
     for epoch in range(3):
-        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
-        for (a, b, label), sentences in zip(segments(batch), chunks.sentences, strict=True):
+        for (a, b, label), sentences in zip(segments(epoch_of(batches, epoch)), chunks.sentences, strict=True):
             if len(a) + len(b) < 61:
                 assert a[0] - FIRST in bounds
                 assert b[0] - FIRST in bounds or (label == 0 and sentences == 1)
@@ -160,9 +135,7 @@ def test_random_sentences_come_from_everywhere() -> None:
     ends = np.cumsum([sum(document) for document in documents])
     found = np.zeros((4, 4))
     for epoch in range(1500):
-        indices = np.arange(batches.num_samples)
-        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
-        for a, b, label in segments(batch):
+        for a, b, label in segments(epoch_of(batches, epoch)):
             if label:
                 own, other = np.searchsorted(ends, [a[0] - FIRST, b[0] - FIRST], side="right")
                 found[own, other] += 1
@@ -173,49 +146,15 @@ def test_random_sentences_come_from_everywhere() -> None:
             assert within(int(found[own, other]), int(found[own].sum()), weights[other] / weights.sum())
 
 
-def equal(batches: list[Batch], whole: Batch) -> bool:
-    """Whether they are the samples of `whole` in its order."""
-    return all(
-        np.array_equal(np.concatenate([batch.inputs[name] for batch in batches], axis=-1), array)
-        for name, array in whole.inputs.items()
-    ) and np.array_equal(np.concatenate([batch.samples for batch in batches]), whole.samples)
-
-
-@settings(unhurried, max_examples=60)
-@given(
-    dp_size=st.integers(1, 6),
-    micro_batch=st.integers(1, 4),
-    accumulation=st.integers(1, 3),
-    consumed=st.integers(0, 600),
-    seed=st.integers(0, 2**63 - 1),
-)
-def test_any_layout_reads_the_same_pairs(
-    dp_size: int, micro_batch: int, accumulation: int, consumed: int, seed: int
-) -> None:
-    """Wherever a run stopped, ranks together have what one process would: pairs, masks and counts."""
-    documents = many(12)
-    size = dp_size * micro_batch * accumulation
-    ranks = [
-        pairs(documents, seed=seed).local_batch(consumed, size, rank, dp_size, micro_batch) for rank in range(dp_size)
-    ]
-    ordered = [ranks[rank][number] for number in range(accumulation) for rank in range(dp_size)]
-    whole = pairs(documents, seed=seed).global_batch(consumed, size)
-    assert equal(ordered, whole)
-    assert np.array_equal(sum(batch.counts for batch in ordered), whole.counts)
-    assert whole.counts.tolist() == [np.count_nonzero(whole.inputs["targets_PB"] != IGNORE), size]
-
-
 def test_epochs_have_other_pairs_and_other_masks() -> None:
     batches = pairs(many(), length=48)
-    indices = np.arange(batches.num_samples)
-    first, second, again = (batches.collate(indices, np.full_like(indices, e), indices) for e in (0, 1, 0))
-    assert equal([again], first)
+    first, second, again = (epoch_of(batches, epoch) for epoch in (0, 1, 0))
+    assert equal(again, first)
     same_pair = [a == b for a, b in zip(segments(first), segments(second), strict=True)]
     same_mask = (first.inputs["positions_PB"] == second.inputs["positions_PB"]).all(axis=0)
     assert np.mean(same_pair) < 0.2
     assert same_mask.mean() < 0.05
-    other = pairs(many(), length=48, seed=4).collate(indices, np.zeros_like(indices), indices)
-    assert not equal([other], first)
+    assert not equal(epoch_of(pairs(many(), length=48, seed=4), 0), first)
 
 
 def test_an_epochs_masks_are_those_of_the_run() -> None:
@@ -224,7 +163,7 @@ def test_an_epochs_masks_are_those_of_the_run() -> None:
     samples = batches.num_samples
     batch = batches.global_batch(samples - 2, 4)
     epochs = np.array([0, 0, 1, 1])
-    assert equal([batches.collate(batches.sampler.indices(samples - 2, 4), epochs, batch.samples)], batch)
+    assert equal(batches.collate(batches.sampler.indices(samples - 2, 4), epochs, batch.samples), batch)
 
 
 def test_pairs_are_the_same_on_every_machine() -> None:
@@ -236,46 +175,6 @@ def test_pairs_are_the_same_on_every_machine() -> None:
     assert digest.hexdigest()[:16] == "777234e0fb353d5c"
 
 
-@unhurried
-@given(dp_size=st.integers(1, 5), micro_batch=st.integers(1, 4), count=st.integers(1, 4), documents=st.integers(2, 30))
-def test_evaluation_counts_each_pair_once(dp_size: int, micro_batch: int, count: int, documents: int) -> None:
-    batches = pairs([[3, 4]] * documents)
-    size = dp_size * micro_batch
-    ranks = [list(batches.eval_batches(count, size, rank, dp_size, micro_batch)) for rank in range(dp_size)]
-    ordered = [ranks[rank][number] for number in range(len(ranks[0])) for rank in range(dp_size)]
-    expected = min(count * size, documents)
-    labels = np.concatenate([batch.inputs["next_sentence_B"] for batch in ordered])
-    assert (labels != IGNORE).tolist() == [True] * expected + [False] * (len(labels) - expected)
-    predicted = sum(np.count_nonzero(batch.inputs["targets_PB"] != IGNORE) for batch in ordered)
-    assert sum(batch.counts for batch in ordered).tolist() == [predicted, expected]
-    starts = [a[0] for batch in ordered for a, _, label in segments(batch) if label != IGNORE]
-    assert starts == [FIRST + 7 * number for number in range(expected)]
-    for batch in ordered:
-        assert (batch.inputs["mask_SB"].sum(axis=0) >= 3).all(), "attention must have something to attend to"
-        nothing = batch.inputs["next_sentence_B"] == IGNORE
-        assert (batch.inputs["targets_PB"][:, nothing] == IGNORE).all()
-        assert (batch.inputs["positions_PB"][:, nothing] == 0).all()
-
-
-def test_arrays_are_int64_and_contiguous() -> None:
-    batches = pairs(many(), length=32, predictions=5)
-    for batch in (batches.local_batch(0, 2, 0, 1, 1)[0], next(batches.eval_batches(1, 2, 0, 1, 1))):
-        shapes = {name: array.shape for name, array in batch.inputs.items()}
-        assert shapes == {
-            "ids_SB": (32, 1),
-            "token_types_SB": (32, 1),
-            "mask_SB": (32, 1),
-            "positions_PB": (5, 1),
-            "targets_PB": (5, 1),
-            "next_sentence_B": (1,),
-        }
-        for array in (*batch.inputs.values(), batch.counts, batch.samples):
-            assert array.dtype == np.int64
-            assert array.flags.c_contiguous
-        arrays = list(batch.inputs.values())
-        assert not any(np.shares_memory(a, b) for n, a in enumerate(arrays) for b in arrays[:n])
-
-
 @pytest.mark.parametrize(
     "documents", [[[70]], [[1] * 70], [[20, 20, 20, 20]], [[40], [1]], [[1], [1]], [[1], [2]], [[500], [3, 500]]]
 )
@@ -284,9 +183,7 @@ def test_a_short_corpus_works(documents: list[list[int]]) -> None:
     batches = pairs(documents, length=32)
     chunks = batches.chunks.find(np.arange(batches.num_samples))
     for epoch in range(30):
-        indices = np.arange(batches.num_samples)
-        batch = batches.collate(indices, np.full_like(indices, epoch), indices)
-        for index, (a, b, label) in enumerate(segments(batch)):
+        for index, (a, b, label) in enumerate(segments(epoch_of(batches, epoch))):
             inside = chunks.start[index] <= b[0] - FIRST < chunks.end[index]
             assert inside == (label == 0)
             assert chunks.start[index] <= a[0] - FIRST <= a[-1] - FIRST < chunks.end[index]

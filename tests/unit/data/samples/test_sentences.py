@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.reading.text_sources import TextPiece
-from shardwise.data.rows import Part, Sentences
+from shardwise.data.rows import Part
 from shardwise.data.samples.sentence_pairs import ChunkIndex
 from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import PieceTexts, cut_sentences, sentence_pieces
+from tests.unit.data.samples.small_batches import arranged
 
 unhurried = settings(deadline=None)
 
@@ -82,12 +83,6 @@ def test_a_piece_knows_its_size() -> None:
 
 
 lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=8)
-
-
-def arranged(documents: list[list[int]]) -> Sentences:
-    """Of documents given by the lengths of their sentences."""
-    bounds = np.cumsum([0, *(length for document in documents for length in document)])
-    return Sentences(bounds, np.cumsum([0, *map(len, documents)]))
 
 
 @unhurried

@@ -3,7 +3,7 @@
 import gzip
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -21,17 +21,17 @@ from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats import stream as prepared_stream
 from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.stream import PreparedStream
 from shardwise.data.open_data import prepare
 from shardwise.data.reading import text_files
 from shardwise.data.reading import text_sources as shards_module
 from shardwise.data.reading.text_sources import FileShard
 from shardwise.data.samples import streaming as streaming_module
-from shardwise.data.samples.batch import Batch
+from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.streaming import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.sweeps import few
-from tests.unit.data.formats.test_text import sized, stories
+from tests.unit.data import small_runs
+from tests.unit.data.small_runs import batches_of, saved_rows, stories
 
 TEXTS = stories()[:120]
 GLOBAL, LENGTH = 8, 32
@@ -67,20 +67,14 @@ def write(at: Path, kind: str, texts: list[str], files: int = 3) -> Path:
 
 
 def config(path: Path | None, tokenizer: Path, buffer: int = 16, seed: int = 1, **data: Any) -> Config:
-    plain = sized(300, LENGTH, 0, tokenizer=str(tokenizer), split="1,0")
-    streamed = {"streaming": True, "shuffle_buffer": buffer, "path": path and str(path), **data}
-    return plain.model_copy(
-        update={
-            "data": type(plain.data)(**(plain.data.model_dump() | streamed)),
-            "train": plain.train.model_copy(update={"seed": seed}),
-        }
-    )
+    keys = {"split": "1,0", "streaming": True, "shuffle_buffer": buffer, "path": path and str(path), **data}
+    return small_runs.config(300, LENGTH, tokenizer=str(tokenizer), **keys).with_keys(train={"seed": seed})
 
 
-def opened(chosen: Config, root: Path) -> StreamBatches:
-    batches = make_batches(chosen, prepare(chosen, root), "train")
-    assert isinstance(batches, StreamBatches)
-    return batches
+@pytest.fixture
+def opened(tmp_path: Path, tokenizer: Path) -> Callable[..., StreamBatches]:
+    """The batches of a stream of this path, with these keys."""
+    return lambda path, **keys: batches_of(config(path, tokenizer, **keys), tmp_path / "cache")
 
 
 @pytest.fixture(scope="module")
@@ -90,83 +84,74 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Path:
 
 def rows(batches: list[Batch]) -> np.ndarray:
     """All samples of micro-batches, each its ids and its last target."""
-    ids = [np.concatenate([batch.inputs["ids_SB"], batch.inputs["targets_SB"][-1:]]).T for batch in batches]
-    return np.concatenate(ids)
+    return np.concatenate([np.vstack([batch.inputs["ids_SB"], batch.inputs["targets_SB"][-1:]]).T for batch in batches])
 
 
 def global_batch(batches: StreamBatches, consumed: int, size: int = GLOBAL) -> np.ndarray:
-    return rows(batches.local_batch(consumed, size, 0, 1, size))
+    return rows([batches.global_batch(consumed, size)])
+
+
+def documents_in(tokens: Any, tokenizer: Path) -> list[str]:
+    return Tokenizer.load(tokenizer).decode(tokens).split("<|endoftext|>")[:-1]
+
+
+def blocks_of(batches: StreamBatches, epoch: int) -> list[np.ndarray]:
+    """The tokens of the blocks of an epoch."""
+    place, found = StreamPosition(epoch=epoch), []
+    while place.epoch == epoch:
+        block = batches._stream.block(place)
+        found.append(np.array([]) if block.samples is None else block.samples.tokens)
+        place = block.stop
+    return found
 
 
 def epoch_documents(batches: StreamBatches, tokenizer: Path, epoch: int) -> list[str]:
     """The documents that the blocks of an epoch have, in their order."""
-    found, place = Tokenizer.load(tokenizer), StreamPosition(epoch=epoch)
-    texts: list[str] = []
-    while place.epoch == epoch:
-        block = batches._stream.block(place)
-        if block.samples is not None:
-            texts += found.decode(block.samples.tokens).split("<|endoftext|>")[:-1]
-        place = block.stop
-    return texts
+    return [text for tokens in blocks_of(batches, epoch) for text in documents_in(tokens, tokenizer)]
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "jsonl", "parquet"))
-def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Path, tmp_path: Path) -> None:
-    chosen = config(write(tmp_path / "data", kind, TEXTS), tokenizer)
-    batches = opened(chosen, tmp_path / "cache")
-    first, second = (epoch_documents(batches, tokenizer, epoch) for epoch in (0, 1))
+def test_every_document_once_an_epoch_in_another_order(kind: str, tokenizer: Path, opened: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "data", kind, TEXTS)
+    first, second = (epoch_documents(opened(path), tokenizer, epoch) for epoch in (0, 1))
     assert sorted(first) == sorted(second) == sorted(TEXTS)
     assert first != second != TEXTS
-    assert (
-        epoch_documents(opened(config(tmp_path / "data", tokenizer, seed=2), tmp_path / "cache"), tokenizer, 0) != first
-    )
+    assert epoch_documents(opened(path, seed=2), tokenizer, 0) != first
     # A buffer as large as the data shuffles all of them.
-    assert sorted(
-        epoch_documents(opened(config(tmp_path / "data", tokenizer, 999), tmp_path / "cache"), tokenizer, 0)
-    ) == sorted(TEXTS)
+    assert sorted(epoch_documents(opened(path, buffer=999), tokenizer, 0)) == sorted(TEXTS)
 
 
-def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
-    batches = opened(config(whole, tokenizer, buffer=1000), tmp_path)
+def test_every_token_is_a_target_once_but_the_first_of_a_block(whole: Path, opened: Any) -> None:
+    batches = opened(whole, buffer=1000)
     assert batches.epochs(100) == "of a stream, whose length is not known"
     block = batches._stream.block(StreamPosition())
-    assert block.samples is not None
-    tokens = block.samples.tokens
-    number = block.stop.samples
-    found = batches.local_batch(0, number, 0, 1, number)[0]
-    assert int(found.counts[0]) == len(tokens) - 1
-    kept = found.inputs["targets_SB"] != -100
-    assert np.array_equal(np.sort(found.inputs["targets_SB"][kept]), np.sort(tokens[1:]))
+    found = batches.global_batch(0, block.stop.samples)
+    assert int(found.counts[0]) == len(block.samples.tokens) - 1
+    targets = found.inputs["targets_SB"]
+    assert np.array_equal(np.sort(targets[targets != IGNORE]), np.sort(block.samples.tokens[1:]))
 
 
 @pytest.mark.parametrize("kind", few(KINDS, "jsonl.gz"))
 @settings(max_examples=6, deadline=None)
 @given(
-    stops=st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    degrees=st.lists(st.sampled_from([1, 2, 4, 8]), min_size=5, max_size=5),
+    runs=st.lists(st.tuples(st.integers(1, 30), st.sampled_from([1, 2, 4, 8])), min_size=1, max_size=4),
     buffer=st.sampled_from([1, 5, 16, 50, 1000]),
 )
 def test_stops_and_layouts_change_nothing(
-    kind: str,
-    stops: list[int],
-    degrees: list[int],
-    buffer: int,
-    tokenizer: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    kind: str, runs: list[tuple[int, int]], buffer: int, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Runs of so many global batches, each at another DP degree and begun from the state of the one before.
 
     An epoch has about 30 batches of 8 samples of 32 tokens.
     """
     at = tmp_path_factory.getbasetemp() / f"property-{kind}"
-    path = at / "data"
-    if not path.exists():
+    if not at.exists():
         at.mkdir()
-        write(path, kind, TEXTS[:24])
-    chosen = config(path, tokenizer, buffer)
-    reference, consumed, state = opened(chosen, at / "cache"), 0, None
-    for batches_of_run, degree in zip(stops, degrees, strict=False):
-        run = opened(chosen, at / "cache")
+        write(at / "data", kind, TEXTS[:24])
+    chosen = config(at / "data", tokenizer, buffer)
+    reference, consumed, state = batches_of(chosen, at / "cache"), 0, None
+    for batches_of_run, degree in runs:
+        run = batches_of(chosen, at / "cache")
         if state is not None:
             run.restore(json.loads(json.dumps(state)))
         for _ in range(batches_of_run):
@@ -183,11 +168,9 @@ def test_stops_and_layouts_change_nothing(
         assert state["samples"] <= consumed
 
 
-def test_readers_may_ask_in_any_order(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
-    chosen = config(whole, tokenizer, buffer=5)
-    ordered = opened(chosen, tmp_path)
+def test_readers_may_ask_in_any_order(whole: Path, opened: Any) -> None:
+    ordered, asked = opened(whole, buffer=5), opened(whole, buffer=5)
     expected = {consumed: global_batch(ordered, consumed) for consumed in range(0, 800, GLOBAL)}
-    asked = opened(chosen, tmp_path)
     wanted = np.random.default_rng(0).permutation(list(expected)).tolist()
     with ThreadPoolExecutor(4) as readers:
         for consumed, found in zip(wanted, readers.map(lambda one: global_batch(asked, one), wanted), strict=True):
@@ -196,11 +179,11 @@ def test_readers_may_ask_in_any_order(whole: Path, tokenizer: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", few(KINDS[:4], "jsonl.gz", "parquet"))
 def test_going_on_reads_a_block_and_no_more(
-    kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a state only the block at hand is read again, wherever it lies, and the next one: nothing is replayed."""
-    chosen = config(write(tmp_path / "data", kind, TEXTS), tokenizer, buffer=10)
-    first, consumed = opened(chosen, tmp_path / "cache"), 0
+    path = write(tmp_path / "data", kind, TEXTS)
+    first, consumed = opened(path, buffer=10), 0
     while first.state(consumed)["epoch"] < 1 or first.state(consumed)["block"] < 7:
         global_batch(first, consumed)
         consumed += GLOBAL
@@ -215,7 +198,7 @@ def test_going_on_reads_a_block_and_no_more(
             yield each
 
     monkeypatch.setattr(FileShard, "documents", watched)
-    second = opened(chosen, tmp_path / "cache")
+    second = opened(path, buffer=10)
     assert read == [], "a start looks at nothing"
     second.restore(state)
     assert np.array_equal(global_batch(second, consumed), expected)
@@ -224,11 +207,10 @@ def test_going_on_reads_a_block_and_no_more(
     assert second.state(consumed) == state
 
 
-def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
+def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, opened: Any) -> None:
     """A process that ends waits for its threads: not for a block of ten thousand documents."""
-    batches = opened(config(whole, tokenizer, buffer=40), tmp_path)
+    batches, closed = opened(whole, buffer=40), opened(whole, buffer=40)
     expected = [global_batch(batches, consumed) for consumed in (0, 240, 480)]
-    closed = opened(config(whole, tokenizer, buffer=40), tmp_path)
     begun, go_on, plain = Event(), Event(), closed._stream._tokens
 
     def slowly(documents: list[list[str]]) -> Any:
@@ -238,7 +220,7 @@ def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Pa
 
     assert np.array_equal(global_batch(closed, 0), expected[0])
     closed._next_block = None
-    closed._stream._tokens = slowly  # type: ignore[method-assign]
+    closed._stream._tokens = slowly
     ahead = closed._submit(closed._starts[-1])
     closed._next_block = closed._starts[-1], ahead
     assert begun.wait(60)
@@ -253,17 +235,14 @@ def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, tokenizer: Pa
 def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     chosen = config(whole, tokenizer, buffer=60, split="80,20")
     data = prepare(chosen, tmp_path)
-    assert isinstance(data, PreparedStream)
-    held = Tokenizer.load(tokenizer).decode(data.tokens["eval"]).split("<|endoftext|>")[:-1]
+    held = documents_in(data.tokens["eval"], tokenizer)
     assert 5 <= len(held) <= 20
     assert set(held) <= set(TEXTS[:60])
     batches = make_batches(chosen, data, "train")
-    assert isinstance(batches, StreamBatches)
     for epoch in (0, 1):
         trained = epoch_documents(batches, tokenizer, epoch)
         assert sorted(trained + held) == sorted(TEXTS), "each document is trained on or held out"
     evaluation = make_evaluation(chosen, data, "eval")
-    assert evaluation is not None
     assert sum(int(batch.counts[0]) for batch in evaluation.eval_batches(99, 8, 0, 1, 8)) == data.count("eval") - 1
     assert data.beginning("train", 5) == Tokenizer.load(tokenizer).encode(TEXTS[0])[:5].tolist()
     with pytest.raises(DataError, match=r"data\.streaming \(true\) must be false where the training part of"):
@@ -276,24 +255,15 @@ def test_splits_with_names_are_parts(tokenizer: Path, tmp_path: Path) -> None:
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     chosen = config(tmp_path / "saved", tokenizer, buffer=20, split="train,valid")
     data = prepare(chosen, tmp_path / "cache")
-    assert isinstance(data, PreparedStream)
-    batches = make_batches(chosen, data, "train")
-    assert isinstance(batches, StreamBatches)
-    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS[:90])
-    held = Tokenizer.load(tokenizer).decode(data.tokens["eval"]).split("<|endoftext|>")[:-1]
-    assert held == TEXTS[90:110], "a block of the split"
+    assert sorted(epoch_documents(make_batches(chosen, data, "train"), tokenizer, 0)) == sorted(TEXTS[:90])
+    assert documents_in(data.tokens["eval"], tokenizer) == TEXTS[90:110], "a block of the split"
 
 
-def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_end_a_block(whole: Path, tokenizer: Path, opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded whatever the documents are, and the same blocks come of it everywhere."""
     monkeypatch.setattr(streaming_module, "BLOCK_CHARACTERS", 2000)
-    path = write(tmp_path / "data", "jsonl", TEXTS)
-    batches = opened(config(path, tokenizer, buffer=1000), tmp_path / "cache")
-    place, sizes = StreamPosition(), []
-    while place.epoch == 0:
-        block = batches._stream.block(place)
-        sizes.append(0 if block.samples is None else len(block.samples.tokens))
-        place = block.stop
+    batches = opened(whole, buffer=1000)
+    sizes = [len(tokens) for tokens in blocks_of(batches, 0)]
     assert len(sizes) > 10
     assert max(sizes) < 4000
     assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(TEXTS)
@@ -301,55 +271,48 @@ def test_long_documents_end_a_block(tmp_path: Path, tokenizer: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["one.txt", "one.txt.gz"])
 def test_a_long_text_is_several_documents(
-    name: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tokenizer: Path, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else all of a file, however large, would be in memory at once."""
     monkeypatch.setattr(shards_module, "BLOCK_CHARACTERS", 700)
     monkeypatch.setattr(text_files, "BLOCK", 100)
     content = ("\ufeff" + " – ".join(TEXTS)).encode()
-    (tmp_path / "data").mkdir()
-    path = tmp_path / "data" / name
+    path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    batches = opened(config(path, tokenizer, buffer=4), tmp_path / "cache")
-    found = list(shards_module.open_shard(str(path), config(path, tokenizer).data).documents(0))
+    shard = shards_module.open_shard(str(path), config(path, tokenizer).data)
+    found = list(shard.documents(0))
     parts = ["".join(blocks) for _, blocks in found]
     assert "".join(parts) == " – ".join(TEXTS)
     assert len(parts) > 5
     assert max(map(len, parts)) < 900
     for number, (after, _) in enumerate(found):
-        rest = shards_module.open_shard(str(path), config(path, tokenizer).data).documents(after)
-        assert ["".join(blocks) for _, blocks in rest] == parts[number + 1 :], f"from byte {after} on"
-    assert sorted(epoch_documents(batches, tokenizer, 0)) == sorted(parts)
+        rest = ["".join(blocks) for _, blocks in shard.documents(after)]
+        assert rest == parts[number + 1 :], f"from byte {after} on"
+    assert sorted(epoch_documents(opened(path, buffer=4), tokenizer, 0)) == sorted(parts)
 
 
-def test_a_bad_line_after_going_on_has_its_number(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_bad_line_after_going_on_has_its_number(opened: Any, tmp_path: Path) -> None:
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"".join([*lines[:100], b"{}\n", *lines[101:]]))
-    run = opened(config(file, tokenizer, buffer=10), tmp_path / "cache")
-    run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": sum(map(len, lines[:90]))})
-    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, sum(map(len, lines[:90])))).stop.samples)
+    run, offset = opened(file, buffer=10), sum(map(len, lines[:90]))
+    run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": offset})
+    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, offset)).stop.samples)
     with pytest.raises(DataError, match=r"a\.jsonl: line 101 has no field 'text'"):
         global_batch(run, 0, size + 1)
 
 
-def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
+def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -> None:
+    saved_rows(tmp_path / "tokens", text=[[1, 2]] * 100)
     with pytest.raises(DataError, match=r"arrow holds token ids in 'text', not text: set data\.streaming=false, and"):
-        prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
-
-
-def test_a_file_of_the_hub_that_is_no_table_of_texts_is_refused(tokenizer: Path) -> None:
+        opened(tmp_path / "tokens")
     data = config(None, tokenizer, dataset="acme/tiny").data
     said = r"acme/tiny/a\.csv must be a \.parquet, \.jsonl or \.json file for data\.streaming: set it to false, or"
     with pytest.raises(DataError, match=said):
         shards_module.open_shard("hf://datasets/acme/tiny/a.csv", data)
-
-
-def test_files_that_were_emptied_are_told(tokenizer: Path, tmp_path: Path) -> None:
-    """And not read over and over."""
+    # Files that were emptied are told, and not read over and over.
     path = write(tmp_path / "data", "datasets", TEXTS)
-    batches = opened(config(path, tokenizer), tmp_path / "cache")
+    batches = opened(path)
     shutil.rmtree(path)
     datasets.Dataset.from_dict({"text": [""] * 3}).save_to_disk(path, num_shards=3)
     with pytest.raises(DataError, match=r"must have a document to train on, and a whole epoch has none"):
@@ -358,16 +321,15 @@ def test_files_that_were_emptied_are_told(tokenizer: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["jsonl", "datasets"])
 def test_another_folder_and_another_name_of_the_path_find_the_same_files(
-    kind: str, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "data", kind, TEXTS)
     monkeypatch.chdir(tmp_path)
-    wanted = global_batch(opened(config(Path("data"), tokenizer), tmp_path / "cache"), 0)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
+    wanted = global_batch(opened(Path("data")), 0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setattr(prepared_stream, "_build", None)  # the entry is the one that was made there
-    assert np.array_equal(global_batch(opened(config(path, tokenizer), tmp_path / "cache"), 0), wanted)
+    assert np.array_equal(global_batch(opened(path), 0), wanted)
 
 
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import tokenizers
+import transformers
 from tokenizers import models, normalizers, trainers
 
 from shardwise.base.errors import DataError
-from shardwise.config import load_config
 from shardwise.data.open_data import prepare
 from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, export_user_tokenizer, open_user_tokenizer
+from tests.unit.data.small_runs import config
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files, piece_model
 
 
@@ -30,6 +31,7 @@ def fast_tokenizer(folder: Path, **files: object) -> tuple[Path, int]:
 
 
 FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
+LSTRIP = {"lstrip": True}
 NAMED = "the <x> fox<PAD>over <|im_end|> a<two>  <two>b <x><x> dog</s> <image>"
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 
@@ -59,16 +61,10 @@ PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": F
         },
         {"tokenizer_config": {**FAST, "additional_special_tokens": ["<x>", "<two>"], "image_token": "<image>"}},
         {"tokenizer_config": {**FAST, "extra_special_tokens": {"image_token": "<image>"}, "eos_token": "fox"}},
-        {
-            "tokenizer_config": {
-                **FAST,
-                "pad_token": {"__type": "AddedToken", "content": "<PAD>", **PLAIN, "lstrip": True},
-            }
-        },
+        {"tokenizer_config": {**FAST, "pad_token": {"__type": "AddedToken", "content": "<PAD>", **PLAIN, **LSTRIP}}},
     ],
 )
 def test_fault_12_files_beside_a_tokenizer_add_what_transformers_adds(files: dict[str, Any], tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     folder, size = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)
     export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
@@ -95,7 +91,6 @@ def test_fault_12_a_checkpoint_has_the_ids_that_were_trained_on(
     files: dict[str, Any], model: str, tmp_path: Path
 ) -> None:
     """Whatever class transformers has for the model."""
-    transformers = pytest.importorskip("transformers")
     folder, _ = fast_tokenizer(tmp_path / "own", **files)
     tokenizer = open_user_tokenizer(str(folder), 1 << 20)
     export_user_tokenizer(str(folder), tokenizer, tmp_path / "export")
@@ -105,7 +100,6 @@ def test_fault_12_a_checkpoint_has_the_ids_that_were_trained_on(
 
 
 def test_fault_12_a_vocabulary_has_the_tokens_beside_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     folder = gpt2_files(tmp_path / "own")
     settings = {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<PAD>", "eos_token": END_OF_DOCUMENT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -144,7 +138,6 @@ def test_fault_12_files_that_contradict_the_vocabulary(files: dict[str, Any], to
 
 
 def test_fault_15_bpe_dropout_is_off(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     folder, size = fast_tokenizer(tmp_path / "own", tokenizer_config=FAST)
     plain = Tokenizer.load(folder).encode(TEXT[0]).tolist()
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -157,12 +150,8 @@ def test_fault_15_bpe_dropout_is_off(tmp_path: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "export")(TEXT[0])["input_ids"] == plain
     assert Tokenizer.load(tmp_path / "export").note is None
     (tmp_path / "a.txt").write_text(TEXT[0])
-    config = load_config(
-        "llama2-tiny",
-        [f"data.path={tmp_path / 'a.txt'}", f"data.tokenizer={folder}", "data.split=1,0", f"model.vocab_size={size}",
-         "train.sequence_length=8", "train.eval_every=0"],
-    )  # fmt: skip
+    chosen = config(size, 8, path=str(tmp_path / "a.txt"), tokenizer=str(folder), split="1,0")
     told: list[str] = []
     for _ in range(2):
-        prepare(config, tmp_path / "cache", announce=told.append)
+        prepare(chosen, tmp_path / "cache", announce=told.append)
     assert [line for line in told if "BPE dropout" in line] == [tokenizer.note]

@@ -53,8 +53,7 @@ ANSWER:{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
 
 def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
     """A tokenizer that was trained here; it has this template, or a built-in one if None is given."""
-    tokenizer = train_tokenizer(TEXT, 300, "text", chat=chat)
-    tokenizer.save(path)
+    train_tokenizer(TEXT, 300, "text", chat=chat).save(path)
     if template is None:
         add_template(path, "trained")
     else:
@@ -62,10 +61,8 @@ def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
     return path
 
 
-def template_of(path: Path) -> ChatTemplate:
-    template = ChatTemplate.of(path)
-    assert template is not None
-    return template
+def template_of(path: Path, template: str | None, *, chat: bool = True) -> ChatTemplate:
+    return ChatTemplate.of(folder_with(path, template, chat=chat))
 
 
 def answers(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
@@ -76,53 +73,38 @@ def answers(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
 @pytest.mark.parametrize("source", [None, QWEN, LLAMA, MARKED])
 @pytest.mark.parametrize("chat", [True, False])
 def test_text_and_ids_are_those_of_transformers(tmp_path: Path, source: str | None, chat: bool) -> None:
-    folder = folder_with(tmp_path / "tokenizer", source, chat=chat)
-    template = template_of(folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    template = template_of(tmp_path, source, chat=chat)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     for prompt in (True, False):
         text = template.render(CHAT, add_generation_prompt=prompt)
         assert text == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=prompt)
         ids = theirs.apply_chat_template(CHAT, return_dict=False, add_generation_prompt=prompt)
         assert template.tokenizer.encode(text).tolist() == ids
     assert template.rendered_chat(Conversation(CHAT)).text == template.render(CHAT, add_generation_prompt=False)
-
-
-@pytest.mark.parametrize(
-    ("source", "chat", "end"),
-    [
-        (None, True, "<|im_end|>"),
-        (None, False, "<|endoftext|>"),
-        (QWEN, True, "<|im_end|>"),
-        (LLAMA, True, "<|im_end|>"),
-        (MARKED, True, "<|im_end|>"),
-    ],
-)
-def test_answers_are_trained_on_with_the_token_that_ends_them(
-    tmp_path: Path, source: str | None, chat: bool, end: str
-) -> None:
-    template = template_of(folder_with(tmp_path / "tokenizer", source, chat=chat))
-    first = "I am a model." if source is LLAMA else "I am a model.\n"
-    assert answers(template, CHAT) == [first + end, f"Once upon a time, a fox.{end}"]
-    assert answers(template, CHAT[:2]) == []
-    assert template.stop_tokens == (end,)
+    # Answers are trained on with the token that ends them.
+    end = "<|im_end|>" if chat or source else "<|endoftext|>"
+    if chat or source is None:
+        first = "I am a model." if source is LLAMA else "I am a model.\n"
+        assert answers(template, CHAT) == [first + end, f"Once upon a time, a fox.{end}"]
+        assert answers(template, CHAT[:2]) == []
+        assert template.stop_tokens == (end,)
 
 
 def test_an_answer_without_a_token_that_ends_it_is_trained_on_with_the_text_after_it(tmp_path: Path) -> None:
     source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    template = template_of(folder_with(tmp_path / "tokenizer", source))
+    template = template_of(tmp_path, source)
     assert answers(template, CHAT)[1] == "Once upon a time, a fox.\n"
     assert template.stop_tokens == ("<|im_end|>",)  # of the tokenizer
 
 
 def test_white_space_around_an_answer_belongs_to_it(tmp_path: Path) -> None:
     """GPT-NeoX's tokenizer leaves white space out of the offsets of a token, which a search for its start must bear."""
-    folder = folder_with(tmp_path / "tokenizer", None)
-    file = folder / "tokenizer.json"
+    file = folder_with(tmp_path, None) / "tokenizer.json"
     trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     file.write_text(json.dumps({**json.loads(file.read_text()), "post_processor": trimming}))
-    template = template_of(folder)
+    template = ChatTemplate.of(tmp_path)
     messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "  I am\n\n "}] * 2
     ((ids, found, _),) = encode_chats(template, [(lambda: "here", Conversation(messages))])
     assert [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()] == ["  I am\n\n <|im_end|>"] * 2
@@ -140,9 +122,8 @@ THINKING = (
 
 
 def test_of_answers_that_a_template_rewrites_the_last_one_is_learned(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path / "tokenizer", THINKING)
-    template = template_of(folder)
-    theirs = AutoTokenizer.from_pretrained(folder)
+    template = template_of(tmp_path, THINKING)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     answer = "<think>\n\n</think>\n\nOnce upon a time, a fox.<|im_end|>"
     # What follows the last answer teaches nothing, and would rewrite it.
     for messages in (CHAT, [*CHAT, {"role": "user", "content": "Thanks."}]):
@@ -154,18 +135,17 @@ def test_of_answers_that_a_template_rewrites_the_last_one_is_learned(tmp_path: P
 
 
 def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    train_tokenizer(TEXT, 300, "text", chat=True).save(folder)
-    assert ChatTemplate.of(folder) is None
-    settings = folder / "tokenizer_config.json"
+    train_tokenizer(TEXT, 300, "text", chat=True).save(tmp_path)
+    assert ChatTemplate.of(tmp_path) is None
+    settings = tmp_path / "tokenizer_config.json"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for value, expected in (("S", "S"), (named, "D")):
         settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": value}))
-        assert template_of(folder).source == expected
-    (folder / CHAT_TEMPLATE).write_text("F")
-    assert template_of(folder).source == "F"
-    add_template(folder, "it")
-    assert template_of(folder).source == "F"
+        assert ChatTemplate.of(tmp_path).source == expected
+    (tmp_path / CHAT_TEMPLATE).write_text("F")
+    assert ChatTemplate.of(tmp_path).source == "F"
+    add_template(tmp_path, "it")
+    assert ChatTemplate.of(tmp_path).source == "F"
 
 
 # In the manner of Qwen3: tools, calls of them and their results; it reads text and parts.
@@ -192,27 +172,25 @@ CALLING: list[Message] = [
 
 def test_tools_and_calls_of_them_are_those_of_transformers(tmp_path: Path) -> None:
     """Also by the template for tools, where a tokenizer has several."""
-    folder = folder_with(tmp_path / "tokenizer", TOOLS)
     variables = {"tools": [TOOL], "style": "brief"}
     chat = Conversation(CALLING, variables)
     call = '(A story?)weather{"city": "Ulm", "days": 3}<|im_end|>'
     for source in (TOOLS, QWEN):
-        (folder / CHAT_TEMPLATE).write_text(source)
-        template, theirs = template_of(folder), AutoTokenizer.from_pretrained(folder)
-        expected = theirs.apply_chat_template(CALLING, return_dict=False, **variables)
+        template = template_of(tmp_path, source)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
         ((ids, found, _),) = encode_chats(template, [(lambda: "here", chat)])
-        assert ids.tolist() == expected
+        assert ids.tolist() == theirs.apply_chat_template(CALLING, return_dict=False, **variables)
         learned = [template.tokenizer.decode(ids[begin:end]) for begin, end in found.tolist()]
         assert learned == [call, "Once upon a time.<|im_end|>"]
         assert "brief" in template.tokenizer.decode(ids)
-        (folder / "additional_chat_templates").mkdir(exist_ok=True)
-        (folder / "additional_chat_templates/tool_use.jinja").write_text(TOOLS)
+        (tmp_path / "additional_chat_templates").mkdir(exist_ok=True)
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(TOOLS)
     assert template.rendered_chat(Conversation(CHAT)).text == theirs.apply_chat_template(CHAT, tokenize=False)
 
 
 @pytest.mark.parametrize("source", [QWEN, MARKED, THINKING])
 def test_an_answer_of_weight_0_is_no_target(tmp_path: Path, source: str) -> None:
-    template = template_of(folder_with(tmp_path / "tokenizer", source))
+    template = template_of(tmp_path, source)
     (first, *_), last = answers(template, CHAT[:3]), answers(template, CHAT)[-1]
     for number, expected in ((2, last), (4, first)):
         rendered = template.rendered_chat(Conversation(CHAT, not_learned=frozenset([number])))
@@ -222,7 +200,7 @@ def test_an_answer_of_weight_0_is_no_target(tmp_path: Path, source: str) -> None
 
 def test_a_first_answer_needs_a_template_that_renders_no_message(tmp_path: Path) -> None:
     chat = Conversation([CHAT[2], *CHAT[1:3]])
-    template = template_of(folder_with(tmp_path / "tokenizer", "{% set first = messages[0].content %}" + QWEN))
+    template = template_of(tmp_path, "{% set first = messages[0].content %}" + QWEN)
     with pytest.raises(DataError, match=r"^the first message must not be an answer that is learned, .* the weight 0"):
         template.rendered_chat(chat)
     assert len(template.rendered_chat(replace(chat, not_learned=frozenset([0]))).answers) == 1
@@ -233,14 +211,14 @@ def test_what_nothing_reads_is_named(tmp_path: Path) -> None:
     chat = Conversation([*CALLING[1:2], {"role": "assistant", "content": "A.", "tool_calls": [CALL], "weight": 1}])
     chat = replace(chat, variables={"tools": [TOOL]})
     for source, expected in ((QWEN, {"tool_calls", "tools"}), (TOOLS, set()), (MARKED, {"tool_calls", "tools"})):
-        template = template_of(folder_with(tmp_path / "tokenizer", source))
+        template = template_of(tmp_path, source)
         assert template.unread(chat, ()) == expected
     named = Conversation([{"role": "user", "content": "Who?", "name": "Ann"}, *CHAT[2:3]])
     assert template.unread(named, ()) == set(), "MARKED writes the whole message"
 
 
 def test_parts_of_text_are_joined_for_a_template_that_reads_text_alone(tmp_path: Path) -> None:
-    template = template_of(folder_with(tmp_path / "tokenizer", LLAMA))
+    template = template_of(tmp_path, LLAMA)
     parts = [{"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "is it?"}]}]
     whole = [{"role": "user", "content": "Who is it?"}]
     texts = [template.render(messages, add_generation_prompt=True) for messages in (parts, whole)]
@@ -265,7 +243,7 @@ WORK = {
 @pytest.mark.parametrize("name", WORK)
 def test_a_template_writes_and_works_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Under a bound that is reached in a moment."""
-    template = template_of(folder_with(tmp_path / "tokenizer", WORK[name]))
+    template = template_of(tmp_path, WORK[name])
     messages = [{"role": "user", "content": "Once upon a time. " * 40}]
     monkeypatch.setattr("shardwise.data.tokens.template_sandbox.MOST_WORK", 1 << 20)
     with pytest.raises(DataError, match=r"refuses the conversation: it must write at most 1,048,576 characters, of"):
@@ -284,24 +262,20 @@ FAULTS = {
 
 @pytest.mark.parametrize("source", FAULTS)
 def test_a_template_that_fails_is_refused_in_one_sentence(tmp_path: Path, source: str) -> None:
-    folder = folder_with(tmp_path / "tokenizer", source)
     with pytest.raises(DataError) as error:
-        template_of(folder).rendered_chat(Conversation(CHAT))
-    assert FAULTS[source] in str(error.value)
-    assert str(folder / CHAT_TEMPLATE) in str(error.value)
-    assert len(error.value.problems) == 1
+        template_of(tmp_path, source).rendered_chat(Conversation(CHAT))
+    (problem,) = error.value.problems
+    assert FAULTS[source] in problem
+    assert str(tmp_path / CHAT_TEMPLATE) in problem
 
 
 def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
-    template = template_of(folder_with(tmp_path / "tokenizer", None))
+    template = template_of(tmp_path, None)
     with pytest.raises(DataError, match="U\\+FDD0"):
         template.render([{"role": "user", "content": "\ufdd0"}], add_generation_prompt=True)
 
 
 def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    backend.save(str(folder / "tokenizer.json"))
+    Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):
-        add_template(folder, "its name")
+        add_template(tmp_path, "its name")

@@ -17,8 +17,8 @@ from shardwise.data.open_data import prepare
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer
-from tests.unit.data.formats.test_text import sized
 from tests.unit.data.prepare.jobs import Folder
+from tests.unit.data.small_runs import config, saved_rows
 
 CHOICES = [*product([None, True, False], [None, True])]
 
@@ -65,17 +65,15 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
     documents = expected_documents(folder, append_eod, prepend_bos)
     tokens = [token for row in documents for token in row]
     common = {"path": text, "tokenizer": str(folder.at / "tokenizer"), "split": "1,0", **keys}
-    prepared = prepare(sized(300, 32, 0, **common), folder.at / "cache")
-    assert prepared.beginning("train", 10**6) == tokens
-    stream = prepare(sized(300, 32, 0, **common, streaming=True), folder.at / "cache")
+    assert prepare(config(300, 32, **common), folder.at / "cache").beginning("train", 10**6) == tokens
+    streamed = config(300, 32, **common, streaming=True)
+    stream = prepare(streamed, folder.at / "cache")
     assert stream.beginning("train", 5) == documents[0][:5]
-    batches = make_batches(sized(300, 32, 0, **common, streaming=True), stream, "train")
-    assert batches is not None
-    block = batches._stream.block(batches._starts[0])  # type: ignore[attr-defined]
+    batches = make_batches(streamed, stream, "train")
+    block = batches._stream.block(batches._starts[0])
     assert sorted(block.samples.tokens.tolist()) == sorted(tokens)
     batches.close()
-    options = {"append_eod": append_eod is not False, "prepend_bos": bool(prepend_bos)}
-    folder.run(folder.job(name, **options))
+    folder.run(folder.job(name, append_eod=append_eod is not False, prepend_bos=bool(prepend_bos)))
     assert [*map(int, IndexedFile.open(folder.at / name).tokens)] == tokens
     found = inspect(text, 1, {"tokenizer": common["tokenizer"], **keys})
     around = [*["begins with [CLS]"] * bool(prepend_bos), *["ends with [SEP]"] * (append_eod is not False)]
@@ -83,19 +81,14 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
     assert found.counts["bytes_per_token"] == sum(map(len, map(str.encode, folder.documents))) / len(tokens)
 
 
-def test_caches_and_fingerprints_are_of_the_marks(folder: Folder) -> None:
-    found: dict[bool, list[str]] = {}
-    for streaming in (False, True):
-        for append_eod, prepend_bos in CHOICES:
-            keys: dict[str, Any] = {"append_eod": append_eod, "prepend_bos": prepend_bos}
-            if streaming:  # more than a block, so that no token of it is in the cache
-                keys |= {"streaming": True, "shuffle_buffer": 10}
-            named = {"path": str(folder.at / "text.jsonl"), "tokenizer": str(folder.at / "tokenizer"), "split": "1,0"}
-            data = prepare(sized(300, 32, 0, **named, **keys), folder.at / "cache")
-            found.setdefault(streaming, []).append(data.fingerprint)
-    for streaming, prints in found.items():
-        assert prints[:2] == prints[2:4], f"true is what null means (streaming={streaming})"
-        assert len(set(prints)) == 4, f"other tokens are other data (streaming={streaming})"
+# More than a block, so that no token of a stream is in the cache.
+@pytest.mark.parametrize("reading", [{}, {"streaming": True, "shuffle_buffer": 10}])
+def test_caches_and_fingerprints_are_of_the_marks(folder: Folder, reading: dict[str, Any]) -> None:
+    keys = {"path": str(folder.at / "text.jsonl"), "tokenizer": str(folder.at / "tokenizer"), "split": "1,0", **reading}
+    marked = [config(300, 32, append_eod=end, prepend_bos=begin, **keys) for end, begin in CHOICES]
+    prints = [prepare(each, folder.at / "cache").fingerprint for each in marked]
+    assert prints[:2] == prints[2:4], "true is what null means"
+    assert len(set(prints)) == 4, "other tokens are other data"
 
 
 def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
@@ -114,16 +107,14 @@ def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [{"append_eod": False}, {"prepend_bos": True}])
 def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, bool], tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 40}).save_to_disk(str(tmp_path / "rows"))
+    saved_rows(tmp_path / "rows", input_ids=[[1, 2, 3]] * 40)
     folder.run(folder.job("held"))
     text = r"data\.\w+ \((true|false)\) must be null with data\.path \(.*\), whose tokens are read as they are"
     keys = {**keys, "tokenizer": str(folder.at / "tokenizer")}
     for path in (folder.at / "held", tmp_path / "rows"):
         with pytest.raises(ConfigError, match=text):
-            prepare(sized(300, 32, 0, path=str(path), **keys), tmp_path / "cache")
+            prepare(config(300, 32, path=str(path), **keys), tmp_path / "cache")
         with pytest.raises(ConfigError, match=text):
             inspect(str(path), 1, keys)
-    (problem,) = glance(sized(300, 32, 0, path=str(folder.at / "held"), **keys)).problems
+    (problem,) = glance(config(300, 32, path=str(folder.at / "held"), **keys)).problems
     assert "whose tokens are read as they are" in problem

@@ -45,13 +45,11 @@ NO_WORDS = {"type": "WordLevel", "vocab": {}, "unk_token": "a"}
 ENDLESS = {"type": "Split", "pattern": {"Regex": "(a+)+$b"}, "behavior": "Isolated", "invert": False}
 
 
-PARTS = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-
-
 def tokenizer_json(**parts: object) -> str:
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     vocabulary = {"a": 0, "b": 1, END_OF_DOCUMENT: 2}
     plain = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}, "added_tokens": []}
-    return json.dumps({"version": "1.0"} | dict.fromkeys(PARTS) | plain | parts)
+    return json.dumps({"version": "1.0"} | dict.fromkeys(names) | plain | parts)
 
 
 def gpt2_files(folder: Path, prefix: str = "") -> Path:
@@ -79,6 +77,12 @@ def piece_model(folder: Path, **options: object) -> Path:
         texts = iter([line for text in [*TEXT, "aaaa aaaaa ababab bananas\n" * 9] for line in text.split("\n")])
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=texts, model_writer=file, **chosen)
     return folder
+
+
+def reference_of(folder: Path) -> Any:
+    """The model as its own library reads it."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
 def same_as(tokenizer: Tokenizer, reference: Callable[[str], Sequence[int]], texts: Sequence[str] = STRANGE) -> None:
@@ -114,6 +118,12 @@ def test_gpt2_files(tmp_path: Path) -> None:
     assert exported(folder, tmp_path / "export").bos_token == END_OF_DOCUMENT
     kept = {file.name for file in (tmp_path / "export").iterdir()}
     assert {"vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"} <= kept
+    # A changed file is another tokenizer.
+    before = user_tokenizer_digest(str(folder))
+    merges = (folder / "merges.txt").read_text(encoding="utf-8")
+    (folder / "merges.txt").write_text(merges.replace("#version: 0.2\n", ""), encoding="utf-8")
+    assert user_tokenizer_digest(str(folder)) != before
+    assert user_tokenizer_digest(str(folder / "vocab.json")) == user_tokenizer_digest(str(folder))
 
 
 def test_files_of_another_name(tmp_path: Path) -> None:
@@ -132,15 +142,6 @@ def test_files_of_another_name(tmp_path: Path) -> None:
         Tokenizer.load(folder)
 
 
-def test_a_changed_file_is_another_tokenizer(tmp_path: Path) -> None:
-    folder = gpt2_files(tmp_path / "own")
-    before = user_tokenizer_digest(str(folder))
-    merges = (folder / "merges.txt").read_text(encoding="utf-8")
-    (folder / "merges.txt").write_text(merges.replace("#version: 0.2\n", ""), encoding="utf-8")
-    assert user_tokenizer_digest(str(folder)) != before
-    assert user_tokenizer_digest(str(folder / "vocab.json")) == user_tokenizer_digest(str(folder))
-
-
 def test_added_tokens(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
     (folder / "added_tokens.json").write_text('{"<second>": 301, "<first>": 300}')
@@ -154,32 +155,25 @@ def test_added_tokens(tmp_path: Path) -> None:
         open_user_tokenizer(str(folder), 400)
 
 
-def breakage(folder: Path, name: str, content: str) -> Path:
-    (folder / name).write_text(content, encoding="utf-8")
-    return folder
-
-
-def vocabulary(folder: Path) -> dict[str, int]:
-    held: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    return held
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "text"),
-    [
-        ("vocab.json", "{", r"vocab\.json cannot be read: "),
-        ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
-        ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
-        ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
-        ("tokenizer_config.json", '{"tokenizer_class": "Qwen2TokenizerFast"}', "is a Qwen2Tokenizer's, which splits"),
-        ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
-        ("tokenizer.json", tokenizer_json(normalizer=CHARSMAP), "is not a tokenizer that Hugging Face tokenizers can"),
-        ("tokenizer.json", tokenizer_json(model=NO_WORDS), "must have tokens, and its vocabulary is empty"),
-    ],
+BROKEN = (
+    ("vocab.json", "{", r"vocab\.json cannot be read: "),
+    ("vocab.json", '{"a": "b"}', r"vocab\.json must hold tokens and their ids, such as"),
+    ("vocab.json", '{"a": 1, "b": 1}', r"vocab\.json gives one id to two tokens"),
+    ("vocab.json", '{"a": 0, "b": 1}', r"vocab\.json lacks 254 of the 256 bytes"),
+    ("tokenizer_config.json", '{"tokenizer_class": "Qwen2TokenizerFast"}', "is a Qwen2Tokenizer's, which splits"),
+    ("tokenizer.json", "{", "is not a tokenizer that Hugging Face tokenizers can read"),
+    ("tokenizer.json", tokenizer_json(normalizer=CHARSMAP), "is not a tokenizer that Hugging Face tokenizers can"),
+    ("tokenizer.json", tokenizer_json(model=NO_WORDS), "must have tokens, and its vocabulary is empty"),
+    ("merges.txt", "a \udcff\n", r"merges\.txt must be UTF-8, and byte 2 is not: copy it again"),
 )
+
+
+@pytest.mark.parametrize(("name", "content", "text"), BROKEN)
 def test_broken_files(name: str, content: str, text: str, tmp_path: Path) -> None:
+    folder = gpt2_files(tmp_path / "own")
+    (folder / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(DataError, match=text):
-        open_user_tokenizer(str(breakage(gpt2_files(tmp_path / "own"), name, content)), 1000)
+        open_user_tokenizer(str(folder), 1000)
 
 
 def test_an_expression_at_which_the_library_panics(tmp_path: Path) -> None:
@@ -192,38 +186,32 @@ def test_an_expression_at_which_the_library_panics(tmp_path: Path) -> None:
             encode(text)
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
-    folder = gpt2_files(tmp_path / "own")
-    (folder / "merges.txt").write_bytes(b"a \xff\n")
-    with pytest.raises(DataError, match=r"merges\.txt must be UTF-8, and byte 2 is not: copy it again"):
-        open_user_tokenizer(str(folder), 300)
-
-
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folder = gpt2_files(tmp_path / "own")
+    (tmp_path / "empty").mkdir()
+
+    def expect(path: Path, told: str) -> None:
+        with pytest.raises(DataError, match=told):
+            open_user_tokenizer(str(path), 300)
+
     (folder / "merges.txt").unlink()
-    with pytest.raises(DataError, match=r"must hold a tokenizer, which is .*: it has vocab\.json"):
-        open_user_tokenizer(str(folder), 300)
-    with pytest.raises(DataError, match=r"vocab\.json must have merges\.txt beside it"):
-        open_user_tokenizer(str(folder / "vocab.json"), 300)
+    expect(folder, r"must hold a tokenizer, which is .*: it has vocab\.json")
+    expect(folder / "vocab.json", r"vocab\.json must have merges\.txt beside it")
     (folder / "vocab.json").rename(folder / "other.bin")
     kinds = (
         r"tokenizer\.json, vocab\.json with merges\.txt, tokenizer\.model, vocab\.txt, tekken\.json or "
         r"gpt2-vocab\.json with gpt2-merges\.txt"
     )
-    with pytest.raises(DataError, match=rf"own must hold a tokenizer, which is {kinds}: it has other\.bin"):
-        open_user_tokenizer(str(folder), 300)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="it is empty"):
-        open_user_tokenizer(str(tmp_path / "empty"), 300)
-    with pytest.raises(DataError, match=r"data\.tokenizer \(.*/own/vocab\.json\) must be a tokenizer's file or "):
-        open_user_tokenizer(str(folder / "vocab.json"), 300)
+    expect(folder, rf"own must hold a tokenizer, which is {kinds}: it has other\.bin")
+    expect(tmp_path / "empty", "it is empty")
+    expect(folder / "vocab.json", r"data\.tokenizer \(.*/own/vocab\.json\) must be a tokenizer's file or ")
+    with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):
+        Tokenizer.load(tmp_path / "nothing")
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder = piece_model(tmp_path / "own")
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    reference = reference_of(folder)
     for path in (folder, folder / "tokenizer.model"):
         tokenizer = open_user_tokenizer(str(path), 380)
         assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (380, reference.eos_id())
@@ -232,62 +220,44 @@ def test_sentencepiece(tmp_path: Path) -> None:
         for text in (*TEXT, *STRANGE):
             assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
     same_as(Tokenizer.load(folder), reference.encode, ["an <unk> in a text"])
+    # On any text: few letters make many ways to the same piece, and every text has all of them.
+    draw = random.Random(0)
+    for letters in ("ab", "a b", "ban ", "thequickfox \n", " ▁", "a\x00é🦊 "):
+        same_as(tokenizer, reference.encode, ["".join(draw.choices(letters, k=1 + i % 60)) for i in range(400)])
     theirs = exported(folder, tmp_path / "export")
     assert (theirs.bos_token, theirs.eos_token) == ("<s>", "</s>")
     assert special_token_ids(tmp_path / "export") == {"bos_token_id": 1, "eos_token_id": 2}
     assert (tmp_path / "export/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
-def test_sentencepiece_on_any_text(tmp_path: Path) -> None:
-    """Few letters make many ways to the same piece, and every text has all of them."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    tokenizer = Tokenizer.load(piece_model(tmp_path / "own"))
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "own/tokenizer.model"))
-    draw = random.Random(0)
-    for letters in ("ab", "a b", "ban ", "thequickfox \n", " ▁", "a\x00é🦊 "):
-        same_as(tokenizer, reference.encode, ["".join(draw.choices(letters, k=1 + i % 60)) for i in range(400)])
-
-
 def test_sentencepiece_without_a_space_before(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder = piece_model(tmp_path / "own", add_dummy_prefix=False)
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    tokenizer = Tokenizer.load(folder)
+    reference, tokenizer = reference_of(folder), Tokenizer.load(folder)
     same_as(tokenizer, reference.encode)
     assert tokenizer.decode(tokenizer.encode(" fox")) == " fox"
     (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     assert Tokenizer.load(folder).encode_prompt("fox") == reference.encode("fox")
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"model_type": "unigram"}, "it is no BPE"),
-        ({"byte_fallback": False}, "it has no pieces for bytes"),
-        ({"user_defined_symbols": ["<mine>"]}, "it has symbols of the user's own"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "it rewrites characters"),
-        ({"remove_extra_whitespaces": True}, "it drops spaces"),
-    ],
-)
-def test_other_models_are_refused(options: dict[str, object], text: str, tmp_path: Path) -> None:
-    folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
-    said = rf"must be a model such as Llama's, and {text}: write its tokenizer\.json by transformers 5\.24 or newer"
-    with pytest.raises(DataError, match=said):
-        Tokenizer.load(folder)
+BY_TRANSFORMERS = r"write its tokenizer\.json by transformers 5\.24 or newer"
+BY_SENTENCEPIECE = r"cut the texts by sentencepiece, and give the tokens as data\.path"  # transformers reads otherwise
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "text", "way"),
     [
-        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words"),
-        ({"model_type": "word", "byte_fallback": False}, "it is no BPE, .*"),
+        ({"model_type": "unigram"}, "it is no BPE", BY_TRANSFORMERS),
+        ({"byte_fallback": False}, "it has no pieces for bytes", BY_TRANSFORMERS),
+        ({"user_defined_symbols": ["<mine>"]}, "it has symbols of the user's own", BY_TRANSFORMERS),
+        ({"normalization_rule_name": "nmt_nfkc"}, "it rewrites characters", BY_TRANSFORMERS),
+        ({"remove_extra_whitespaces": True}, "it drops spaces", BY_TRANSFORMERS),
+        ({"treat_whitespace_as_suffix": True}, "it marks the ends of words", BY_SENTENCEPIECE),
+        ({"model_type": "word", "byte_fallback": False}, "it is no BPE, .*", BY_SENTENCEPIECE),
     ],
 )
-def test_a_model_that_transformers_reads_otherwise(options: dict[str, object], text: str, tmp_path: Path) -> None:
+def test_other_models_are_refused(options: dict[str, object], text: str, way: str, tmp_path: Path) -> None:
     folder = piece_model(tmp_path / "own", **{"vocab_size": 350, "hard_vocab_limit": False, **options})
-    with pytest.raises(
-        DataError, match=rf"and {text}: cut the texts by sentencepiece, and give the tokens as data\.path"
-    ):
+    with pytest.raises(DataError, match=rf"must be a model such as Llama's, and {text}: {way}"):
         Tokenizer.load(folder)
 
 
@@ -299,16 +269,12 @@ def test_a_vocabulary_of_tiktoken_is_told_what_to_take(name: str, tmp_path: Path
         Tokenizer.load(tmp_path / name)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00\xff nonsense"])
-def test_no_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
+def test_no_sentencepiece_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sentencepiece")
-    (tmp_path / "tokenizer.model").write_bytes(content)
-    with pytest.raises(DataError, match=r"tokenizer\.model is no SentencePiece model: copy it again, or take"):
-        Tokenizer.load(tmp_path)
-
-
-def test_sentencepiece_is_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"")
+    for content in (b"", b"\x00\xff nonsense"):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        with pytest.raises(DataError, match=r"tokenizer\.model is no SentencePiece model: copy it again, or take"):
+            Tokenizer.load(tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r"not installed: pip install 'shardwise\[sentencepiece\]'"):
         Tokenizer.load(tmp_path)
@@ -351,9 +317,8 @@ def test_the_published_gpt2(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_published_llama(tmp_path: Path) -> None:
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder = published("llama2")
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    reference = reference_of(folder)
     tokenizer = open_user_tokenizer(str(folder), 32000)
     assert (tokenizer.vocab_size, tokenizer.end_of_document_id) == (32000, 2)
     same_as(tokenizer, reference.encode, [*STRANGE, *wikitext()])
@@ -383,11 +348,6 @@ def test_the_published_bert(tmp_path: Path) -> None:
     export_user_tokenizer(str(folder), tokenizer, tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     same_as(tokenizer, lambda text: theirs(text, add_special_tokens=False)["input_ids"])
-
-
-def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nothing does not exist: a tokenizer is .*, or a folder that holds one"):
-        Tokenizer.load(tmp_path / "nothing")
 
 
 def test_bytes_of_ids_add_up_to_those_of_the_text(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.train.compile.graph_cache import GraphCache
+from shardwise.train.compile.graph_cache import CachedGraph, GraphCache
 
 CODE = bytes(range(256)) * 20
 
@@ -26,16 +26,25 @@ def work(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def cache(tmp_path: Path) -> GraphCache:
+    return GraphCache(tmp_path / "cache")
+
+
 def stored(cache: GraphCache, work: Path, **changed: Any) -> Path:
     return cache.store(facts(**changed), work, [work / "ab/code.so"]).path
 
 
-def test_what_is_stored_is_found_by_its_facts_and_unpacked(tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path / "cache")
+def entry_of(cache: GraphCache, **changed: Any) -> CachedGraph:
+    found = cache.find(facts(**changed))
+    assert found is not None
+    return found
+
+
+def test_what_is_stored_is_found_by_its_facts_and_unpacked(cache: GraphCache, work: Path) -> None:
     assert cache.find(facts()) is None
     stored(cache, work)
-    entry = cache.find(facts())
-    assert entry is not None
+    entry = entry_of(cache)
     assert entry.facts == facts()
     archive = cache.read(entry)
     assert archive is not None
@@ -44,11 +53,9 @@ def test_what_is_stored_is_found_by_its_facts_and_unpacked(tmp_path: Path, work:
 
 
 @pytest.mark.parametrize("kept", [0, 40, -1], ids=["empty", "half-written", "a wrong byte"])
-def test_a_damaged_file_is_removed_and_never_used(kept: int, tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path / "cache")
+def test_a_damaged_file_is_removed_and_never_used(kept: int, cache: GraphCache, work: Path) -> None:
     path = stored(cache, work)
-    entry = cache.find(facts())
-    assert entry is not None
+    entry = entry_of(cache)
     whole = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         inside = archive.getinfo("ab/code.so").header_offset + 100
@@ -58,13 +65,11 @@ def test_a_damaged_file_is_removed_and_never_used(kept: int, tmp_path: Path, wor
     assert cache.entries() == []
 
 
-def test_the_graphs_that_were_used_longest_ago_are_removed(tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path)
+def test_the_graphs_that_were_used_longest_ago_are_removed(cache: GraphCache, work: Path) -> None:
     paths = [stored(cache, work, threads=number) for number in range(3)]
     for age, path in enumerate(paths):
         os.utime(path, (1000 - age, 1000 - age))
-    entry = cache.find(facts(threads=2))
-    assert entry is not None
+    entry = entry_of(cache, threads=2)
     assert cache.read(entry) is not None, "it is the newest now"
     assert cache.prune(0, kept=[facts(threads=number) for number in range(3)]) == [], "they are in use"
     removed = cache.prune(2 * entry.bytes)
@@ -72,8 +77,7 @@ def test_the_graphs_that_were_used_longest_ago_are_removed(tmp_path: Path, work:
     assert sorted(entry.facts["threads"] for entry in cache.entries()) == [0, 2]
 
 
-def test_cleaning_leaves_what_is_not_the_caches(tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path / "cache")
+def test_cleaning_leaves_what_is_not_the_caches(cache: GraphCache, work: Path) -> None:
     path = stored(cache, work)
     (path.parent / "notes.zip").write_text("mine")
     size = path.stat().st_size
@@ -81,20 +85,16 @@ def test_cleaning_leaves_what_is_not_the_caches(tmp_path: Path, work: Path) -> N
     assert [each.name for each in path.parent.iterdir()] == ["notes.zip"]
 
 
-def test_an_export_is_taken_in_elsewhere(tmp_path: Path, work: Path) -> None:
-    here, there = GraphCache(tmp_path / "here"), GraphCache(tmp_path / "there")
-    stored(here, work)
-    stored(here, work, threads=2)
-    file = tmp_path / "all.graphs"
-    assert len(here.export(file)) == 2
-    assert len(there.take_in(file)) == 2
-    entry = there.find(facts(threads=2))
-    assert entry is not None
-    assert there.read(entry) is not None
+def test_an_export_is_taken_in_elsewhere(cache: GraphCache, tmp_path: Path, work: Path) -> None:
+    there = GraphCache(tmp_path / "there")
+    stored(cache, work)
+    stored(cache, work, threads=2)
+    assert len(cache.export(tmp_path / "all.graphs")) == 2
+    assert len(there.take_in(tmp_path / "all.graphs")) == 2
+    assert there.read(entry_of(there, threads=2)) is not None
 
 
-def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path / "cache")
+def test_another_file_is_not_taken_in(cache: GraphCache, tmp_path: Path, work: Path) -> None:
     with pytest.raises(ConfigError, match="there is no file"):
         cache.take_in(tmp_path / "none")
     with zipfile.ZipFile(tmp_path / "empty", "w"):
@@ -112,14 +112,14 @@ def test_another_file_is_not_taken_in(tmp_path: Path, work: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, work: Path) -> None:
     (tmp_path / "file").touch()
-    cache = GraphCache(tmp_path / "file")
     text = r"compile\.cache_dir \(.*file\) cannot be written: .*; set it to another folder"
     with pytest.raises(ConfigError, match=text):
-        stored(cache, work)
+        stored(GraphCache(tmp_path / "file"), work)
 
 
-def test_fault_16_programs_that_any_user_may_have_written_are_not_used(tmp_path: Path, work: Path) -> None:
-    cache = GraphCache(tmp_path / "cache")
+def test_fault_16_programs_that_any_user_may_have_written_are_not_used(
+    cache: GraphCache, tmp_path: Path, work: Path
+) -> None:
     path = stored(cache, work)
     assert path.stat().st_mode & 0o002 == 0
     path.chmod(0o666)
@@ -127,8 +127,7 @@ def test_fault_16_programs_that_any_user_may_have_written_are_not_used(tmp_path:
     path.chmod(0o664)
     cache.root.chmod(0o2775)
     cache.require_trusted()
-    entry = cache.find(facts())
-    assert entry is not None, "a team shares a folder by its group"
+    entry = entry_of(cache)  # a team shares a folder by its group
     cache.root.chmod(0o777)
     told = r"compile.cache_dir \(.*\) cannot be trusted, and what is in it are programs: the mode of .*/cache \(0777\)"
     with pytest.raises(ConfigError, match=told):
@@ -137,4 +136,4 @@ def test_fault_16_programs_that_any_user_may_have_written_are_not_used(tmp_path:
     assert cache.read(entry) is None
     with pytest.raises(ConfigError, match=r"cannot be written: .* must be 0775 or stricter"):
         stored(cache, work)
-    GraphCache(tmp_path / "none").require_trusted()
+    GraphCache(cache.root / "none").require_trusted()

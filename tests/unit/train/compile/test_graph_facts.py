@@ -1,9 +1,9 @@
 """What decides which graph a run takes from the cache."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,16 +67,14 @@ def test_an_evaluation_recomputes_nothing_and_drops_nothing() -> None:
     assert facts("train.recompute=full", "train.dropout_mode=invariant", training=False) == facts(training=False)
 
 
-def test_threads_and_sources_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = facts()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    monkeypatch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
-    assert differing(before, facts()) == {"threads", "code"}
-
-
-def test_the_processor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_sources_and_the_processor_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is compiled for the very processor, and calls other matmuls on those that are not Intel's."""
     before = facts()
+    assert json.loads(json.dumps(before)) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        patch.setattr("shardwise.train.compile.graph_facts._SOURCES", ("models/llama.py",))
+        assert differing(before, facts()) == {"threads", "code"}
     monkeypatch.setattr("shardwise.distributed.devices.cpu_prefers_onednn", lambda: before["matmuls"] != "oneDNN")
     monkeypatch.setattr("shardwise.train.compile.graph_facts._compiler", lambda: "without AVX512")
     assert differing(before, facts()) == {"matmuls", "compiler and processor"}
@@ -92,13 +90,6 @@ def test_the_package_of_an_own_model_counts(tmp_path: Path, monkeypatch: pytest.
     assert {path.name for path in _user_sources(model)} == {"__init__.py", "parts.py", "model.py"}
     for name in ("owned", "owned.parts", "owned.model"):
         del sys.modules[name]
-
-
-def test_facts_are_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    import json
-
-    found: dict[str, Any] = json.loads(json.dumps(facts()))
-    assert found == facts()
 
 
 def test_the_sources_of_a_graph_exist() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root
@@ -44,17 +46,47 @@ def in_module(name: str, kind: type) -> Iterator[None]:
             del sys.modules[each]
 
 
+def states_of(opened: ForeignModel) -> dict[str, dict[str, torch.Tensor]]:
+    """State → canonical name → values; the weights are the state `model`."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for each in opened.tensors:
+        dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[each.dtype]
+        data = torch.frombuffer(bytearray(b"".join(map(bytes, each.read()))), dtype=dtype)
+        states.setdefault(each.state, {})[each.name] = data.view(each.shape)
+    return states
+
+
+def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    """All tensors of both, to the bit."""
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
+def problems(action: Callable[..., object], *arguments: Any, **names: Path) -> list[str]:
+    """All that is told of wrong input, with names in place of the paths of these folders."""
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments)
+    told = caught.value.problems
+    for name, path in names.items():
+        told = [each.replace(str(path), name) for each in told]
+    return told
+
+
+def changed(file: Path, change: Callable[[Any], object]) -> None:
+    """Change what torch has saved in a file."""
+    saved = torch.load(file, weights_only=False)
+    change(saved)
+    torch.save(saved, file)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def assert_same_model(opened: ForeignModel, root: Path, original: Any, saved: Path) -> None:
-    """Tensors equal to the bit to what `original` saved, and logits equal where transformers opens the checkpoint."""
-    folder = write(opened, root)
-    found, wanted = weights(folder), weights(saved)
-    assert found.keys() == wanted.keys()
-    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-    assert not differing, differing
+def assert_same_model(opened: ForeignModel, original: Any, at: Path) -> None:
+    """Tensors equal to the bit to what `original` saved in `at`, and logits equal where transformers opens both."""
+    folder = write(opened, at / "ours")
+    assert_equal(weights(folder), weights(at / "saved"))
     ids = torch.arange(12).view(2, 6)
     with torch.no_grad():
         outputs, expected = open_folder(folder).float()(ids), original(ids)

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.base.errors import ConfigError
 from shardwise.base.hub import check_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
+from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
+from tests.command_line import CommandLine
 from tests.hugging_face import make, save
+from tests.unit.use.importing.checks import assert_equal, problems, states_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FULL = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
@@ -101,12 +103,9 @@ def titan(case: str, folder: Path, **fields: Any) -> dict[str, Tensor]:
     trained = {name: tensor for name, tensor in there.items() if "expert_bias" not in name}
     other = {f"optimizer.{name}": value for name, value in state(fused(trained, 2), 3).items()}
     other |= {
-        "train_state.step": 3,
-        "train_state.ntokens_seen": 50,
-        "dataloader.world_size": 2,
-        "lr_scheduler.last_epoch": 3,
-    }
-    other["dataloader.dp_rank_0"] = pickle.dumps({"anything": 1})
+        "train_state.step": 3, "train_state.ntokens_seen": 50, "lr_scheduler.last_epoch": 3,
+        "dataloader.world_size": 2, "dataloader.dp_rank_0": pickle.dumps({"anything": 1}),
+    }  # fmt: skip
     if model.config.tie_word_embeddings:
         there["lm_head.weight"] = there["tok_embeddings.weight"].clone()
     write({**there, **other}, folder / "step-3")
@@ -161,26 +160,16 @@ def olmo(folder: Path) -> dict[str, Tensor]:
 
 def assert_is(opened: ForeignModel, weights: Mapping[str, Tensor], folder: Path) -> ForeignProgress:
     """The weights and moments of a checkpoint to the bit, once it is written."""
-    assert opened.progress is not None
-    found: dict[str, dict[str, Tensor]] = {}
-    for tensor in opened.tensors:
-        data = torch.frombuffer(bytearray(b"".join(map(bytes, tensor.read()))), dtype=torch.float32)
-        found.setdefault(tensor.state, {})[tensor.name] = data.view(tensor.shape)
-    for kind, wanted in (
-        ("model", dict(weights)),
-        ("exp_avg", dict(weights)),
-        ("exp_avg_sq", {n: w**2 for n, w in weights.items()}),
-    ):
-        assert found[kind].keys() == wanted.keys()
-        assert not [name for name in wanted if not torch.equal(found[kind][name], wanted[name])]
+    found = states_of(opened)
+    assert_equal(found["model"], weights)
+    assert_equal(found["exp_avg"], weights)
+    assert_equal(found["exp_avg_sq"], {name: weight**2 for name, weight in weights.items()})
     write_checkpoint(opened, Root.of(folder))
     return opened.progress
 
 
 def refusal(action: Callable[..., object], *arguments: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        action(*arguments)
-    return str(caught.value)
+    return "\n".join(problems(action, *arguments))
 
 
 @pytest.mark.parametrize(
@@ -201,14 +190,17 @@ def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
     assert open_torchtitan(tmp_path, tmp_path, weights_only=True).progress is None
 
 
+def stored(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All tensors of a checkpoint of torch, and its objects but those of the data loader."""
+    found = DcpFolder.open(folder)
+    objects = {name: found.object(name) for name in found.objects if not name.startswith("dataloader")}
+    return {name: tensor.read() for name, tensor in found.tensors.items()}, objects
+
+
 def test_torchtitan_before_0_3(tmp_path: Path) -> None:
     """Its names were shorter, and its moments those of single projections."""
-    from shardwise_use.importing.torch_dcp import DcpFolder
-
     weights = titan("llama", tmp_path)
-    folder = DcpFolder.open(tmp_path / "step-3")
-    tensors: dict[str, Any] = {name: tensor.read() for name, tensor in folder.tensors.items()}
-    objects = {name: folder.object(name) for name in folder.objects if not name.startswith("dataloader")}
+    tensors, objects = stored(tmp_path / "step-3")
     apart = {name: tensor for name, tensor in tensors.items() if "wqkv" not in name}
     for name in [name for name in tensors if re.fullmatch(r"layers.*\.w[qkv]\.weight", name)]:
         for key, value in state({name: tensors[name]}, 3).items():
@@ -303,47 +295,39 @@ def test_folders_of_others_are_named(tmp_path: Path) -> None:
 
 def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
     titan("llama", tmp_path)
-    from shardwise_use.importing.torch_dcp import DcpFolder
+    tensors, objects = stored(tmp_path / "step-3")
 
-    folder = DcpFolder.open(tmp_path / "step-3")
-    tensors: dict[str, Any] = {name: tensor.read() for name, tensor in folder.tensors.items()}
-    objects = {name: folder.object(name) for name in folder.objects if not name.startswith("dataloader")}
+    def told(name: str, value: Any) -> str:
+        held = {**tensors, **objects, name: value}
+        write({each: kept for each, kept in held.items() if kept is not None}, tmp_path / name)
+        return refusal(open_torchtitan, tmp_path / name, tmp_path)
 
-    def told(**changes: Any) -> str:
-        changed = {name: value for name, value in {**tensors, **objects, **changes}.items() if value is not None}
-        place = tmp_path / str(len([*tmp_path.iterdir()]))
-        write(changed, place)
-        return refusal(open_torchtitan, place, tmp_path)
-
-    assert "has adapters (layers.0.attention.wo.lora_a.weight)" in told(
-        **{"layers.0.attention.wo.lora_a.weight": torch.zeros(2, 2)}
-    )
-    assert "has more.weight [3], which the model lacks" in told(**{"more.weight": torch.zeros(3)})
-    assert "lacks model.norm.weight [32]" in told(**{"norm.weight": None})
-    assert "lacks the exp_avg of model.norm.weight" in told(**{"optimizer.state.norm.weight.exp_avg": None})
-    assert "initial_lr must be the same for all weights" in told(
-        **{"optimizer.param_groups.norm.weight.initial_lr": 0.5}
-    )
-    assert "weight_decay must be one rate" in told(**{"optimizer.param_groups.norm.weight.weight_decay": 0.5})
-    assert "train_state.step, and has None" in told(**{"train_state.step": None})
+    lora = "layers.0.attention.wo.lora_a.weight"
+    for name, value, text in (
+        (lora, torch.zeros(2, 2), f"has adapters ({lora})"),
+        ("more.weight", torch.zeros(3), "has more.weight [3], which the model lacks"),
+        ("norm.weight", None, "lacks model.norm.weight [32]"),
+        ("optimizer.state.norm.weight.exp_avg", None, "lacks the exp_avg of model.norm.weight"),
+        ("optimizer.param_groups.norm.weight.initial_lr", 0.5, "initial_lr must be the same for all weights"),
+        ("optimizer.param_groups.norm.weight.weight_decay", 0.5, "weight_decay must be one rate"),
+        ("train_state.step", None, "train_state.step, and has None"),
+    ):
+        assert text in told(name, value)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from shardwise.cli import main
+def test_the_command(tmp_path: Path, cli: CommandLine) -> None:
 
     olmo(tmp_path)
     titan("llama", tmp_path / "titan")
-    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "run"), "--from", "olmo-core"]) == 0
-    told = capsys.readouterr().out
+    told = cli("checkpoint", "import", tmp_path, tmp_path / "run", "--from", "olmo-core").out
     assert "after step 3, 6 samples and 144 tokens" in told
     assert (tmp_path / "run" / "imported.yaml").exists()
-    from_titan = ["checkpoint", "import", str(tmp_path / "titan"), str(tmp_path / "other"), "--from", "torchtitan"]
+    from_titan = ["checkpoint", "import", tmp_path / "titan", tmp_path / "other", "--from", "torchtitan"]
     for words, reason in (
         ([], "--from torchtitan needs --config PATH"),
-        (["--config", str(tmp_path / "titan")], "give --samples N"),
-        (["--config", str(tmp_path / "none"), "--samples", "6"], "none"),
+        (["--config", tmp_path / "titan"], "give --samples N"),
+        (["--config", tmp_path / "none", "--samples", "6"], "none"),
     ):
-        assert main([*from_titan, *words]) == 2
-        assert reason in capsys.readouterr().err
-    assert main([*from_titan, "--config", str(tmp_path / "titan"), "--samples", "6"]) == 0
-    assert "after step 3, 6 samples and 100 tokens" in capsys.readouterr().out
+        assert reason in cli.refused(*from_titan, *words)
+    said = cli(*from_titan, "--config", tmp_path / "titan", "--samples", "6").out
+    assert "after step 3, 6 samples and 100 tokens" in said

@@ -11,27 +11,18 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.importing.hugging_face import open_hugging_face
-from tests.hugging_face import CASES, make, open_folder, save
-from tests.unit.use.importing.checks import assert_same_model, weights, write
+from tests.hugging_face import CASES, make, save
+from tests.unit.use.importing.checks import assert_equal, assert_same_model, problems, weights, write
 
 
 def source(folder: Path) -> Root:
     return Root.of(folder)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "bert"])
-def test_every_causal_family(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(tmp_path: Path, case: str) -> None:
     model = save(case, tmp_path / "saved")
-    assert_same_model(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours", model, tmp_path / "saved")
-
-
-def test_bert(tmp_path: Path) -> None:
-    model = save("bert", tmp_path / "saved")
-    folder = write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours")
-    ids = torch.arange(12).view(2, 6)
-    with torch.no_grad():
-        found, wanted = open_folder(folder)(ids), model(ids)
-    assert torch.equal(found.prediction_logits, wanted.prediction_logits)
+    assert_same_model(open_hugging_face(source(tmp_path / "saved")), model, tmp_path)
 
 
 def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
@@ -41,8 +32,7 @@ def test_other_spellings_and_tied_copies(tmp_path: Path) -> None:
     bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": bare["wte.weight"].clone()}, file)
     found = weights(write(open_hugging_face(source(tmp_path / "saved")), tmp_path / "ours"))
-    assert found.keys() == held.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in held.items())
+    assert_equal(found, held)
     save_file(bare | {"lm_head.weight": bare["wte.weight"] + 1}, file)
     with pytest.raises(ConfigError, match=r"lm_head.weight must equal wte.weight: the model has one weight for both"):
         open_hugging_face(source(tmp_path / "saved"))
@@ -70,7 +60,7 @@ def test_shards_dtype_and_files_beside(tmp_path: Path) -> None:
     opened = open_hugging_face(source(tmp_path / "saved"))
     folder = write(opened, tmp_path / "ours", max_shard_bytes=20_000)
     found = weights(folder)
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights(tmp_path / "saved").items())
+    assert_equal(found, weights(tmp_path / "saved"))
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     described = json.loads((folder / "config.json").read_text())
     assert (described["torch_dtype"], described["bos_token_id"], described["eos_token_id"]) == ("bfloat16", 3, 4)
@@ -89,9 +79,7 @@ def test_every_mismatch_is_listed(tmp_path: Path) -> None:
     held["transformer.wpe.weight"] = torch.ones(3, 32)
     held["transformer.ln_f.bias"] = held["transformer.ln_f.bias"].to(torch.int8)
     save_file(held, file)
-    with pytest.raises(ConfigError) as caught:
-        open_hugging_face(source(tmp_path / "saved"))
-    assert [each.replace(str(tmp_path / "saved"), "FOLDER") for each in caught.value.problems] == [
+    assert problems(open_hugging_face, source(tmp_path / "saved"), FOLDER=tmp_path / "saved") == [
         "FOLDER lacks transformer.h.0.ln_1.bias [32]",
         "FOLDER has transformer.extra [2], which the model lacks",
         "FOLDER: shape of transformer.wpe.weight [3, 32] must be [24, 32]",

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.errors import ConfigError
-from shardwise.cli import main
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.importing.megatron import open_megatron
+from tests.command_line import CommandLine
 from tests.hugging_face import VOCABULARY, make, save
 from tests.sweeps import few
-from tests.unit.use.importing.checks import assert_same_model, in_module
+from tests.unit.use.importing import checks
+from tests.unit.use.importing.checks import assert_same_model, changed, in_module
 from tests.unit.use.importing.megatron_shards import Source, gpt_args, llama_args, write
 
 
@@ -24,42 +24,40 @@ def gpt(folder: Path, case: str = "gpt", layers: int = 2, **args: Any) -> tuple[
     return model, Source(model, gpt_args(model, **args))
 
 
-def llama(folder: Path, case: str = "llama", layers: int = 2, **fields: Any) -> tuple[Any, Source]:
-    model = save(case, folder / "saved", num_hidden_layers=layers, **fields)
-    return model, Source(model, llama_args(model))
+def assert_imported(folder: Path, made: tuple[Any, Source], style: str, **layout: Any) -> None:
+    """The shards that Megatron-LM makes of a model become that model."""
+    model, source = made
+    shards = write(source, folder / "megatron", style, **layout)
+    assert_same_model(open_megatron(shards, VOCABULARY if source.is_gpt2 else None), model, folder)
 
 
 @pytest.mark.parametrize("version", [0, 1, 2, 3])
 @pytest.mark.parametrize("tp", few([1, 2, 4], 2))
 def test_gpt2_of_every_version(tmp_path: Path, version: int, tp: int) -> None:
-    model, source = gpt(tmp_path)
-    folder = write(source, tmp_path / "megatron", "old" if version < 2 else "legacy", tp=tp, version=version)
-    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+    assert_imported(tmp_path, gpt(tmp_path), "old" if version < 2 else "legacy", tp=tp, version=version)
 
 
 @pytest.mark.parametrize("style", ["legacy", "core", "te"])
 @pytest.mark.parametrize("case", ["gpt", "gpt-untied"])
 @pytest.mark.parametrize(("pp", "virtual"), few([(2, 1), (2, 2)], (2, 2)))
 def test_gpt2_over_a_pipeline(tmp_path: Path, style: str, case: str, pp: int, virtual: int) -> None:
-    model, source = gpt(tmp_path, case, layers=4)
-    folder = write(source, tmp_path / "megatron", style, tp=2, pp=pp, virtual=virtual)
-    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+    assert_imported(tmp_path, gpt(tmp_path, case, layers=4), style, tp=2, pp=pp, virtual=virtual)
 
 
-@pytest.mark.parametrize("style", ["legacy", "core", "te"])
-@pytest.mark.parametrize("case", ["llama", "llama-tied"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
-def test_llama_with_grouped_heads(tmp_path: Path, style: str, case: str, tp: int, pp: int) -> None:
-    model, source = llama(tmp_path, case)
-    folder = write(source, tmp_path / "megatron", style, tp=tp, pp=pp)
-    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+GROUPED = [("llama", style, tp, tp, {}) for style in ("legacy", "core", "te") for tp in (1, 2)]
+GROUPED += [("llama-tied", *row) for _, *row in GROUPED]
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_llama_with_more_ranks_than_key_value_heads(tmp_path: Path, heads: int) -> None:
-    model, source = llama(tmp_path, num_key_value_heads=heads)
-    folder = write(source, tmp_path / "megatron", "core", tp=4)
-    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+@pytest.mark.parametrize(
+    ("case", "style", "tp", "pp", "fields"),
+    [*GROUPED, *(("llama", "core", 4, 1, {"num_key_value_heads": heads}) for heads in (1, 2))],
+)
+def test_llama_with_grouped_heads(
+    tmp_path: Path, case: str, style: str, tp: int, pp: int, fields: dict[str, Any]
+) -> None:
+    """The last ones have more ranks than key/value heads."""
+    model = save(case, tmp_path / "saved", **fields)
+    assert_imported(tmp_path, (model, Source(model, llama_args(model))), style, tp=tp, pp=pp)
 
 
 def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
@@ -69,8 +67,7 @@ def test_llama3_scaling_and_head_size(tmp_path: Path) -> None:
     }  # fmt: skip
     model = save("llama", tmp_path / "saved", head_dim=16, rope_parameters=scaling, max_position_embeddings=65536)
     args = llama_args(model, use_rope_scaling=True, rope_scaling_factor=32.0)
-    folder = write(Source(model, args), tmp_path / "megatron", "te", tp=2)
-    assert_same_model(open_megatron(folder), tmp_path / "ours", model, tmp_path / "saved")
+    assert_imported(tmp_path, (model, Source(model, args)), "te", tp=2)
 
 
 def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +79,7 @@ def test_weights_keep_their_dtype_in_segments(tmp_path: Path, monkeypatch: pytes
     assert {weight.dtype for weight in opened.weights} == {"BF16"}
     widest = max(len(bytes(part)) for weight in opened.weights for part in weight.read())
     assert widest <= 1000
-    assert_same_model(opened, tmp_path / "ours", model.float(), tmp_path / "saved")
+    assert_same_model(opened, model.float(), tmp_path)
 
 
 def test_the_activation_is_what_megatron_computes(tmp_path: Path) -> None:
@@ -90,7 +87,7 @@ def test_the_activation_is_what_megatron_computes(tmp_path: Path) -> None:
 
     def activation(name: str, style: str, **args: Any) -> str:
         folder = write(Source(model, gpt_args(model, **args)), tmp_path / name, style)
-        return open_megatron(folder, VOCABULARY).config.activation_function  # type: ignore[union-attr]
+        return open_megatron(folder, VOCABULARY).config.activation_function
 
     assert activation("fused", "core", bias_gelu_fusion=True) == "gelu_new"
     assert activation("exact", "core", bias_gelu_fusion=False) == "gelu"
@@ -100,36 +97,23 @@ def test_the_activation_is_what_megatron_computes(tmp_path: Path) -> None:
 
 def test_objects_of_megatron_itself_are_left_aside(tmp_path: Path) -> None:
     """A real file holds enumerations of modules that are not installed here."""
-    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1})  # type: ignore[misc]
+    kind = enum.Enum("ModelType", {"encoder_or_decoder": 1})
     model = save("gpt", tmp_path / "saved")
     args = gpt_args(model, model_type=kind.encoder_or_decoder, exit_signal=types.SimpleNamespace(a=1))
     with in_module("megatron.core.enums", kind):
         folder = write(Source(model, args), tmp_path / "megatron", "legacy", tp=2)
-    assert_same_model(open_megatron(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(open_megatron(folder, VOCABULARY), model, tmp_path)
 
 
 # ---- what is refused
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], name: str = "mp_rank_01") -> None:
-    file = folder / "iter_0000100" / name / "model_optim_rng.pt"
-    state = torch.load(file, weights_only=False)
-    change(state)
-    torch.save(state, file)
+    changed(folder / "iter_0000100" / name / "model_optim_rng.pt", change)
 
 
 def problems(folder: Path, vocab_size: int | None = VOCABULARY) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        open_megatron(folder, vocab_size)
-    return [
-        each.replace(str(folder / "iter_0000100"), "ITER").replace(str(folder), "FOLDER")
-        for each in caught.value.problems
-    ]
-
-
-def layers(state: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = state["model"]["language_model"]["encoder"]
-    return found
+    return checks.problems(open_megatron, folder, vocab_size, ITER=folder / "iter_0000100", FOLDER=folder)
 
 
 @pytest.fixture
@@ -167,7 +151,7 @@ def test_missing_and_foreign_ranks_are_listed(shards: Path) -> None:
 
 def test_all_mismatches_come_at_once(shards: Path) -> None:
     def change(state: dict[str, Any]) -> None:
-        held = layers(state)
+        held = state["model"]["language_model"]["encoder"]
         del held["layers.0.mlp.dense_h_to_4h.bias"]
         held["layers.1.self_attention.dense.weight"] = torch.zeros(32, 4)
         held["layers.1.self_attention.q_norm.weight"] = torch.zeros(8)
@@ -230,10 +214,9 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     assert problems(tmp_path)[0].startswith("FOLDER/latest_checkpointed_iteration.txt names iteration 7")
 
 
-def test_more_tokens_than_the_model_has_are_refused(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_tokens_than_the_model_has_are_refused(shards: Path, cli: CommandLine) -> None:
     at = shards.parent
     train_tokenizer(["some text " * 9], 257, "text").save(at / "tokenizer")
-    named = ["--from", "megatron", "--vocab-size", str(VOCABULARY), "--tokenizer", str(at / "tokenizer")]
-    assert main(["checkpoint", "import", str(shards), str(at / "ours"), *named]) == 2
-    said = f"the vocabulary of --tokenizer (257) must be at most the model's ({VOCABULARY})"
-    assert said in capsys.readouterr().err
+    named = ["--from", "megatron", "--vocab-size", str(VOCABULARY), "--tokenizer", at / "tokenizer"]
+    said = cli.refused("checkpoint", "import", shards, at / "ours", *named)
+    assert f"the vocabulary of --tokenizer (257) must be at most the model's ({VOCABULARY})" in said

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli import main
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
 from shardwise_use.importing.megatron import open_megatron
+from tests.command_line import CommandLine
 from tests.hugging_face import VOCABULARY, save
-from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing.checks import assert_equal, assert_same_model, changed, problems, states_of
 from tests.unit.use.importing.megatron_shards import (
     MOMENTS,
     NAMES,
@@ -44,14 +43,9 @@ def source(folder: Path, case: str, layers: int = 2, **args: Any) -> tuple[Any, 
     return model, Source(model, (gpt_args if case.startswith("gpt") else llama_args)(model, **args))
 
 
-def states(opened: ForeignModel) -> dict[str, dict[str, torch.Tensor]]:
-    """State → canonical name → tensor; the weights are the state `model`."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for each in opened.tensors:
-        dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[each.dtype]
-        data = torch.frombuffer(bytearray(b"".join(map(bytes, each.read()))), dtype=dtype)
-        found.setdefault(each.state, {})[each.name] = data.view(each.shape)
-    return found
+def dist(folder: Path, case: str, *form: str, layers: int = 2, **args: Any) -> Path:
+    """A checkpoint in the `torch_dist` format, of a model with these arguments."""
+    return write_dist(source(folder, case, layers, **args)[1], folder / "megatron", *form)
 
 
 def progress_of(opened: ForeignModel) -> ForeignProgress:
@@ -61,11 +55,10 @@ def progress_of(opened: ForeignModel) -> ForeignProgress:
 
 def assert_moments(opened: ForeignModel) -> None:
     assert progress_of(opened).updates == 98
-    found = states(opened)
+    found = states_of(opened)
     assert found.keys() == {"model", "exp_avg", "exp_avg_sq"}
     for state in ("exp_avg", "exp_avg_sq"):
-        for name, weight in found["model"].items():
-            assert torch.equal(found[state][name], MOMENTS[state](weight)), (state, name)
+        assert_equal(found[state], {name: MOMENTS[state](weight) for name, weight in found["model"].items()})
 
 
 @pytest.mark.parametrize("numbered", [False, True])
@@ -77,7 +70,7 @@ def test_tensors_by_name(tmp_path: Path, case: str, style: str, numbered: bool) 
     model, made = source(tmp_path, case)
     opened = open_megatron(write_dist(made, tmp_path / "megatron", style=style, numbered=numbered), VOCABULARY)
     assert_moments(opened)
-    assert_same_model(replace(opened, progress=None), tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(replace(opened, progress=None), model, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +96,7 @@ def test_buffers_of_the_distributed_optimizer(
 
 
 def test_the_rates_clipping_and_counts_are_carried_over(tmp_path: Path) -> None:
-    _, made = source(tmp_path, "llama")
-    opened = open_megatron(write_dist(made, tmp_path / "megatron"))
+    opened = open_megatron(dist(tmp_path, "llama"))
     progress = progress_of(opened)
     assert (progress.step, progress.samples, progress.tokens) == (100, 800, 800 * 16)
     assert progress.keys == {
@@ -139,9 +131,8 @@ def test_what_has_no_counterpart_is_told(tmp_path: Path, changes: dict[str, Any]
 
 def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which parameter is where is not written: masters that are not the weights show that it is another order."""
-    _, made = source(tmp_path, "llama")
     monkeypatch.setitem(ORDERS, "core", ("post", "proj", "qkv", "input", "fc1", "fc2"))
-    opened = open_megatron(write_dist(made, tmp_path / "megatron", "buffers"))
+    opened = open_megatron(dist(tmp_path, "llama", "buffers"))
     assert opened.progress is None
     assert "--dist-ckpt-optim-fully-reshardable" in opened.notes[-1]
 
@@ -159,8 +150,7 @@ def test_buffers_in_another_order_are_left_out_and_told(tmp_path: Path, monkeypa
 )
 def test_balance_losses_add_where_they_mean_one_key(kinds: Any, rates: Any, total: Any, tmp_path: Path) -> None:
     args = {"moe_router_load_balancing_type": kinds, "moe_aux_loss_coeff": rates}
-    _, made = source(tmp_path, "mixtral", 1, **args)
-    folder = write_dist(made, tmp_path / "megatron")
+    folder = dist(tmp_path, "mixtral", layers=1, **args)
     if isinstance(total, str):
         with pytest.raises(ConfigError, match=re.escape(total)):
             open_megatron(folder)
@@ -171,15 +161,14 @@ def test_balance_losses_add_where_they_mean_one_key(kinds: Any, rates: Any, tota
 
 
 def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
-    _, made = source(tmp_path, "mixtral")
-    opened = open_megatron(write_dist(made, tmp_path / "megatron"))
+    opened = open_megatron(dist(tmp_path, "mixtral"))
     keys = {"router_batch_loss": 0.01, "router_sequence_loss": 0.02, "router_z_loss": 0.03}
     assert {key: progress_of(opened).keys.get(f"optimizer.{key}") for key in keys} == keys
     assert {"aux_loss is of each micro-batch there, and of the global batch here",
             "moe_input_jitter_eps (0.1) has no counterpart here"} <= {*opened.notes}  # fmt: skip
     model, made = source(tmp_path / "torch", "mixtral")
     opened = open_megatron(write(made, tmp_path / "torch/megatron", "core", tp=2), VOCABULARY)
-    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "torch/saved")
+    assert_same_model(opened, model, tmp_path / "torch")
 
 
 @pytest.mark.parametrize(
@@ -193,24 +182,20 @@ def test_experts_and_the_balance_of_their_loads(tmp_path: Path) -> None:
     ],
 )
 def test_routers_that_no_family_here_has(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
-    _, made = source(tmp_path, "mixtral", **changes)
-    with pytest.raises(ConfigError) as caught:
-        open_megatron(write_dist(made, tmp_path / "megatron"))
-    assert text in str(caught.value)
+    (problem,) = problems(open_megatron, dist(tmp_path, "mixtral", **changes))
+    assert text in problem
 
 
 def test_no_state_means_weights_alone(tmp_path: Path) -> None:
-    _, made = source(tmp_path, "llama")
-    opened = open_megatron(write_dist(made, tmp_path / "megatron", "none"))
+    opened = open_megatron(dist(tmp_path, "llama", "none"))
     assert opened.progress is None
     assert "holds no state of an optimizer" in opened.notes[-1]
 
 
-def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, cli: CommandLine) -> None:
     _, made = source(tmp_path, "llama")
     folder = write_dist(made, tmp_path / "megatron", "buffers", tp=2)
-    assert main(["checkpoint", "import", str(folder), str(tmp_path / "run"), "--from", "megatron"]) == 0
-    out = capsys.readouterr().out
+    out = cli("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron").out
     assert "from TP 2 × PP 1" in out
     assert "after step 100, 800 samples and 12,800 tokens, with the optimizer's exp_avg and exp_avg_sq" in out
     assert (tmp_path / "run" / "checkpoints" / "step-00000100").is_dir()
@@ -221,17 +206,11 @@ def test_the_command_writes_a_run_that_goes_on(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("written")
-    return write_dist(source(folder, "llama")[1], folder / "megatron")
+    return dist(tmp_path_factory.mktemp("written"), "llama")
 
 
 def _change_common(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        held = torch.load(folder / "common.pt", weights_only=False)
-        change(held)
-        torch.save(held, folder / "common.pt")
-
-    return apply
+    return lambda folder: changed(folder / "common.pt", change)
 
 
 def _described(**fields: Any) -> Callable[[Path], object]:
@@ -267,21 +246,20 @@ def _plan_of_code(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_a_folder_must_have(
-    damage: Callable[[Path], object], text: str, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    damage: Callable[[Path], object], text: str, written: Path, tmp_path: Path, cli: CommandLine
 ) -> None:
     folder = tmp_path / "megatron"
     shutil.copytree(written, folder)
     damage(folder / "iter_0000100")
-    with pytest.raises(ConfigError) as caught:
-        open_megatron(folder)
-    (problem,) = caught.value.problems
+    (problem,) = problems(open_megatron, folder)
     assert text in problem
-    assert main(["checkpoint", "import", str(folder), str(tmp_path / "run"), "--from", "megatron"]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert (
+        len(cli.refused("checkpoint", "import", folder, tmp_path / "run", "--from", "megatron").strip().splitlines())
+        == 1
+    )
 
 
 def test_tensors_without_a_place_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, made = source(tmp_path, "llama")
     monkeypatch.setitem(NAMES["core"], "fc2", "mlp.linear_fc3")
     with pytest.raises(ConfigError, match=r"has decoder\.layers\.mlp\.linear_fc3\.weight, which its arguments do not"):
-        open_megatron(write_dist(made, tmp_path / "megatron"))
+        open_megatron(dist(tmp_path, "llama"))

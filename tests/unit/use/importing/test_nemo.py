@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.base.errors import ConfigError
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise_use.importing import nemo
 from shardwise_use.importing.tensor_parallel_shards import drift
 from tests.hugging_face import VOCABULARY, save
 from tests.sweeps import few
-from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing import checks
+from tests.unit.use.importing.checks import assert_same_model, changed
 from tests.unit.use.importing.nemo_shards import NAME, Source, gpt_config, llama_config, write
 
 open_nemo = functools.partial(nemo.open_nemo, weights_only=True)
@@ -32,7 +32,7 @@ def test_gpt(tmp_path: Path, case: str, tp: int, pp: int, xser: bool) -> None:
     folder = write(Source(model, gpt_config(model)), tmp_path / "nemo", tp=tp, pp=pp, xser=xser)
     opened = open_nemo(folder, VOCABULARY)
     assert opened.layout == {"tensor": tp, "pipeline": pp}
-    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(opened, model, tmp_path)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -40,7 +40,7 @@ def test_gpt(tmp_path: Path, case: str, tp: int, pp: int, xser: bool) -> None:
 def test_llama(tmp_path: Path, groups: int, tp: int, pp: int) -> None:
     model = save("llama", tmp_path / "saved", num_key_value_heads=groups)
     folder = write(Source(model, llama_config(model)), tmp_path / "nemo", tp=tp, pp=pp, xser=True)
-    assert_same_model(open_nemo(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(open_nemo(folder, VOCABULARY), model, tmp_path)
 
 
 def test_stages_of_unequal_length(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_stages_of_unequal_length(tmp_path: Path) -> None:
 
     rewrite(folder, lambda saved: take(saved["state_dict"]), "tp_rank_00_pp_rank_000")
     rewrite(folder, lambda saved: put(saved["state_dict"]), "tp_rank_00_pp_rank_001")
-    assert_same_model(open_nemo(folder, VOCABULARY), tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(open_nemo(folder, VOCABULARY), model, tmp_path)
 
 
 def test_settings_of_the_model(tmp_path: Path) -> None:
@@ -84,16 +84,11 @@ def test_settings_of_the_model(tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], object], rank: str = "mp_rank_01") -> None:
-    file = folder / rank / NAME
-    saved = torch.load(file, weights_only=False)
-    change(saved)
-    torch.save(saved, file)
+    changed(folder / rank / NAME, change)
 
 
 def problems(source: Path, vocab_size: int | None = VOCABULARY) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        open_nemo(source, vocab_size)
-    return [each.replace(str(source), "SOURCE") for each in caught.value.problems]
+    return checks.problems(open_nemo, source, vocab_size, SOURCE=source)
 
 
 @pytest.fixture
@@ -122,7 +117,7 @@ def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> 
     opened = open_nemo(folder, VOCABULARY, allow_drift=True)
     (note,) = opened.notes
     assert re.fullmatch(r"replicas of 8 tensors differ, at most by \d\d\.\d\d% of their norm \(.+\): .+ taken", note)
-    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(opened, model, tmp_path)
 
 
 def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
@@ -137,6 +132,10 @@ def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
     assert found.startswith(f"SOURCE must be a checkpoint in {shards}, which holds {NAME} and ")
 
 
+def configured(**keys: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda saved: saved["hyper_parameters"]["cfg"].update(keys)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -145,13 +144,10 @@ def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
         (lambda saved: saved["state_dict"].update(step=3), "step must be a tensor"),
         (lambda saved: saved.update(global_step=200), "iteration must be the same in all files"),
         (
-            lambda saved: saved["hyper_parameters"]["cfg"].update(transformer_block_type="gpt_j"),
+            configured(transformer_block_type="gpt_j"),
             "its transformer_block_type ('gpt_j') must be 'pre_ln': no family here has another",
         ),
-        (
-            lambda saved: saved["hyper_parameters"]["cfg"].update(hidden_size=64),
-            "hidden_size must be the same in all files, and some have 32 and some 64",
-        ),
+        (configured(hidden_size=64), "hidden_size must be the same in all files, and some have 32 and some 64"),
     ],
 )
 def test_what_a_file_must_have(shards: Path, change: Callable[[dict[str, Any]], object], text: str) -> None:

@@ -14,14 +14,15 @@ from shardwise.base.errors import ConfigError
 from shardwise_use.importing.neuronx import open_neuronx
 from tests.hugging_face import save
 from tests.sweeps import few
-from tests.unit.use.importing.checks import assert_same_model
+from tests.unit.use.importing import checks
+from tests.unit.use.importing.checks import assert_equal, assert_same_model, changed, states_of
 from tests.unit.use.importing.neuronx_shards import write
 
 
 def check(tmp_path: Path, model: Any, **options: Any) -> None:
     folder = write(model, tmp_path / "step_100", **options)
     opened = open_neuronx(folder, tmp_path / "saved")
-    assert_same_model(opened, tmp_path / "ours", model, tmp_path / "saved")
+    assert_same_model(opened, model, tmp_path)
 
 
 @pytest.mark.parametrize("style", ["separate", "fused"])
@@ -76,16 +77,11 @@ def shards(tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, rank: int, change: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
-    state = torch.load(file)
-    change(state)
-    torch.save(state, file)
+    changed(folder / "model" / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt", change)
 
 
 def problems(folder: Path) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        open_neuronx(folder, folder.parent / "saved")
-    return [each.replace(str(folder), "FOLDER") for each in caught.value.problems]
+    return checks.problems(open_neuronx, folder, folder.parent / "saved", FOLDER=folder)
 
 
 def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> None:
@@ -94,9 +90,7 @@ def test_copies_of_heads_must_agree_unless_drift_is_allowed(shards: Path) -> Non
     assert re.match(r"FOLDER: .*1\.self_attn\.qkv_proj must hold each of its 2 key/value heads .* 2 times", found)
     opened = open_neuronx(shards, shards.parent / "saved", allow_drift=True)
     assert re.match(r"replicas of 1 tensor differ, at most by \d\d\.\d\d% of their norm", opened.notes[0])
-    read = {weight.name: b"".join(map(bytes, weight.read())) for weight in opened.weights}
-    wanted = load_file(shards.parent / "saved/model.safetensors")
-    assert all(read[name] == tensor.numpy().tobytes() for name, tensor in wanted.items())
+    assert_equal(states_of(opened)["model"], load_file(shards.parent / "saved/model.safetensors"))
 
 
 def test_unrelated_heads_are_no_replicas_that_drifted(shards: Path) -> None:
