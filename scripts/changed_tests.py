@@ -21,7 +21,7 @@ _IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (\([^)]*\)|[^\n#]+)", re.MUL
 _PUBLIC = {f"shardwise.{name}": home for name, home in shardwise._HOME.items()}
 _PUBLIC |= {f"shardwise.data.{name}": home for name, home in shardwise.data._HOMES.items()}
 # They offer all that there is; whoever imports these names what it takes.
-_NONE = {"shardwise", "shardwise.data", "tests.e2e.command", "tests.e2e.warm"}
+_NONE = {"shardwise", "shardwise.data", "tests.command_line", "tests.e2e.command", "tests.e2e.warm"}
 # Modules that put together the names of what they import, and its package. SLURM runs what `submit` writes.
 _BY_NAME = {
     "shardwise.data.open_data": "shardwise.data.formats.",
@@ -49,7 +49,7 @@ def _names(module: str) -> Iterator[str]:
     yield from (name for name in modules() if name.startswith(_BY_NAME.get(module, " ")))
     if module.startswith("tests."):
         yield from re.findall(r"\b(?:shardwise\w*|tests|scripts)(?:\.\w+)+", text)
-        if re.search(r"\bshardwise\.cli\b|\be2e\.command\b", text):
+        if re.search(r"\bshardwise\.cli\b|\be2e\.command\b|\btests\.command_line\b", text):
             words = {*re.findall(r"\w+", text)}
             yield from (name for name in modules() if ".cli." in name and name.split(".")[-1].rstrip("_") in words)
 

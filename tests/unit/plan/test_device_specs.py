@@ -2,14 +2,16 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.prices import Price
 from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import FIGURES, Price, Reliability, cluster, described, device_names, load_device
+from shardwise_plan.device_specs import FIGURES, Device, Reliability, cluster, described, device_names, load_device
 from tests.arch.source import ROOT
 
 OWN = """
@@ -26,59 +28,51 @@ network: {gb_per_second: 50, latency_us: 10, topology: rail}
 """
 
 
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[[str], Device]:
+    """Load a device from a file of this text."""
+
+    def loaded(text: str) -> Device:
+        (tmp_path / "ours.yaml").write_text(text)
+        return load_device(str(tmp_path / "ours.yaml"))
+
+    return loaded
+
+
 @pytest.mark.parametrize("name", device_names())
 def test_every_figure_has_a_source(name: str) -> None:
     figures = {key: entry for key, entry in load_device(name).figures.items() if key in FIGURES}
     assert all(entry["source"] for key, entry in figures.items() if key != "compared_runs")
 
 
-def test_a_file_may_have_a_price_and_a_rate_of_fp8(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
-    device = load_device(str(path))
+def test_a_file_may_have_a_price_and_a_rate_of_fp8(load: Callable[[str], Device]) -> None:
+    device = load(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
     assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
     assert device.reliability == Reliability(failures_per_year=0.5)
-    path.write_text(described(device, {"matmul": 1.0}, "measured"))
-    described_device = load_device(str(path))
-    assert described_device.constants == (("matmul", 1.0),)
-    assert replace(described_device, constants=()) == device
-    for price, message in (
-        ("-1", r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'"),
-        ("2.5", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
-        ("2.5 dollars", r"price_per_hour \(2\.5 dollars\) must be a price"),
-    ):
-        path.write_text(f"{OWN}price_per_hour: {price}\n")
-        with pytest.raises(ConfigError, match=message):
-            load_device(str(path))
-    path.write_text(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
-    assert (load_device(str(path)).price, load_device(str(path)).per_chip) == (Price(0.3351, "USD", "chip"), 4)
-    path.write_text(f"{OWN}watts: -1\n")
-    with pytest.raises(ConfigError, match=r"watts \(-1\) must be a number from 0 to 100,000"):
-        load_device(str(path))
+    again = load(described(device, {"matmul": 1.0}, "measured"))
+    assert again.constants == (("matmul", 1.0),)
+    assert replace(again, constants=()) == device
+    of_chips = load(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
+    assert (of_chips.price, of_chips.per_chip) == (Price(0.3351, "USD", "chip"), 4)
 
 
-def test_products_in_fp8_have_rates_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
+def test_products_in_fp8_have_rates_of_their_own(load: Callable[[str], Device]) -> None:
     shares = "fp8_matmul_share: 0.6\nmxfp8_matmul_share: 0.5\nfp8_backward_share: 0.9\n"
-    path.write_text(f"{OWN}fp8_tflops: 2000\n{shares}")
-    device = load_device(str(path))
+    device = load(f"{OWN}fp8_tflops: 2000\n{shares}")
     reached = [device.matmul_peak("bfloat16", "fp8", block_scales=scales) * 0.8 for scales in (False, True)]
     assert reached == pytest.approx([0.6 * 2000e12, 0.5 * 2000e12])
     assert device.matmul_peak("bfloat16", None) == device.bfloat16
     assert device.fp8_backward_share == 0.9
 
 
-def test_several_nodes_need_a_network(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text("\n".join(line for line in OWN.splitlines() if not line.startswith("network")))
-    assert cluster(f"{path}:8").device.network is None
-    assert "network" not in described(load_device(str(path)), {}, "measured")
+def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
+    alone = "\n".join(line for line in OWN.splitlines() if not line.startswith("network"))
+    assert "network" not in described(load(alone), {}, "measured")
+    device = str(tmp_path / "ours.yaml:8")
+    assert cluster(device).device.network is None
     refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
     with pytest.raises(ConfigError, match=refused):
-        cluster(f"{path}:8", 2)
-    path.write_text(f"{path.read_text()}\nnetwork: {{gb_per_second: 25}}\n")
-    with pytest.raises(ConfigError, match=r"network\.latency_us is missing"):
-        load_device(str(path))
+        cluster(device, 2)
 
 
 @pytest.mark.parametrize(("name", "base", "gigabits"), [("p5", "h100", 3200), ("p4d", "a100-40gb", 400)])
@@ -88,50 +82,37 @@ def test_nodes_of_a_cloud_are_devices_with_its_network(name: str, base: str, gig
     assert (node.bfloat16, node.memory, node.node) == (device.bfloat16, device.memory, device.node)
 
 
-def test_a_base_may_have_a_base(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text("base: p5\ndevices_per_node: 4\n")
-    ours = load_device(str(path))
+def test_a_base_may_have_a_base(load: Callable[[str], Device]) -> None:
+    ours = load("base: p5\ndevices_per_node: 4\n")
     assert (ours.name, ours.per_node) == ("Amazon EC2 P5 (NVIDIA H100 SXM) (ours)", 4)
     assert ours.network == load_device("p5").network
 
 
-def test_a_base_gives_the_figures_that_a_file_leaves_out(tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text("base: h100\nnetwork: {gb_per_second: 25}\nprice_per_hour: {value: 3 USD, source: our contract}\n")
-    ours, h100 = load_device(str(path)), load_device("h100")
+def test_a_base_gives_the_figures_that_a_file_leaves_out(load: Callable[[str], Device]) -> None:
+    h100 = load_device("h100")
+    price = "price_per_hour: {value: 3 USD, source: our contract}"
+    ours = load(f"base: h100\nnetwork: {{gb_per_second: 25}}\n{price}\n")
     assert (ours.name, ours.accuracy) == ("NVIDIA H100 SXM (ours)", "")
     assert ours.network == replace(h100.require_network(), bandwidth=25e9)
     changed = {"key": "ours", "name": ours.name, "network": ours.network, "price": Price(3, "USD")}
-    changed |= {"accuracy": "", "compared_runs": 0}
-    assert ours == replace(h100, **changed)
-    path.write_text("base: h100\nprice_per_hour: 3 USD\n")
-    assert load_device(str(path)).compared_runs == h100.compared_runs, "a step takes as long at any price"
-    path.write_text("base: cpu\nname: Ours\n")
-    assert (load_device(str(path)).name, load_device(str(path)).is_accelerator) == ("Ours", False)
-
-
-@pytest.mark.parametrize("base", ["h10", "ours.yaml", "[h100]"])
-def test_another_base_is_refused(base: str, tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text(f"base: {base}\n")
-    with pytest.raises(ConfigError, match=r"ours\.yaml: base: unknown device .* devices are "):
-        load_device(str(path))
+    assert ours == replace(h100, **changed, accuracy="", compared_runs=0)
+    priced = load("base: h100\nprice_per_hour: 3 USD\n")
+    assert priced.compared_runs == h100.compared_runs, "a step takes as long at any price"
+    cpu = load("base: cpu\nname: Ours\n")
+    assert (cpu.name, cpu.is_accelerator) == ("Ours", False)
 
 
 def test_the_accuracy_of_a_device_is_that_of_the_page() -> None:
     page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
-    (published,) = re.findall(
-        r"^\| all sources that were never used for the fit \| .* ([\d.]+)% \|$", page, re.MULTILINE
-    )
+    row = r"^\| all sources that were never used for the fit \| .* ([\d.]+)% \|$"
+    (published,) = re.findall(row, page, re.MULTILINE)
     assert math.ceil(float(published)) == round(100 * _PUBLISHED_ERROR)
     trn1 = load_device("trn1")
     assert f"| AWS Neuron, Trainium1 | {trn1.compared_runs} | 8.9% | {trn1.compared_error:.1%} |" in page
     (measured,) = re.findall(r"on one NVIDIA H200.*?predicted within ([\d.]+)%", page, re.DOTALL)
-    assert all(
-        load_device(name).accuracy == f"steps on one H200 were predicted within {math.ceil(float(measured))}%"
-        for name in ("h100", "h200")
-    )
+    for name in ("h100", "h200"):
+        told = f"steps on one H200 were predicted within {math.ceil(float(measured))}%"
+        assert load_device(name).accuracy == told
 
 
 def test_the_page_names_every_key() -> None:
@@ -140,32 +121,42 @@ def test_the_page_names_every_key() -> None:
     assert not [key for key in (*keys, "base", "accuracy", "price_per_hour", "type") if f"`{key}`" not in page]
 
 
+NETWORK = "network: {gb_per_second: 50, latency_us: 10, topology: rail}"
+UNKNOWN = r"ours\.yaml: base: unknown device .* devices are "
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("text", "message"),
     [
-        (("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
-        (("matmul_share: 0.8", "matmul_share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
-        (("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
-        (("float32_tflops: 67", ""), "float32_tflops is missing"),
+        (OWN.replace("memory_gb: 80", "memory_gb: -80"), r"memory_gb \(-80\) must be a number from 0.1 to 10,000"),
+        (f"{OWN}watts: -1\n", r"watts \(-1\) must be a number from 0 to 100,000"),
+        (OWN.replace("share: 0.8", "share: 1.2"), r"matmul_share \(1.2\) must be a number from 0.01 to 1"),
+        (OWN.replace("processors: 132", "processors: .nan"), r"processors \(\.nan\) must be a whole number"),
+        (OWN.replace("float32_tflops: 67", ""), "float32_tflops is missing"),
+        (OWN.replace(", latency_us: 10, topology: rail", ""), r"network\.latency_us is missing"),
         (
-            ("network: {gb_per_second: 50, latency_us: 10, topology: rail}", "network: 5"),
+            OWN.replace(NETWORK, "network: 5"),
             r"network \(5\) must be a mapping with gb_per_second, latency_us and topology",
         ),
-        (("name: Our GPU", "name: Our GPU\nmemory: 80"), "memory is no figure of a device"),
-        (("name: Our GPU", "name: [Our GPU"), r"ours\.yaml is not valid YAML: .* \(line 3, column 10\)"),
+        (f"{OWN}memory: 80\n", "memory is no figure of a device"),
+        (OWN.replace("Our GPU", "[Our GPU"), r"ours\.yaml is not valid YAML: .* \(line 3, column 10\)"),
+        (
+            f"{OWN}price_per_hour: -1\n",
+            r"price_per_hour \(-1\) must be a price of a device, a chip or a node for an hour, .* '40 USD/node'",
+        ),
+        (f"{OWN}price_per_hour: 2.5\n", r"price_per_hour \(2\.5\) must name its currency, as in '2\.5 USD'"),
+        (f"{OWN}price_per_hour: 2.5 dollars\n", r"price_per_hour \(2\.5 dollars\) must be a price"),
+        *((f"base: {base}\n", UNKNOWN) for base in ("h10", "ours.yaml", "[h100]")),
     ],
 )
-def test_impossible_figures_are_refused(change: tuple[str, str], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "ours.yaml"
-    path.write_text(OWN.replace(*change))
+def test_impossible_figures_are_refused(text: str, message: str, load: Callable[[str], Device]) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_device(str(path))
+        load(text)
 
 
 def test_unknown_device_names_the_nearest() -> None:
-    with pytest.raises(
-        ConfigError, match=r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
-    ):
+    nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
+    with pytest.raises(ConfigError, match=nearest):
         cluster("h10:8", 2)
     with pytest.raises(ConfigError, match="at least one device"):
         cluster("h100:8", 0)

@@ -22,8 +22,7 @@ def with_reliability(nodes: int, **figures: float) -> Cluster:
 
 
 def without_an_interval() -> Config:
-    config = load_config("gpt3-175b", ["train.steps=100000", "train.eval_every=0"])
-    return config.model_copy(update={"checkpoint": type(config.checkpoint)()})
+    return CONFIG.model_copy(update={"checkpoint": type(CONFIG.checkpoint)()})
 
 
 def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
@@ -34,7 +33,7 @@ def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
     assert times.stall == pytest.approx(size / (25e9 * 1024))
     assert times.write == pytest.approx(size / (2e9 * 128))
     assert times.seconds == pytest.approx(100_000 * STEP * (1 + times.stall / 600))
-    evaluated = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"eval_every": 1000})})
+    evaluated = CONFIG.with_keys(train={"eval_every": 1000})
     batches = CONFIG.train.eval_batches
     assert calendar(evaluated, machines, STEP).evaluations == pytest.approx(100 * batches * STEP / 3)
 
@@ -42,8 +41,7 @@ def test_without_failures_only_checkpoints_and_evaluations_take_time() -> None:
 @pytest.mark.parametrize("failures", [0, 0.17])
 def test_a_checkpoint_waits_until_the_one_before_it_is_stored(failures: float) -> None:
     machines = with_reliability(128, failures_per_year=failures, storage=1e7)
-    often = CONFIG.model_copy(update={"checkpoint": CONFIG.checkpoint.model_copy(update={"every_minutes": 1})})
-    times = calendar(often, machines, STEP)
+    times = calendar(CONFIG.with_keys(checkpoint={"every_minutes": 1}), machines, STEP)
     assert times.write > 20 * (times.interval + times.stall)
     assert times.seconds >= times.steps * times.write / times.interval
     seldom = calendar(without_an_interval(), machines, STEP)
@@ -84,13 +82,10 @@ def test_the_interval_that_costs_least_is_taken_where_the_recipe_has_none() -> N
     assert not best.is_given
     assert calendar(CONFIG, machines, STEP).is_given
     for factor in (0.5, 2.0):
-        minutes = factor * best.interval / 60
-        checkpoint = config.checkpoint.model_copy(update={"every_minutes": minutes})
-        given = config.model_copy(update={"checkpoint": checkpoint})
+        given = config.with_keys(checkpoint={"every_minutes": factor * best.interval / 60})
         assert calendar(given, machines, STEP).interval == pytest.approx(factor * best.interval)
         assert calendar(given, machines, STEP).seconds > best.seconds
-    steps = CONFIG.checkpoint.model_copy(update={"every": 20})
-    assert calendar(CONFIG.model_copy(update={"checkpoint": steps}), machines, STEP).interval == 20 * STEP
+    assert calendar(CONFIG.with_keys(checkpoint={"every": 20}), machines, STEP).interval == 20 * STEP
 
 
 def test_the_best_interval_is_youngs_and_at_least_as_long_as_a_checkpoint_takes() -> None:

@@ -35,6 +35,14 @@ def append(run: Path, *records: dict[str, Any], end: str = "\n") -> None:
         file.write("\n".join(map(json_text, records)) + end)
 
 
+def after(run: RunView, *records: dict[str, Any]) -> tuple[str, str]:
+    """The state of a run, and which start it is in, once it has written more."""
+    if records:
+        append(run.path, *records)
+    run.refresh()
+    return run.state, run.restart
+
+
 @pytest.fixture
 def restarted(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", RESTARTED, compiles=True, straggler=3, spike=15)
@@ -92,9 +100,8 @@ def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
 
 def test_numbers_that_are_texts_or_missing(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 3)], losses={2: math.nan, 3: math.inf})
-    append(
-        path, {"event": "step", "step": 4, "loss": None, "lr": [1]}, {"event": "step"}, {"event": "step", "step": "x"}
-    )
+    append(path, {"event": "step", "step": 4, "loss": None, "lr": [1]})
+    append(path, {"event": "step"}, {"event": "step", "step": "x"})
     loss = opened(path, whole=True).series.numbers["loss"]
     assert [*loss] == pytest.approx([6.0, math.nan, math.inf, math.nan], nan_ok=True)
 
@@ -136,29 +143,23 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [Start(0, 5, "stopped by SIGTERM")], steps=9)
     with RunLock(path):
         run = opened(path)
-        assert run.state == "starting", "it goes on, and has not said so yet"
-        append(path, {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"})
-        run.refresh()
-        assert run.state == "stopped", "it has not ended yet, but says that it does"
-        append(path, {"event": "start"})
-        run.refresh()
-        assert run.state == "starting"
-        append(path, {"event": "step", "step": 6, "step_seconds": 10.0})
-        run.refresh()
-        assert (run.state, run.eta_seconds) == ("running", 30.0)
+        stop = {"event": "stop", "time": "2100-01-01T00:00:00+00:00", "reason": "stopped by SIGTERM"}
+        again = "restarting (start 2)"
+        assert after(run) == ("starting", again), "it goes on, and has not said so yet"
+        assert after(run, stop) == ("stopped", ""), "it has not ended yet, but says that it does"
+        assert after(run, {"event": "start"}) == ("starting", again)
+        assert after(run, {"event": "step", "step": 6, "step_seconds": 10.0}) == ("running", "")
+        assert run.eta_seconds == 30.0
         for ago, every, state in ((100, 1, "running"), (300, 1, "silent"), (300, 20, "running"), (700, 20, "silent")):
             set_written(path / "metrics.jsonl", time.time() - ago)
             (path / "config.yaml").write_text(f"train: {{steps: 9}}\nlog: {{every: {every}}}\n")
-            run.refresh()
-            assert run.state == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
-        append(path, {"event": "stop", "time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
-        run.refresh()
+            assert after(run)[0] == state, f"{ago} s, with 10 s a step, of which each {every}. is recorded"
+        after(run, stop | {"time": "2100-01-01T00:00:01+00:00", "reason": "next stage"})
         assert (run.state, run.reason) == ("starting", ""), "it goes on in the same processes"
-        append(path, {"event": "start"})
+        after(run, {"event": "start"})
         for ago, state in ((300, "starting"), (700, "silent")):
             set_written(path / "metrics.jsonl", time.time() - ago)
-            run.refresh()
-            assert run.state == state
+            assert after(run)[0] == state
     assert run.state == "killed"
 
 
@@ -167,19 +168,14 @@ def test_a_later_start_is_told_by_its_number(ending: str | None, tmp_path: Path)
     """Also of a run that was killed, whose last record is of a step, and before the new start has recorded itself."""
     path = write_run(tmp_path / "run", [Start(0, 5, None), Start(4, 8, ending)], steps=9)
     with RunLock(path):
-        run = opened(path)
-        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
-        append(path, {"event": "start", "time": stamp(time.time() + 9)})
-        run.refresh()
-        assert (run.state, run.restart) == ("starting", "restarting (start 3)")
-        append(path, {"event": "step", "time": stamp(time.time() + 9), "step": 5})
-        run.refresh()
-        assert (run.state, run.restart) == ("running", "")
+        run, soon = opened(path), stamp(time.time() + 9)
+        assert after(run) == ("starting", "restarting (start 3)")
+        assert after(run, {"event": "start", "time": soon}) == ("starting", "restarting (start 3)")
+        assert after(run, {"event": "step", "time": soon, "step": 5}) == ("running", "")
     new = RunDirectory(tmp_path / "new").create()
     new.write_config("train: {steps: 9}\n")
     with RunLock(new.path):
-        first = opened(new.path)
-        assert (first.state, first.restart) == ("starting", "")
+        assert after(opened(new.path)) == ("starting", "")
 
 
 def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> None:
@@ -195,11 +191,9 @@ def test_a_job_that_starts_its_ranks_again_has_not_failed(tmp_path: Path) -> Non
             file.write(ending("failed", stop - 30, 31.0, 5))
         assert run.state == "starting"
         FailureRecord(stamp(stop + 1), "rank 1 was killed", step=5).write(RunDirectory(path))
-        run.refresh()
-        assert run.state == "failed", "it is not started again"
+        assert after(run)[0] == "failed", "it is not started again"
     (path / "failure.json").unlink()
-    run.refresh()
-    assert run.state == "failed", "nobody is at work"
+    assert after(run)[0] == "failed", "nobody is at work"
 
 
 def test_a_lock_of_another_host_that_is_not_seen_here(tmp_path: Path) -> None:

@@ -53,17 +53,9 @@ REFERENCE = (
 
 
 def write(
-    source: Source,
-    folder: Path,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    xser: bool = False,
-    moments: tuple[Source, Source] | None = None,
-    name: str = NAME,
-    beside: State | None = None,
-    **options: Any,
-) -> Path:
+    source: Source, folder: Path, *, tp: int = 1, pp: int = 1, xser: bool = False,
+    moments: tuple[Source, Source] | None = None, name: str = NAME, beside: State | None = None, **options: Any,
+) -> Path:  # fmt: skip
     """The checkpoint of step 100, with what a training leaves in it beside weights.
 
     moments: models whose weights are the optimizer's state; `options` as of `state_dicts`. beside: other content.

@@ -120,21 +120,10 @@ Moments = tuple[State, State]
 
 
 def write(
-    model: Any,
-    folder: Path,
-    *,
-    tp: int = 1,
-    pp: int = 1,
-    style: str = "separate",
-    copies: int = 1,
-    adjacent: bool = False,
-    xser: bool = False,
-    old: bool = False,
-    vocabulary_cut: bool = False,
-    moments: Moments | None = None,
-    beside: State | None = None,
-    **options: Any,
-) -> Path:
+    model: Any, folder: Path, *, tp: int = 1, pp: int = 1, style: str = "separate", copies: int = 1,
+    adjacent: bool = False, xser: bool = False, old: bool = False, vocabulary_cut: bool = False,
+    moments: Moments | None = None, beside: State | None = None, **options: Any,
+) -> Path:  # fmt: skip
     """A whole checkpoint; `old`: as releases before 0.6, and BERT's script, named files.
 
     Args:

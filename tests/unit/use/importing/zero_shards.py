@@ -29,16 +29,10 @@ def _shard(tensor: Tensor, ranks: int, rank: int) -> Tensor:
 
 
 def state_dicts(
-    moments: Mapping[str, tuple[Tensor, Tensor]],
-    masters: Mapping[str, Tensor] | None = None,
-    *,
-    dp: int | None = 2,
-    words: tuple[str, ...] = ("bias", "norm"),
-    double: bool = False,
-    shape_info: bool = True,
-    step: int = STEP,
+    moments: Mapping[str, tuple[Tensor, Tensor]], masters: Mapping[str, Tensor] | None = None, *, dp: int | None = 2,
+    words: tuple[str, ...] = ("bias", "norm"), double: bool = False, shape_info: bool = True, step: int = STEP,
     **options: Any,
-) -> list[State]:
+) -> list[State]:  # fmt: skip
     """What each data-parallel rank saves of a rank's parameters, which are in order; `dp` None: without ZeRO-1.
 
     words: parts of the names in the second group; none: one group. double: as with XLA_DOWNCAST_BF16.
