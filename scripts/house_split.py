@@ -28,7 +28,7 @@ PATTERNS = {
     "jobs": ("launch/slurm/*", "cli/submit.py", "cli/jobs.py", "cli/supervise.py"),
     "use": (
         "train/generation.py", "train/conversation.py", "train/inference_jobs.py", "cli/chat.py", "cli/converse.py",
-        "cli/generate.py", "cli/sampling.py", "launch/channel.py", "train/task_*", "cli/evaluate_tasks.py",
+        "cli/generate.py", "cli/sampling.py", "launch/channel.py", "train/task_*",
         "cli/evaluate.py", "checkpoint/importing/*", "cli/checkpoint/import_.py",
     ),
     "data": (

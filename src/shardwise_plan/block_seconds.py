@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from shardwise.models.parameter_counts import attended_tokens
 from shardwise_plan import device_seconds
@@ -150,11 +151,11 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     accumulation = device_seconds.passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
     if s.passes_keys and device.is_accelerator and program.recomputes_ring:
-        core = replace(core, backward=core.forward + core.backward)  # computed again, for the keys of each rank
+        core = core._replace(backward=core.forward + core.backward)  # computed again, for the keys of each rank
 
     passes = _memory_passes(s, device, c, program)
     tensor = _tensor_seconds(s, device, c, program, outputs, input_gradients, weight_gradients)
-    context = _context_seconds(s, device, c, core)
+    context = _context_seconds(s, device, c, program, core)
     exchange = s.exchange(program)
     outputs_of_router, hidden, rows, _ = exchange.scores
     router = device_seconds.matmul(device, c, device.float32, rows, outputs_of_router, hidden)
@@ -193,33 +194,34 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     return PassSeconds(forward, backward.plus(recompute), weight_seconds + accumulation, recompute)
 
 
-@dataclass(frozen=True)
-class _MemoryPasses:
-    """Seconds of a block's passes over activations, without those of the attention core.
+class _Work(NamedTuple):
+    """Seconds of a part of a block.
 
     Attributes:
         forward: seconds of the forward pass.
         backward: seconds of the backward pass.
-        cheap: seconds of what selective recompute repeats: norms, activation, and rotated q and k.
+        cheap: seconds of what selective recompute repeats of it: norms, activation, and rotated q and k.
+        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
     """
 
     forward: float
     backward: float
-    cheap: float
+    cheap: float = 0.0
+    kernels: int = 0
 
 
-def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
+    """Return the seconds of a block's passes over activations, without those of the attention core."""
     passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
     forward, backward = (0, 0) if s.matmul is None else _rounding_bytes(s, program)
     moved = device_seconds.passes(device, c, s.exchange(program).moved_bytes)
-    return replace(
-        passes,
+    return passes._replace(
         forward=passes.forward + moved + device_seconds.passes(device, c, forward),
         backward=passes.backward + moved + device_seconds.passes(device, c, backward),
     )
 
 
-def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
+def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _Work:
     """Return the seconds of passes where functions one after the other are one kernel."""
     query_key_value = s.local.query + 2 * s.local.key_value
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
@@ -234,14 +236,14 @@ def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _MemoryPasses:
     cheap_bytes = norm_bytes + s.a * feed_elements
     if s.model.rotary_dim:
         cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
-    return _MemoryPasses(
+    return _Work(
         device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes),
         device_seconds.passes(device, c, backward_bytes),
         device_seconds.passes(device, c, cheap_bytes),
     )
 
 
-def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _MemoryPasses:
+def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
     """Return the seconds of passes where each function is a kernel that reads its inputs and writes its output.
 
     | function                | forward                  | backward                                              |
@@ -282,7 +284,7 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants, program: Progr
         forward_bytes += s.a * (2 * query_key_value + 3 * attended)
         backward_bytes += s.a * (3 * query_key_value + 2 * attended)
     cheap = device_seconds.passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
-    return _MemoryPasses(
+    return _Work(
         cheap + device_seconds.passes(device, c, forward_bytes),
         device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
         cheap,
@@ -332,22 +334,7 @@ def _recomputed(
     return PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
 
 
-@dataclass(frozen=True)
-class _CoreSeconds:
-    """Seconds of the attention core.
-
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass.
-        kernels: kernels of the forward pass, more than those that `ProgramTraits.kernels` counts.
-    """
-
-    forward: float
-    backward: float
-    kernels: int
-
-
-def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _CoreSeconds:
+def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
     """Return the seconds of softmax(q kᵀ) v.
 
     The fused core does no work on masked tokens. Step by step, softmax reads and writes the probabilities, and dropout
@@ -364,7 +351,7 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
         operations = 4.0 * heads * s.queries * attended * head_dim
         shares = program.fused_shares or (c.fused_attention, _FUSED_BACKWARD_RATE * c.fused_attention)
         seconds = operations / peak
-        return _CoreSeconds(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1], 0)
+        return _Work(seconds / shares[0], _FUSED_BACKWARD_PRODUCTS * seconds / shares[1])
     scores = device_seconds.matmul(device, c, peak, s.queries, s.length, head_dim, heads)
     values = device_seconds.matmul(device, c, peak, s.queries, head_dim, s.length, heads)
     transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.queries, heads)
@@ -374,9 +361,8 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
     # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
     products_backward = 4 * (scores + values + transposed) / 3
-    return _CoreSeconds(
-        scores + values + softmax_forward, products_backward + softmax_backward, _STEPWISE_ATTENTION_KERNELS
-    )
+    backward = products_backward + softmax_backward
+    return _Work(scores + values + softmax_forward, backward, kernels=_STEPWISE_ATTENTION_KERNELS)
 
 
 def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, count: int) -> Product:
@@ -416,7 +402,9 @@ def _tensor_seconds(
     return forward, backward
 
 
-def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSeconds) -> tuple[float, float]:
+def _context_seconds(
+    s: BlockShape, device: Device, c: Constants, program: ProgramTraits, core: _Work
+) -> tuple[float, float]:
     """Return what it adds, forward and backward, to get keys and values of all tokens, and to send their gradients.
 
     Passed from rank to rank, they travel while attention to those of another rank is computed.
@@ -429,7 +417,7 @@ def _context_seconds(s: BlockShape, device: Device, c: Constants, core: _CoreSec
     if s.passes_keys:
         # Keys and values go round again in the backward pass, with their gradients.
         return ring_seconds(core.forward, gather, ranks), ring_seconds(core.backward, 2 * gather, ranks)
-    gathers_again = s.gathers_keys_again and s.recompute != "full"
+    gathers_again = program.fused_attention and s.recompute != "full"
     return gather, gather * (2 if gathers_again else 1)
 
 

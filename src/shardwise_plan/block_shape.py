@@ -54,16 +54,14 @@ class BlockShape:
         local: widths of one rank's part.
         batch: B.
         length: S.
-        tensor: t.
+        tensor_group: the t ranks that share each token.
         sequence_parallel: True if activations are cut along the sequence too.
-        inside: ranks of the tensor-parallel group in one node.
         dtype: dtype of parameters and activations.
         gradient: dtype of gradients.
         recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
         matmul: format of the products of weights, if it is not `dtype`.
         context_group: the c ranks that share each sample.
-        gathers_keys_again: True if keys and values of other ranks are gathered again in the backward pass.
         passes_keys: True if keys and values of other ranks come one rank after the other while attention computes.
         expert_group: ranks that divide the experts.
         routing: rule of the block's router; None: it has an MLP.
@@ -73,16 +71,14 @@ class BlockShape:
     local: LocalWidths
     batch: int
     length: int
-    tensor: int
+    tensor_group: RankGroup
     sequence_parallel: bool
-    inside: int
     dtype: DtypeName
     gradient: DtypeName
     recompute: Recompute
     regathers: bool
     matmul: Matmul | None
     context_group: RankGroup
-    gathers_keys_again: bool
     passes_keys: bool
     expert_group: RankGroup
     routing: Routing | None = None
@@ -98,19 +94,21 @@ class BlockShape:
             local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
             batch=config.train.micro_batch,
             length=config.train.sequence_length,
-            tensor=layout.tensor,
+            tensor_group=group(layout.tensor, 1, cluster.per_node),
             sequence_parallel=layout.sequence_parallel,
-            inside=min(layout.tensor, cluster.per_node),
             dtype=precision.parameter,
             gradient=precision.gradient,
             recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
             regathers=config.regathers,
             matmul=config.precision.matmul,
             context_group=group(layout.context, layout.tensor, cluster.per_node),
-            gathers_keys_again=program.fused_attention,
             passes_keys=config.passes_keys,
             expert_group=group(layout.expert, layout.tensor, cluster.per_node),
         )
+
+    @property
+    def tensor(self) -> int:
+        return self.tensor_group.ranks
 
     @property
     def tokens(self) -> int:
@@ -193,10 +191,6 @@ class BlockShape:
     def x_elements(self) -> int:
         """T/s·H: elements of x between the cut layers."""
         return self.tokens * self.model.hidden_size // (self.tensor if self.sequence_parallel else 1)
-
-    @property
-    def tensor_group(self) -> RankGroup:
-        return RankGroup(self.tensor, self.inside)
 
     @property
     def gathered_bytes(self) -> int:

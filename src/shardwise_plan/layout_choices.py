@@ -105,7 +105,8 @@ class Choice:
 
     def data(self, world: int) -> int:
         """Return the data-parallel degree on `world` ranks, 0 if they are too few."""
-        return world // math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
+        ranks: int = math.prod(getattr(self, axis.degree) for axis in CHOSEN_AXES)
+        return world // ranks
 
     @property
     def splits_backward(self) -> bool:
@@ -160,7 +161,7 @@ def choices(
         base = base.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
     recomputes = (config.recompute,) if is_fixed else _RECOMPUTES
-    for degrees, expert in _degrees(config, world, per_node, fixed):
+    for of_degrees in _degrees(config, world, per_node, fixed):
         looked(1)
         recipes = config.train.micro_batch
         powers = [2**n for n in range(_MOST_IN_MICRO_BATCH.bit_length())]
@@ -169,7 +170,7 @@ def choices(
             replicate = config.parallel.replicate if "parallel.replicate" in fixed else 1
             optimizer = config.optimizer
             sharding = (optimizer.zero, replicate, optimizer.reduce)
-            first = Choice(*degrees, micro_batch, "none", *sharding, expert=expert)
+            first = of_degrees(micro_batch, "none", *sharding)
             data = first.data(world)
             if not data or config.train.global_batch % (micro_batch * data):
                 refused["train.global_batch"] += len(recomputes)
@@ -184,8 +185,7 @@ def choices(
                 continue
             shardings = list(_shardings(applied, layout, per_node, fixed))
             for recompute in recomputes:
-                choice = partial(Choice, *degrees, micro_batch, recompute, expert=expert)
-                yield [[choice(*cut) for cut in cuts] for cuts in shardings], layout
+                yield [[of_degrees(micro_batch, recompute, *cut) for cut in cuts] for cuts in shardings], layout
 
 
 def number_of_choices(config: Config, world: int, per_node: int, fixed: Collection[str]) -> int:
@@ -247,14 +247,15 @@ def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[
     return [recipes] if key in fixed else others
 
 
-_Degrees = tuple[int, bool, int, int, Schedule, int | None]
-"""Tensor degree, sequence parallelism, context degree, pipeline degree, schedule and virtual stages."""
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
 _LEAST_CHUNK = 1024
 
 
-def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[tuple[_Degrees, int]]:
-    """Yield the degrees that divide the world and the model, experts' last; `check_layout` has further rules."""
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[partial[Choice]]:
+    """Yield choices of degrees that divide the world and the model, which the other keys complete.
+
+    `check_layout` has further rules.
+    """
     parallel = config.parallel
     model = config.known_shapes
     named_heads = asked_of(config).model.num_attention_heads or 0
@@ -273,7 +274,7 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         for expert in experts:
-                            yield (tensor, sequence, context, pipeline, schedule, virtual), expert
+                            yield partial(Choice, tensor, sequence, context, pipeline, schedule, virtual, expert=expert)
 
 
 def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:

@@ -144,10 +144,7 @@ def distinct(plans: Sequence[Plan]) -> list[int]:
     indices = []
     for index, plan in enumerate(plans):
         choice = plan.choice
-        key = (
-            *(plan.cluster.nodes, choice.tensor, choice.context, choice.pipeline),
-            *(choice.zero, choice.replicate),
-        )
+        key = (plan.cluster.nodes, choice.tensor, choice.context, choice.pipeline, choice.zero, choice.replicate)
         former = listed.get(key)
         is_detail = former is not None and plan.time.total <= _SAME_TIME * former.time.total
         if not is_detail or (former is not None and former.is_tight and not plan.is_tight):

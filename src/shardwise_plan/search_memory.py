@@ -81,10 +81,7 @@ class LeastMemory:
 
     def _kept_by_a_block(self, choice: Choice, layout: Layout) -> int:
         """Return what a block keeps for a micro-batch's backward pass, with the choices that keep least."""
-        key = (
-            *layout.inside_a_stage,
-            *(choice.micro_batch, choice.recompute, choice.splits_backward),
-        )
+        key = (layout.inside_a_stage, choice.micro_batch, choice.recompute, choice.splits_backward)
         if key not in self._kept:
             config = compiled(choice.applied(self._config), self._device)
             sizes = []

@@ -370,9 +370,9 @@ class _StepInputs:
         # Neighbouring stages are on one node if two pipeline ranks, with all ranks of their stages, fit there.
         inside = layout.tensor * layout.replicas * 2 <= self.cluster.per_node
         if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
-            tensor_group = RankGroup(layout.tensor, min(layout.tensor, self.cluster.per_node))
+            ranks = group(layout.tensor, 1, self.cluster.per_node)
             part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
-            return part + device_seconds.collective(device, self.constants, tensor_group, float(size))
+            return part + device_seconds.collective(device, self.constants, ranks, float(size))
         parts = layout.tensor if layout.sequence_parallel else 1
         return device_seconds.message(device, self.constants, size / parts, inside=inside)
 

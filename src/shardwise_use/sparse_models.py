@@ -70,18 +70,12 @@ def refuse_divided(folder: Path, file: str) -> None:
 
 
 def megatron_section(
-    section: dict[str, Any],
-    args: Mapping[str, Any],
-    biases: Mapping[str, bool],
-    require: Callable[..., None],
+    section: dict[str, Any], args: Mapping[str, Any], biases: Mapping[str, bool], require: Callable[..., None]
 ) -> dict[str, Any]:
     """The keys of a model with gates, which with experts is a Qwen3-MoE, whose heads have norms, or a Mixtral.
 
-    Args:
-        section: keys without experts.
-        args: arguments of Megatron-LM.
-        biases: keys among them that neither of the two has.
-        require: raises ConfigError where an argument of a model does not fit: (model, (name, value, needed), …).
+    `biases` are keys that neither of the two has. `require` is called with a model and with (name, value, value that
+    the model needs), …, and raises ConfigError where these differ.
     """
     if not args.get("num_experts"):
         return section

@@ -33,8 +33,6 @@ class StepMetric:
         is_cut: True if the chart may leave out a steep beginning that would hide the rest of the curve.
         is_in_every_step: True if each step records the metric, so that a number that is not finite tells of a training
             that diverged. A metric that is None or NaN in a healthy run has False.
-        words: its text in the row of `top` for what only some models record, with `{}` in the place of the number.
-        form: form of the number there.
     """
 
     name: str
@@ -44,12 +42,8 @@ class StepMetric:
     is_share: bool = False
     is_cut: bool = True
     is_in_every_step: bool = False
-    words: str = ""
-    form: str = ".4g"
 
 
-SOME_MODELS = "experts"
-"""Name of the row of `top` with the metrics that only some models record."""
 STEP_METRICS = (
     StepMetric("loss", "Loss of the last step.", "Training loss", is_in_every_step=True),
     # The beginning of the next one is its warm-up, which is as telling as the rest.
@@ -68,27 +62,9 @@ STEP_METRICS = (
     StepMetric(
         "bubble", "The share of the step in which pipeline ranks waited for others.", "Pipeline bubble", is_share=True
     ),
-    StepMetric(
-        "expert_load_max",
-        "Largest load of an expert over the mean.",
-        "Largest load over its block's mean",
-        words="largest load ×{}",
-        form=".2f",
-    ),
-    StepMetric(
-        "expert_idle",
-        "The share of experts without a token.",
-        "Experts without a token",
-        is_share=True,
-        words="{} idle",
-    ),
-    StepMetric(
-        "expert_entropy",
-        "Entropy of routers' scores; 1: all are equal.",
-        "Router entropy (1: equal scores)",
-        words="entropy {}",
-        form=".3f",
-    ),
+    StepMetric("expert_load_max", "Largest load of an expert over the mean.", "Largest load over its block's mean"),
+    StepMetric("expert_idle", "The share of experts without a token.", "Experts without a token", is_share=True),
+    StepMetric("expert_entropy", "Entropy of routers' scores; 1: all are equal.", "Router entropy (1: equal scores)"),
     StepMetric(
         "loss_spike",
         "Standard deviations of the loss above the mean of the last steps.",
@@ -99,7 +75,11 @@ STEP_METRICS = (
 """The order is that of the JSON of `monitor`, of Prometheus, and of the charts in the report."""
 STEP_METRIC_NAMES = tuple(metric.name for metric in STEP_METRICS)
 REPORT_CURVES = tuple(metric for metric in STEP_METRICS if metric.title)
-OF_SOME_MODELS = tuple(metric for metric in STEP_METRICS if metric.words)
+OF_SOME_MODELS = {
+    "expert_load_max": "largest load ×{:.2f}", "expert_idle": "{:.1%} idle", "expert_entropy": "entropy {:.3f}",
+}  # fmt: skip
+"""Metrics that only some models record → their words in the row of `top` that shows them."""
+ROW_OF_SOME_MODELS = "experts"
 SCREEN_CURVES = ("loss", "tokens_per_second", "grad_norm")
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Parts of a step's time (`split_seconds`), in the order in which they are shown."""
@@ -117,7 +97,7 @@ class StepSeries:
         numbers: values of each metric of `STEP_METRICS` by its name, one for each step; NaN if a step has none.
         parts: seconds of each of `PARTS`, one for each step; NaN if a step has none.
         sources: loss of each source of a mixture by its name, one for each step; NaN if a step has none.
-        balance: balance losses of experts, likewise.
+        balance: balance losses of routers, likewise.
     """
 
     steps: array[int] = field(default_factory=lambda: array("q"))

@@ -39,11 +39,6 @@ class Routing:
     chosen_groups: int = 1
     has_bias: bool = False
 
-    @property
-    def load_bytes(self) -> int:
-        """Bytes of the number of rows of each expert, in int64."""
-        return 8 * self.experts
-
     def visits(self, ranks: int) -> float:
         """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices."""
         # Exact if ranks have whole groups, or groups the experts of whole ranks.

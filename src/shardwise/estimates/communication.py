@@ -27,7 +27,7 @@ from dataclasses import replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.feed_forward import read_loads, routed_backward, routed_forward, sparse_blocks
+from shardwise.estimates.feed_forward import load_bytes, read_loads, routed_backward, routed_forward, sparse_blocks
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
 from shardwise.estimates.transfer import Kind, Transfer, gathered, over_tensor, summed
@@ -221,7 +221,7 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
     counts_first = _counts_first(workload)
     transfers = []
     for routing, count in sparse_blocks(workload).items():
-        loads = routing.load_bytes
+        loads = load_bytes(routing)
         samples = workload.config.train.micro_batch if "sequence" in losses else 0
         batch = loads if "batch" in losses and not counts_first else 0
         transfers += [
@@ -244,9 +244,9 @@ def _counts_first(workload: RankWorkload) -> bool:
 def _counted(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = sum(routing.load_bytes * count for routing, count in sparse_blocks(workload).items())
+    of_blocks = sum(load_bytes(routing) * count for routing, count in sparse_blocks(workload).items())
     routing = workload.model.any_routing
-    pooled = 0 if routing is None else routing.load_bytes * ("pooled" in workload.config.optimizer.router_losses)
+    pooled = 0 if routing is None else load_bytes(routing) * ("pooled" in workload.config.optimizer.router_losses)
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),

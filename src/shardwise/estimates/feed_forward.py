@@ -139,7 +139,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForward:
     elements = routing.experts // layout.expert * width * hidden
     down, gate_up = (workload.weight_gradient(n * elements) for n in (1, 2))
     sources = layout.expert if workload.is_bit_equal else 1
-    amounts = routing.load_bytes + len(SUMS) * _FLOAT32
+    amounts = load_bytes(routing) + len(SUMS) * _FLOAT32
     return FeedForward(
         saved=_saved_by_experts(workload, routing, traffic) + own_input + amounts + of_shared,
         activated=shared + (0 if workload.config.regathers else own_input),
@@ -189,6 +189,11 @@ def sparse_blocks(workload: RankWorkload) -> Counter[Routing]:
     """The rules of the routers on this rank, with the number of blocks of each."""
     layers = (layer for stage in workload.stages for layer in stage.layers)
     return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
+
+
+def load_bytes(routing: Routing) -> int:
+    """The bytes of the rows of each expert, [N] in int64."""
+    return _INT64 * routing.experts
 
 
 def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:

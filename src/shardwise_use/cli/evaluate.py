@@ -16,6 +16,8 @@ model.ignore (fields of config.json that change nothing) and checkpoint.revision
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardwise.base.errors import ConfigError, keys_renamed
@@ -34,11 +36,11 @@ from shardwise.cli.model_argument import (
     open_tokenizer,
     parse_overrides,
     ranks_and_config,
+    tasks_config,
 )
 from shardwise.config import Config, Layout, check_layout
-from shardwise.launch.environment import is_launched
+from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
-from shardwise_use.cli import evaluate_tasks
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part
@@ -49,6 +51,17 @@ KEYS = (
     "precision.mode", "train.sequence_length", "train.micro_batch", "train.seed",
     "model.family", "model.ignore", "checkpoint.revision",
 )  # fmt: skip
+_TASK_KEYS = (
+    *LAYOUT_KEYS, "parallel.sequence", "parallel.schedule", "parallel.virtual_stages", "precision.mode",
+    "train.sequence_length", "train.micro_batch", "data.tokenizer", "model.family", "model.ignore",
+    "checkpoint.revision",
+)  # fmt: skip
+_TASK_OPTIONS = {
+    **ARGUMENTS,
+    "evaluation.tasks_path": "--tasks-path",
+    "evaluation.tasks": "--tasks",
+    "evaluation.limit": "--limit",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +90,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     on_tasks = arguments.tasks is not None
-    keys, name = (evaluate_tasks.KEYS, "evaluate --tasks") if on_tasks else (KEYS, "evaluate")
+    keys, name = (_TASK_KEYS, "evaluate --tasks") if on_tasks else (KEYS, "evaluate")
     values = parse_overrides(arguments.overrides, keys, name)
     for option, value in (("--tasks-path", arguments.tasks_path), ("--limit", arguments.limit)):
         if value is not None and not on_tasks:
@@ -85,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     announce = output.progress if place is None or place.local_rank == 0 else None
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         if on_tasks:
-            return evaluate_tasks.evaluate_on_tasks(arguments, place, values, folder, announce)
+            return _evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
         world, config = ranks_and_config(
             lambda replicas: evaluation_config(folder, values, replicas, part), place, arguments.nproc
@@ -119,6 +132,68 @@ def run(arguments: argparse.Namespace) -> int:
                 else:
                     output.table(_rows(facts))
         return ending.code
+
+
+def _evaluate_on_tasks(
+    arguments: argparse.Namespace,
+    place: Rank | None,
+    values: dict[str, Any],
+    folder: ModelFolder,
+    announce: Callable[[str], None] | None,
+) -> int:
+    """Run the command with --tasks on the folder that was opened; returns the exit code."""
+    if arguments.part is not None:
+        raise ConfigError(f"--part ({arguments.part}) must be left out with --tasks, whose files name their data")
+    tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    if not tasks:
+        raise ConfigError(f"--tasks ({arguments.tasks!r}) must name tasks: --tasks arc_easy,lambada_openai")
+    settings = {"tasks": tasks, "tasks_path": arguments.tasks_path, "limit": arguments.limit}
+    with keys_renamed(_TASK_OPTIONS):
+        world, config = ranks_and_config(
+            lambda replicas: tasks_config(folder, values, replicas, settings), place, arguments.nproc
+        )
+        layout = check_layout(config, world)
+        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        # Once, before the ranks start: rank 0 then finds the data in the cache.
+        if not is_launched():
+            from shardwise.data.evaluation_tasks import require_tasks
+
+            require_tasks(config, Path(str(config.data.tokenizer)))
+    if place is None:
+        check_accelerators(world, accelerators()[1])
+        if world > 1:
+            return launch_command("evaluate", arguments, folder, world)
+    with as_rank(place) as ending:
+        from shardwise_use.inference_jobs import run_tasks
+
+        with folder, keys_renamed(_TASK_OPTIONS):
+            results = run_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
+        if results is not None:
+            _print_tasks(arguments, folder, config, layout, results)
+    return ending.code
+
+
+def _print_tasks(
+    arguments: argparse.Namespace, folder: ModelFolder, config: Config, layout: Layout, results: dict[str, Any]
+) -> None:
+    """Print the results: one JSON object, or the tables that `lm_eval` prints."""
+    tables = [name for name in ("results", "groups") if name in results]
+    if arguments.json:
+        facts: dict[str, Any] = {
+            "model": folder.name,
+            "family": config.model.family,
+            **{name: results[name] for name in tables},
+            "limit": arguments.limit,
+            "layout": layout.facts(),
+            "precision": config.precision.resolved(accelerators()[1] > 0).parameter,
+        }
+        output.json(facts, indent=None)
+        return
+    from lm_eval.utils import make_table  # type: ignore[import-untyped]
+
+    for name in tables:
+        for line in make_table(results, name).splitlines():
+            output.line(line)
 
 
 def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> Part | Literal["all"]:

@@ -211,7 +211,7 @@ def _told_progress(
     )
     model = opened.config.model_dump(mode="json", exclude_defaults=True)
     values: dict[str, dict[str, Any]] = {"model": {"family": opened.config.family, **model}}
-    keys = {"optimizer.name": progress.optimizer, **progress.keys}
+    keys = {"optimizer.name": "adamw", **progress.keys}
     for key, value in keys.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value

@@ -76,7 +76,7 @@ def rate_points(
 
 @dataclass(frozen=True)
 class ForeignProgress:
-    """The progress of a model's training by another program, and the state of its optimizer, not read yet.
+    """The progress of a model's training by another program, and the state of its AdamW, not read yet.
 
     Attributes:
         step: updates done.
@@ -84,8 +84,6 @@ class ForeignProgress:
         samples: samples that it was trained on, which are its position in the data; None: not known.
         tokens: tokens that it was trained on; None: not known.
         updates: updates as the optimizer counts them, of all weights or by canonical name; None: those of `step`.
-        optimizer: value of `optimizer.name` with which training goes on.
-        optimizer_class: name of a class with this state.
         keys: key → value of a configuration that goes on as the other program would.
         losses: losses of its last steps.
     """
@@ -95,8 +93,6 @@ class ForeignProgress:
     samples: int | None = None
     tokens: int | None = None
     updates: int | Mapping[str, int] | None = None
-    optimizer: str = "adamw"
-    optimizer_class: str = "AdamW"
     keys: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[float, ...] = ()
 
@@ -104,8 +100,8 @@ class ForeignProgress:
         """The entry `optimizer` of a manifest."""
         updates = self.step if self.updates is None else self.updates
         return {
-            "name": self.optimizer,
-            "class": self.optimizer_class,
+            "name": "adamw",
+            "class": "AdamW",
             "steps": max(updates.values()) if isinstance(updates, Mapping) else updates,
             "states": sorted({weight.state for weight in self.states}),
             "numbers": {"step": updates},

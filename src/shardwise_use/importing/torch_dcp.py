@@ -214,13 +214,11 @@ class DcpFolder:
         where: name of the folder, for messages.
         tensors: name → tensor.
         objects: name → place of an object.
-        fields: other fields of torch's `Metadata`, plain values: `planner_data`, `version`, …
     """
 
     where: str
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
     objects: dict[str, _Chunk] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
     _places: dict[_Chunk, int | Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -240,11 +238,6 @@ class DcpFolder:
             opened._require_files(folder, {info.relative_path for info in stored.values()}, record)
             for name, entry in record.state_dict_metadata.items():
                 opened._add(folder, name, entry, stored)
-        opened.fields = {
-            name: value
-            for name, value in vars(record).items()
-            if name not in ("state_dict_metadata", "storage_data", "storage_meta")
-        }
         return opened
 
     def _require_files(self, folder: Path, names: set[str], record: Record) -> None:

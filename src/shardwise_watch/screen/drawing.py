@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import OF_SOME_MODELS, SOME_MODELS, Curve, column_width
+from shardwise_watch.step_metrics import OF_SOME_MODELS, ROW_OF_SOME_MODELS, Curve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -209,16 +210,16 @@ def percent(value: object, digits: int = 1) -> str:
 
 def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and texts of what only some models record in a step."""
-    if last.get(OF_SOME_MODELS[0].name) is None:
+    values = {words: last.get(name) for name, words in OF_SOME_MODELS.items()}
+    if next(iter(values.values())) is None:
         return []
-    values = [(metric, last.get(metric.name)) for metric in OF_SOME_MODELS]
-    texts = [
-        metric.words.format(percent(value) if metric.is_share else plain(value, metric.form))
-        for metric, value in values
-    ]
     losses = last.get("balance_losses")
-    texts += [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
-    return [(SOME_MODELS, ", ".join(texts))]
+    shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
+    texts = [
+        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", plain(value), words)
+        for words, value in values.items()
+    ]
+    return [(ROW_OF_SOME_MODELS, ", ".join(texts + shown))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

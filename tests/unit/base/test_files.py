@@ -29,6 +29,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
 from shardwise.data.prepare.output import Output
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
+from tests.os_errors import raises
 
 
 @pytest.fixture(params=["symbolic", "dangling", "hard"])
@@ -44,13 +45,6 @@ def plant(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], Pa
         return victim
 
     return link
-
-
-def raises(code: int) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
 
 
 def untouched(victim: Path) -> bool:
@@ -161,10 +155,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, mon
     assert (tmp_path / "file").read_text() == "old"
 
 
-def test_free_space_is_that_of_the_disk_where_a_path_will_be(tmp_path: Path) -> None:
-    assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30
-
-
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
 
@@ -221,6 +211,13 @@ def test_fault_16_a_volume_that_is_open_to_all_has_room_for_a_folder_below(share
         require_trusted(shared, ANYONE_WRITES)
     make_folder(shared / "graphs")
     require_trusted(shared / "graphs", ANYONE_WRITES)
+    umask = os.umask(0)
+    try:
+        make_folder(shared / "cache" / "tokens")
+    finally:
+        os.umask(umask)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")]
+    assert modes == [0o700, 0o775], "no other user can write them"
 
 
 def test_fault_16_a_folder_for_this_user_alone_has_no_other_users(tmp_path: Path) -> None:
@@ -240,25 +237,16 @@ def test_fault_16_a_folder_for_this_user_alone_has_no_other_users(tmp_path: Path
             require_trusted(folder, OTHERS)
 
 
-def test_fault_16_folders_are_made_so_that_no_other_user_can_write_them(shared: Path) -> None:
-    umask = os.umask(0)
-    try:
-        make_folder(shared / "cache" / "tokens")
-    finally:
-        os.umask(umask)
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (shared / "cache", shared / "cache/tokens")] == [0o700, 0o775]
-
-
-def test_a_path_that_may_not_be_used_is_refused_and_other_errors_are_not() -> None:
+def test_a_path_that_may_not_be_used_is_refused_and_other_errors_are_not(tmp_path: Path) -> None:
     for code in (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE):
         refusal = path_refusal(OSError(code, os.strerror(code), b"runs/\xff"))
         assert str(refusal) == f"the path runs/\\udcff cannot be used: {os.strerror(code)}"
     assert path_refusal(OSError(errno.EACCES, "of no path")) is None
     assert path_refusal(FileNotFoundError(errno.ENOENT, "a fault of ours", "x")) is None
-
-
-def test_fault_15_a_path_that_is_no_utf8_does_not_end_a_write(tmp_path: Path) -> None:
+    # Fault 15: a path that is no UTF-8 does not end a write.
     path = os.fsdecode(b"run-\xfc")
     write_atomic(tmp_path / "a.json", path)
     assert (tmp_path / "a.json").read_text(encoding="utf-8") == "run-?"
     assert json_text({"path": path}) == '{"path": "run-?"}'
+    # The room is that of the disk where a path will be.
+    assert abs(free_bytes(tmp_path / "not" / "yet") - free_bytes(tmp_path)) < 2**30

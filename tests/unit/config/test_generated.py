@@ -129,23 +129,22 @@ def expect_plan_or_error(recipe: str, overrides: list[str], world: int) -> bool:
     return True
 
 
-def sweep(examples: int, *, derandomize: bool) -> None:
+def examples(number: int, *, derandomize: bool = True) -> settings:
+    plain = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    return settings(plain, max_examples=number, derandomize=derandomize)
+
+
+def sweep(number: int, *, derandomize: bool) -> None:
     seen = {True: 0, False: 0}
 
-    @settings(
-        max_examples=examples,
-        derandomize=derandomize,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @examples(number, derandomize=derandomize)
     @given(st.sampled_from(recipe_names()), OVERRIDES, WORLD)
     @example("llama2-tiny", [], 1)
     def check(recipe: str, overrides: list[str], world: int) -> None:
         seen[expect_plan_or_error(recipe, overrides, world)] += 1
 
     check()
-    assert min(seen.values()) >= examples // 20, f"too few of a kind: {seen[True]} valid, {seen[False]} refused"
+    assert min(seen.values()) >= number // 20, f"too few of a kind: {seen[True]} valid, {seen[False]} refused"
 
 
 def test_some_configurations_plan_or_get_one_clear_error() -> None:
@@ -158,19 +157,12 @@ def test_ten_thousand_configurations_plan_or_get_one_clear_error() -> None:
     sweep(10_000, derandomize=False)
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.one_of(
-        JUNK,
-        st.dictionaries(
-            st.sampled_from([*Config.model_fields, "x"]),
-            st.one_of(
-                JUNK, st.dictionaries(st.sampled_from([key.partition(".")[2] for key in KEYS]), JUNK, max_size=3)
-            ),
-            max_size=4,
-        ),
-    )
-)
+NAMES = st.sampled_from([key.partition(".")[2] for key in KEYS])
+SECTIONS = JUNK | st.dictionaries(NAMES, JUNK, max_size=3)
+
+
+@examples(150)
+@given(JUNK | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), SECTIONS, max_size=4))
 def test_any_mapping_is_refused_with_one_clear_error(values: Any) -> None:
     """A file's values, before overrides: none of these is a whole recipe."""
     if isinstance(values, Mapping):
@@ -192,7 +184,7 @@ def expect_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert (code == 2) == err.startswith("shardwise: "), err
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(60)
 @given(st.sampled_from(["llama2-tiny", "gpt3-tiny", "bert-tiny", "gpt3-175b"]), OVERRIDES, WORLD)
 def test_a_dry_run_tells_or_refuses(
     capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str], world: int
@@ -200,7 +192,7 @@ def test_a_dry_run_tells_or_refuses(
     expect_command(["train", recipe, "--dry-run", "--nproc", str(world), "--", *overrides], capsys)
 
 
-@settings(max_examples=10, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(10)
 @given(st.sampled_from(["llama2-tiny", "gpt3-tiny", "bert-tiny"]), OVERRIDES)
 def test_a_plan_ranks_or_refuses(capsys: pytest.CaptureFixture[str], recipe: str, overrides: list[str]) -> None:
     expect_command(["plan", recipe, "--device", "h100:8", "--", *overrides], capsys)

@@ -11,7 +11,13 @@ import transformers
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import FamilyConfig, config_from, load_config
-from shardwise.config.hugging_face import families_by_model_type, from_hugging_face, read_hugging_face, to_hugging_face
+from shardwise.config.hugging_face import (
+    families_by_model_type,
+    from_hugging_face,
+    read_hugging_face,
+    status,
+    to_hugging_face,
+)
 from shardwise.config.load import apply_overrides
 from tests.unit.config.hub import (
     FILES,
@@ -375,6 +381,11 @@ def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
     assert found.startswith(problem)
 
 
+def means_nothing(kind: str, fields: dict[str, Any]) -> bool:
+    plain = {"model_type": kind} | dict.fromkeys(families_by_model_type()[kind].config_file.absent)
+    return from_hugging_face(plain | fields, "config.json") == from_hugging_face(plain, "config.json")
+
+
 @pytest.mark.parametrize("kind", families_by_model_type())
 def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
     """Names, tools, text generation, kernels and other heads; all by their kinds."""
@@ -385,8 +396,7 @@ def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
         "mask_token_id": 4, "min_p": 0.1, "summary_type": "cls_index", "use_flash_attn": True, "xla_device": True,
         "embedding_multiplier": 1, "num_local_experts": None,
     }  # fmt: skip
-    plain = {"model_type": kind} | dict.fromkeys(families_by_model_type()[kind].config_file.absent)
-    assert from_hugging_face(plain | notes, "config.json") == from_hugging_face(plain, "config.json")
+    assert means_nothing(kind, notes)
 
 
 def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> None:
@@ -480,10 +490,67 @@ def test_files_that_are_no_configuration(text: str, problem: str, tmp_path: Path
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the folder .* holds no config\.json"):
-        read_hugging_face(tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no file or folder .*none"):
-        read_hugging_face(tmp_path / "none")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"binary\.json cannot be read"):
-        read_hugging_face(tmp_path / "binary.json")
+    for path, told in (
+        (tmp_path, r"the folder .* holds no config\.json"),
+        (tmp_path / "none", r"there is no file or folder .*none"),
+        (tmp_path / "binary.json", r"binary\.json cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            read_hugging_face(path)
+
+
+# ---- fields that a family does not read
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "mistral": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "scale_attn_weights": True},
+    "qwen2": {"pretraining_tp": 1, "attention_bias": False, "mlp_bias": False, "rope_interleaved": False},
+    "qwen3": {"mlp_bias": False, "use_mrope": False, "use_sliding_window": False, "sliding_window": 4096},
+    "olmo2": {"use_mrope": False, "pretraining_tp": 1, "mlp_bias": False, "rotary_pct": 1.0},
+    "llama": {
+        "resid_pdrop": 0.0, "hidden_dropout_prob": 0, "use_parallel_residual": False, "num_experts": 0,
+        "position_embedding_type": "rope", "num_experts_per_tok": 0, "n_routed_experts": False, "mlp_only_layers": [],
+        "quantization_config": {}, "use_sliding_window": False, "sliding_window": 4096, "layer_types": [],
+    },
+    "gpt2": {"hidden_dropout": 0.0, "use_parallel_residual": False, "partial_rotary_factor": 1.0, "pruned_heads": {}},
+    "bert": {"resid_pdrop": 0.0, "rope_theta": None, "scale_attn_weights": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NEUTRAL)
+def test_fault_08_a_field_of_another_family_that_is_unused_means_nothing(kind: str) -> None:
+    assert means_nothing(kind, NEUTRAL[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"layer_norm_eps": 1e-5, "type_vocab_size": 2, "n_embd": 64, "resid_pdrop": 0.1}),
+        ("qwen2", {"attention_bias": True, "pretraining_tp": 2}),
+        ("gpt2", {"rope_theta": 5e5, "num_key_value_heads": 4}),
+    ],
+)
+def test_fault_08_a_field_that_only_another_family_reads_can_be_left_out(kind: str, fields: dict[str, Any]) -> None:
+    plain = {"model_type": kind}
+    with pytest.raises(ConfigError, match=r"set model\.ignore=\[") as caught:
+        from_hugging_face(plain | fields, "config.json")
+    (problem,) = caught.value.problems
+    assert problem.endswith(f"set model.ignore=[{','.join(fields)}]")
+    section = from_hugging_face(plain | fields, "config.json", list(fields))
+    assert section == from_hugging_face(plain, "config.json") | {"ignore": list(fields)}
+
+
+def test_fault_08_the_status_of_a_field_is_its_familys() -> None:
+    for kind, name, value, expected in (
+        ("llama", "pretraining_tp", 2, "unsupported"),
+        ("smollm3", "pretraining_tp", 2, "inert"),
+        ("qwen3", "pretraining_tp", 2, "unknown"),
+        ("qwen3", "pretraining_tp", 1, "neutral"),
+        ("llama", "is_decoder", True, "inert"),
+        ("bert", "is_decoder", True, "unsupported"),
+        ("llama", "num_experts", 8, "unsupported"),
+        ("llama", "hidden_size", 8, "unsupported"),
+        ("mistral", "sliding_window", 0, "unsupported"),
+        ("llama", "notes", None, "neutral"),
+    ):
+        assert status(name, value, families_by_model_type()[kind]) == expected, (kind, name)

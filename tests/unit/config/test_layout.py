@@ -123,9 +123,9 @@ def test_which_ranks_are_a_pipeline_rank() -> None:
 
 
 def test_a_layout_checks_itself() -> None:
-    for world, tensor, told in ((2, 2, r"\(2\) must be a multiple of .*\(2 × 2 = 4\): nearest 4"),
-                                (6, 4, r"\(6\) must be a multiple of .*\(4 × 2 = 8\): nearest 8")):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"number of ranks {told}"):
+    for world, tensor, least in ((2, 2, 4), (6, 4, 8)):
+        told = rf"number of ranks \({world}\) must be a multiple of .*\({tensor} × 2 = {least}\): nearest {least}"
+        with pytest.raises(ConfigError, match=told):
             Layout(world, tensor=tensor, pipeline=2)
     with pytest.raises(ConfigError) as caught:
         Layout(0, tensor=0)

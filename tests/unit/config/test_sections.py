@@ -124,7 +124,8 @@ BFLOAT16, MIXED = "precision.mode=bfloat16", "precision.mode=mixed precision.mom
 
 
 OPTIMIZERS = {
-    "optimizer.constant_steps=5 optimizer.schedule=constant": "optimizer.constant_steps (5) must be left out with",
+    "optimizer.constant_steps=5 optimizer.schedule=constant": "optimizer.constant_steps (5) must be left out with "
+    "optimizer.schedule constant",
     "optimizer.name=lamb optimizer.weight_decay=0.0": "optimizer.weight_decay (0.0) must be greater than 0 with "
     "optimizer.name",
     "optimizer.trust_clip=true": "optimizer.trust_clip (true) must be false with optimizer.name adamw, which",

@@ -75,32 +75,33 @@ def test_a_rank_keeps_all_state_of_experts_that_it_alone_has() -> None:
     assert alone == held + 3 * experts
 
 
-@pytest.mark.parametrize(
-    ("values", "told"),
-    [
-        (
-            {"model": {"family": "llama"}, "optimizer": {"router_z_loss": 0.001}},
-            "optimizer.router_z_loss (0.001) must be 0 with model.family llama, which has no experts",
-        ),
-        (
-            {"model": {"family": "a.b:Model", "vocab_size": 64}, "optimizer": {"router_batch_loss": 0.01}},
-            "optimizer.router_batch_loss (0.01) must be 0 with model.family a.b:Model, whose routers nobody knows",
-        ),
-        (
-            {"optimizer": {"router_pooled_loss": 0.01}},
-            "optimizer.router_pooled_loss (0.01) must be 0 with model.family glm4_moe, for whose scores transformers "
-            "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
-        ),
-    ],
-)
-def test_an_objective_needs_routers_for_which_it_is_defined(values: Any, told: str) -> None:
+OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
+    "optimizer.router_z_loss (0.001) must be 0 with model.family llama, which has no experts": (
+        {"family": "llama"},
+        {"router_z_loss": 0.001},
+    ),
+    "optimizer.router_batch_loss (0.01) must be 0 with model.family a.b:Model, whose routers nobody knows": (
+        {"family": "a.b:Model", "vocab_size": 64},
+        {"router_batch_loss": 0.01},
+    ),
+    "optimizer.router_pooled_loss (0.01) must be 0 with model.family glm4_moe, for whose scores transformers defines "
+    "no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss": (
+        {},
+        {"router_pooled_loss": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("told", OBJECTIVES)
+def test_an_objective_needs_routers_for_which_it_is_defined(told: str) -> None:
+    model, objective = OBJECTIVES[told]
     plain = glm().model_dump(exclude_unset=True)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4}
-    model = values.get("model", plain["model"])
-    model = model | sizes | heads if model["family"] == "llama" else model
+    if model.get("family") == "llama":
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        model = model | {name: plain["model"][name] for name in sizes}
+    values = {**plain, "model": model or plain["model"], "optimizer": {"lr": 0.001, **objective}}
     with pytest.raises(ConfigError) as caught:
-        check_layout(config_from({**plain, "model": model, "optimizer": {"lr": 0.001, **values["optimizer"]}}), 1)
+        check_layout(config_from(values), 1)
     assert list(caught.value.problems) == [told]
 
 

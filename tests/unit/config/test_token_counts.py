@@ -12,16 +12,11 @@ WSD = "optimizer.schedule=wsd"
 POINTS = ("optimizer.schedule=points", "optimizer.warmup_steps=0", "optimizer.min_lr=0")
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"), [("500k", 500_000), ("1.5 T", 15 * 10**11), ("20B tokens", 2 * 10**10), ("2M", 2_000_000)]
-)
-def test_tokens_are_read(text: str, tokens: int) -> None:
-    assert parse_tokens(text) == tokens
-
-
 @pytest.mark.parametrize("text", ["500k", "1.5T", "300B", "2M", "1.234567M", "0.5k"])
 def test_tokens_are_written_as_they_are_read(text: str) -> None:
     assert tokens_text(parse_tokens(text)) == text
+    number, unit = float(text[:-1]), {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}[text[-1]]
+    assert parse_tokens(f"{text[:-1]} {text[-1]} tokens") == parse_tokens(text) == round(number * unit)
 
 
 @pytest.mark.parametrize("text", ["20", 400 * "9" + "B", "20X", "20b", "1e9", "-2M", "M", "", "auto", 20, None, True])

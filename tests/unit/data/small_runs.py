@@ -69,6 +69,14 @@ def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
+def saved_rows(at: Path, **columns: Any) -> Path:
+    """A folder of the library `datasets`."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).save_to_disk(at)
+    return at
+
+
 def saved_tokenizer(folder: Path, text: str, size: int, **options: bool) -> str:
     train_tokenizer([text], size, "test", **options).save(folder)
     return str(folder)

@@ -14,8 +14,7 @@ from tests.task_files import write_tasks
 
 
 def config_of(tasks: list[str], folder: Path) -> Config:
-    names = ",".join(tasks)
-    return load_config("llama2-tiny", [f"evaluation.tasks=[{names}]", f"evaluation.tasks_path={folder}"])
+    return load_config("llama2-tiny", [f"evaluation.tasks=[{','.join(tasks)}]", f"evaluation.tasks_path={folder}"])
 
 
 def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
@@ -26,33 +25,22 @@ def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
     return problem
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    expected = "evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'"
-    assert refusal(["choice"], tmp_path) == expected
-
-
-def test_without_a_tokenizer(tmp_path: Path) -> None:
+def test_what_tasks_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(["choice", "cloze"], tmp_path, tokenizer=None) == (
         "evaluation.tasks (choice and cloze) need data.tokenizer, as the data hold only tokens: name what made them"
     )
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    folder = tmp_path / "none"
-    assert refusal(["choice"], folder) == (
-        f"evaluation.tasks_path ({folder}) must be a folder of task files (.yaml), and it is none"
-    )
-
-
-def test_data_that_cannot_be_reached(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    told = f"evaluation.tasks_path ({none}) must be a folder of task files (.yaml), and it is none"
+    assert refusal(["choice"], none) == told
     folder = write_tasks(tmp_path / "tasks")
     (folder / "rows.jsonl").unlink()
+    told = f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
+    assert refusal(["cloze"], folder) == told
     with pytest.raises(DataError):
         require_tasks(config_of(["cloze"], folder), folder)
-    assert refusal(["cloze"], folder) == (
-        f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    told = "evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'"
+    assert refusal(["choice"], tmp_path) == told
 
 
 def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:

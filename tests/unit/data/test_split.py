@@ -18,7 +18,7 @@ def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[
     return parts, split.held_out is not None
 
 
-def test_many_documents_are_held_out_whole() -> None:
+def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
     texts = [[f"document {number}\n" * (number % 7 + 1)] for number in range(400)]
     parts, whole = divided(texts, (95, 5))
     assert whole
@@ -28,12 +28,8 @@ def test_many_documents_are_held_out_whole() -> None:
     assert 0.75 * 0.05 <= sum(map(len, held)) / total <= 0.05
     assert divided(texts, (95, 5))[0] == parts
     assert divided(texts, (0.95, 0.05))[0] == parts
-
-
-def test_documents_are_held_out_from_everywhere() -> None:
-    split = plan_split(np.full(1000, 10, dtype=np.int64), (90, 10))
-    assert split.held_out is not None
-    assert all(part.any() for part in np.array_split(split.held_out, 10))
+    held_out = plan_split(np.full(1000, 10, dtype=np.int64), (90, 10)).held_out
+    assert all(part.any() for part in np.array_split(held_out, 10))
 
 
 def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:
@@ -42,14 +38,9 @@ def test_one_long_document_gives_its_end_from_the_start_of_a_line() -> None:
     assert not whole
     assert parts["train"] + parts["eval"] == "".join(lines) + "|"
     assert parts["eval"].startswith("line 09")
-
-
-def test_a_text_without_lines_is_cut_at_the_share() -> None:
+    # Without lines at the share, and nothing at the weight 0.
     assert divided([["abcdefghij"]], (80, 20))[0] == {"train": "abcdefgh", "eval": "ij|"}
     assert divided([["abcdefghi\n"]], (80, 20))[0] == {"train": "abcdefgh", "eval": "i\n|"}
-
-
-def test_nothing_is_held_out_at_weight_zero() -> None:
     assert divided([["abc"], ["def"]], (1, 0))[0] == {"train": "abc|def|", "eval": ""}
 
 

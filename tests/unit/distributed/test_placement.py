@@ -240,13 +240,8 @@ def test_fused_qkv_is_three_canonical_tensors(degree: int, kv_heads: int) -> Non
 
 
 def test_names_left_open_are_completed_with_the_modules_path() -> None:
-    model = nn.ModuleDict(
-        {
-            "plain": nn.Linear(2, 3),
-            "mlp": MergedColumnParallelLinear(4, (2, 2), names=("gate", "up")),
-            "emb": ParallelEmbedding(5, 4),
-        }
-    )
+    merged = MergedColumnParallelLinear(4, (2, 2), names=("gate", "up"))
+    model = nn.ModuleDict({"plain": nn.Linear(2, 3), "mlp": merged, "emb": ParallelEmbedding(5, 4)})
     names = {path: [piece.name for piece in record.pieces] for path, _, record in placement.placements(model)}
     assert names == {
         "plain.weight": ["plain.weight"],

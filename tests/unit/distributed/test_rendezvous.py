@@ -27,9 +27,8 @@ def test_fault_14_an_address_that_does_not_resolve_is_refused(
     rank: int, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no such host")
-    with pytest.raises(
-        ConfigError, match=r"MASTER_ADDR \(no such host\) must be the address of rank 0's machine, and on"
-    ):
+    told = r"MASTER_ADDR \(no such host\) must be the address of rank 0's machine, and on"
+    with pytest.raises(ConfigError, match=told):
         meet(rank, 2, SHORT)
 
 
@@ -47,9 +46,8 @@ def test_fault_14_ranks_that_do_not_come_are_told_in_a_sentence(port: int) -> No
     where = rf"127\.0\.0\.1:{port} \(MASTER_ADDR and MASTER_PORT\)"
     with pytest.raises(RunError, match=rf"rank 1 must reach rank 0 at {where}, and could not within 0.1 s .*refused"):
         meet(1, 2, SHORT)
-    with pytest.raises(
-        RunError, match=rf"rank 0 waited at {where} for 2 other ranks, and WORLD_SIZE \(3\) ranks did not"
-    ):
+    told = rf"rank 0 waited at {where} for 2 other ranks, and WORLD_SIZE \(3\) ranks did not"
+    with pytest.raises(RunError, match=told):
         meet(0, 3, SHORT)
 
 

@@ -10,22 +10,13 @@ from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
+    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 128,
-}
+}  # fmt: skip
+TIED, BIASED = {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
-    "llama, shared heads, tied, biased": {
-        "family": "llama",
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
+    "llama, shared heads, tied, biased": {"family": "llama", "num_key_value_heads": 2, **TIED, **BIASED},
     "qwen2": {"family": "qwen2", "num_key_value_heads": 2},
     "qwen3": {"family": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
     "olmo2": {"family": "olmo2", "num_key_value_heads": 2},
@@ -35,12 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "gpt, untied, relu": {"family": "gpt", "tie_word_embeddings": False, "activation_function": "relu"},
     "gpt_neox": {"family": "gpt_neox"},
-    "gpt_neox, serial, tied": {
-        "family": "gpt_neox",
-        "use_parallel_residual": False,
-        "attention_bias": False,
-        "tie_word_embeddings": True,
-    },
+    "gpt_neox, serial, tied": {"family": "gpt_neox", "use_parallel_residual": False, "attention_bias": False, **TIED},
     "bert": {"family": "bert"},
 }
 DROPOUT: dict[str, tuple[str, ...]] = {

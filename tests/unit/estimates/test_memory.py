@@ -22,11 +22,8 @@ from tests.unit.estimates.families import MODELS, OWN, make_config, section
 
 VOCABULARY, HIDDEN, LAYERS = 500, 64, 3
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 176,
-    "num_hidden_layers": LAYERS,
-}
+    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 176, "num_hidden_layers": LAYERS,
+}  # fmt: skip
 
 
 def config(
@@ -217,15 +214,6 @@ def test_a_fused_kernel_for_dropout_keeps_no_probabilities() -> None:
     assert invariant - fast == LAYERS * (probabilities + length**2 - log_sum_exp)
 
 
-def test_recompute_keeps_less() -> None:
-    none, selective, full = (
-        stack(config("gpt", p=0.1, recompute=recompute)) for recompute in ("none", "selective", "full")
-    )
-    assert full.kept == LAYERS * 4 * 128 * HIDDEN
-    assert full.kept < selective.kept < none.kept
-    assert full.peak < selective.peak < none.peak
-
-
 def test_a_compiler_chooses_what_selective_recompute_leaves_out() -> None:
     """Measured on a GPU: compiled blocks hold as much with `selective` as without, and copies of rotated heads."""
     plain, fused, core = config(), config(recompute="selective"), config("gpt", p=0.1, recompute="selective")
@@ -245,15 +233,6 @@ def test_the_peak_is_the_largest_of_all_moments(model: str, recompute: str) -> N
     state = memory.parameters + memory.gradients + memory.optimizer
     assert memory.total >= state + stack(chosen).peak
     assert memory.total >= state + memory.activations + memory.loss
-
-
-def test_sequence_parallelism_divides_what_lies_between_the_blocks() -> None:
-    chosen = config()
-    tensor = estimate(chosen, Layout(4, tensor=4)).activations
-    sequence = estimate(chosen, Layout(4, tensor=4, sequence_parallel=True)).activations
-    tokens, norms = 128, 7
-    between = norms * tokens * (64 * 4 + 4) + tokens * 64 * 4  # norms' inputs and 1/rms; the output
-    assert tensor - sequence == between * 3 // 4
 
 
 def test_an_accelerators_fused_norm_keeps_less() -> None:

@@ -1,46 +1,27 @@
 """The class of a layer follows from its group."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.distributed.mesh import Group
 from shardwise.layers.bitwise.linear import BitEqualColumnParallel
 from shardwise.layers.bitwise.norm import BitEqualRMSNorm
-from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
-from shardwise.layers.linear import (
-    ColumnParallelLinear,
-    GQAQKVColumnParallelLinear,
-    MergedColumnParallelLinear,
-    RowParallelLinear,
-)
+from shardwise.layers.linear import ColumnParallelLinear
 from shardwise.layers.loss import VocabularyShard
-from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
-
-MAKERS: dict[type, Callable[[Group], nn.Module]] = {
-    ColumnParallelLinear: lambda group: ColumnParallelLinear(8, 8, group=group),
-    MergedColumnParallelLinear: lambda group: MergedColumnParallelLinear(8, (8, 8), names=("a", "b"), group=group),
-    GQAQKVColumnParallelLinear: lambda group: GQAQKVColumnParallelLinear(8, (8, 4), head_dim=2, group=group),
-    RowParallelLinear: lambda group: RowParallelLinear(8, 8, group=group),
-    RMSNorm: lambda group: RMSNorm(8, group=group),
-    LayerNorm: lambda group: LayerNorm(8, group=group),
-    QueryKeyNorm: lambda group: QueryKeyNorm((8, 4), 1e-5, head_dim=2, over="all_heads", names=("q", "k"), group=group),
-    ParallelEmbedding: lambda group: ParallelEmbedding(8, 4, group=group),
-    ReplicatedEmbedding: lambda group: ReplicatedEmbedding(8, 4, group=group),
-    ParallelLMHead: lambda group: ParallelLMHead(8, 8, group=group),
-}
+from shardwise.layers.norm import RMSNorm
+from tests.unit.layers.makers import MAKERS
 
 
 @pytest.mark.parametrize("kind", MAKERS, ids=lambda kind: kind.__name__)
 def test_a_group_with_a_grain_has_bit_equal_layers_and_another_one_ordinary_ones(kind: type) -> None:
-    assert type(MAKERS[kind](Group())) is kind
-    layer = MAKERS[kind](Group(grain=2))
+    assert type(MAKERS[kind](group=Group())) is kind
+    layer = MAKERS[kind](group=Group(grain=2))
     assert isinstance(layer, kind)
     assert type(layer).__module__.startswith("shardwise.layers.bitwise.")
-    assert type(copy.deepcopy(layer)) is type(MAKERS[kind](Group(grain=4))) is type(layer)
+    assert type(copy.deepcopy(layer)) is type(MAKERS[kind](group=Group(grain=4))) is type(layer)
 
 
 def test_losses_follow_their_group_too() -> None:

@@ -25,12 +25,13 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.matmul import let_products_add
-from shardwise.layers.norm import LayerNorm, RMSNorm
+from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
 from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
+from tests.unit.layers.makers import MAKERS
 
 FOUR = pretend_group(1, 4)
 
@@ -61,9 +62,8 @@ def test_sizes_that_cannot_be_cut_are_refused(message: str) -> None:
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead, RMSNorm])
 def test_a_seed_needs_a_name(kind: Any) -> None:
-    sizes = (4,) if kind is RMSNorm else (4, 4)
     with pytest.raises(ValueError, match="a layer with a seed needs a name: its weights are drawn from"):
-        kind(*sizes, seed=1)
+        MAKERS[kind](seed=1)
 
 
 def test_without_a_seed_torchs_generator_decides() -> None:
@@ -114,21 +114,15 @@ def test_arguments_come_in_the_tutorials_order() -> None:
     assert "8 -> [1, 2] of Group(tp 1/4)" in repr(merged)
 
 
-WITHOUT_GROUP: dict[str, Callable[[Group | None], object]] = {
-    "ColumnParallelLinear": lambda group: ColumnParallelLinear(4, 4, group=group),
-    "GQAQKVColumnParallelLinear": lambda group: GQAQKVColumnParallelLinear(8, (8, 4), head_dim=4, group=group),
-    "RowParallelLinear": lambda group: RowParallelLinear(4, 4, group=group),
-    "ParallelEmbedding": lambda group: ParallelEmbedding(4, 4, group=group),
-    "ParallelLMHead": lambda group: ParallelLMHead(4, 4, group=group),
-    "RMSNorm": lambda group: RMSNorm(4, sequence_parallel_enabled=True, group=group),
-    "ReplicatedEmbedding": lambda group: ReplicatedEmbedding(4, 4, sequence_parallel_enabled=True, group=group),
-    "Dropout": lambda group: Dropout(0.5, layer=0, site=0, sequence_parallel_enabled=True, group=group),
-    "parallel_cross_entropy": lambda group: parallel_cross_entropy(
-        torch.zeros(2, 1, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
-    ),
-    "linear_cross_entropy": lambda group: linear_cross_entropy(
-        torch.zeros(2, 1, 4), torch.zeros(4, 4), torch.zeros(2, 1, dtype=torch.int64), group=group
-    ),
+IDS = torch.zeros(2, 1, dtype=torch.int64)
+SEQUENCE = {"sequence_parallel_enabled": True}
+CUT = (ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear, ParallelEmbedding, ParallelLMHead)
+WITHOUT_GROUP: dict[str, Callable[..., object]] = {kind.__name__: MAKERS[kind] for kind in CUT}
+WITHOUT_GROUP |= {kind.__name__: partial(MAKERS[kind], **SEQUENCE) for kind in (RMSNorm, ReplicatedEmbedding)}
+WITHOUT_GROUP |= {
+    "Dropout": partial(Dropout, 0.5, layer=0, site=0, **SEQUENCE),
+    "parallel_cross_entropy": partial(parallel_cross_entropy, torch.zeros(2, 1, 4), IDS),
+    "linear_cross_entropy": partial(linear_cross_entropy, torch.zeros(2, 1, 4), torch.zeros(4, 4), IDS),
 }
 
 
@@ -138,15 +132,15 @@ def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
 ) -> None:
     monkeypatch.setattr("shardwise.layers.arguments._warned", [])
     make = WITHOUT_GROUP[owner]
-    make(None)  # alone: nothing to share
+    make(group=None)  # alone: nothing to share
     monkeypatch.setenv("WORLD_SIZE", "4")
-    make(Group())
+    make(group=Group())
     LayerNorm(4)  # the same with a group
     with pytest.warns(UserWarning, match=f"{owner} was given no group=, so each of the 4 ranks of this job") as warned:
-        make(None)
+        make(group=None)
     assert [warning.filename for warning in warned] == [__file__], "the warning does not point at the caller"
     for other in WITHOUT_GROUP.values():
-        other(None)
+        other(group=None)
 
 
 def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,14 +148,14 @@ def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.Monkey
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     for make in WITHOUT_GROUP.values():  # warnings are errors
-        make(None)
+        make(group=None)
 
 
 @pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
 def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
     for make in WITHOUT_GROUP.values():
         with pytest.raises(ArgumentError, match=r"group \(.*\) must be the ranks of one axis: .*mesh\.tp of Mesh"):
-            make(given)
+            make(group=given)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -179,20 +173,9 @@ def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
 
 def test_a_keyword_that_no_layer_takes_is_refused() -> None:
     """Swallowed, it would train another model than was asked for."""
-    wrong: dict[str, Any] = {"sequence_parallel": True}
-    makers: list[Callable[..., object]] = [
-        partial(ColumnParallelLinear, 4, 8),
-        partial(MergedColumnParallelLinear, 4, (8, 8), names=("a", "b")),
-        partial(GQAQKVColumnParallelLinear, 4, (8, 4), head_dim=4),
-        partial(RowParallelLinear, 4, 8),
-        partial(ParallelEmbedding, 4, 8),
-        partial(ParallelLMHead, 4, 8),
-        partial(LayerNorm, 4),
-        partial(RMSNorm, 4),
-    ]
-    for make in makers:
+    for kind in MAKERS.keys() - {QueryKeyNorm}:
         with pytest.raises(ArgumentError, match=r"does not take sequence_parallel \(did you mean sequence_"):
-            make(**wrong)
+            MAKERS[kind](sequence_parallel=True)
 
 
 def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,9 @@ from shardwise.models.blocks import KeyValueCache
 from shardwise.models.llama import Llama
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 31,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
+    "vocab_size": 31, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 
 
 def config(**sizes: Any) -> LlamaConfig:

@@ -20,17 +20,12 @@ from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, pro
 
 
 @pytest.mark.parametrize("path", ["mine.py", "package/mine.py", "some/package/mine.py"])
-def test_it_is_found_in_the_current_directory(path: str, write: Write) -> None:
-    assert check_user_model(config(write(path=path))).__name__ == "Model"
-
-
-def test_the_current_directory_stands_in_for_no_library_afterwards(write: Write, tmp_path: Path) -> None:
-    family = write()
-    before = list(sys.path)
-    check_user_model(config(family))
-    assert sys.path == [*before, str(tmp_path)], "what the module imports later must be found, after all else"
-    check_user_model(config(family))
-    assert sys.path == [*before, str(tmp_path)]
+def test_it_is_found_in_the_current_directory(path: str, write: Write, tmp_path: Path) -> None:
+    """Which stands in for no library afterwards: what the module imports later must be found, after all else."""
+    family, before = write(path=path), list(sys.path)
+    for _ in range(2):
+        assert check_user_model(config(family)).__name__ == "Model"
+        assert sys.path == [*before, str(tmp_path)]
 
 
 def test_the_current_directory_comes_before_installed_packages(write: Write, tmp_path: Path) -> None:
@@ -241,11 +236,6 @@ def test_forward_takes_the_batch_and_needs_no_more(parameters: str, said: str, w
     assert problem(config(family)).startswith(f"model.family (mine:Model): forward({said}")
 
 
-def test_a_class_without_forward(write: Write) -> None:
-    said = problem(config(write(PLAIN, "    def logits(self, ids):\n        pass")))
-    assert said == "model.family (mine:Model) must have a method forward(ids, targets)"
-
-
 @pytest.mark.parametrize(
     "forward",
     [
@@ -267,6 +257,8 @@ def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
     takes = "def forward(self, ids, targets, positions_SB, starts_SB):\n        pass"
     assert check_user_model(config(write(PLAIN, f"    {takes}", path="taking.py"), RESETS))
     family = write(PLAIN, "    def forward(self, ids, targets):\n        pass")
+    without = write(PLAIN, "    def logits(self, ids):\n        pass", path="without.py")
+    assert problem(config(without)) == f"model.family ({without}) must have a method forward(ids, targets)"
     assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))
 
 

@@ -14,7 +14,7 @@ import shardwise
 from examples.own_model import plain
 from shardwise.base.errors import ConfigError
 from shardwise.cli.entry import main
-from shardwise.config import Config, Layout, config_from, load_config
+from shardwise.config import Config, Layout, load_config
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.batch_first import batch_first
@@ -23,19 +23,15 @@ from shardwise.models.parameter_counts import flops_per_token, parameter_count
 from shardwise.models.user_model import build_user_model
 from shardwise.train.summary import start_rows
 from tests.e2e.command import within
+from tests.unit.models import own_classes
 
 S, B, V, H = 32, 2, 512, 64
 SIZES = {"hidden_size": H, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def config_of(family: str, **keys: Any) -> Config:
-    return config_from(
-        {
-            "model": {"family": family, "vocab_size": V, **keys},
-            "train": {"steps": 2, "global_batch": B, "micro_batch": B, "sequence_length": S},
-            "optimizer": {"lr": 1e-3},
-        }
-    )
+    train = {"steps": 2, "global_batch": B, "micro_batch": B, "sequence_length": S}
+    return own_classes.config(family, {"train": train}, **{"vocab_size": V, **keys})
 
 
 class Attending(nn.Module):
@@ -228,7 +224,8 @@ def test_dry_run_and_plan_know_it(tmp_path: Path) -> None:
     assert shapes.saved_bytes > logits
     (activations,) = re.findall(r"activations  ([\d.]+) GiB", shown)
     assert float(activations) == pytest.approx(shapes.saved_bytes / 2**30, rel=0.02)
-    planned = within("plan", "own.yaml", "precision.mode=mixed", *device, "--json", at=tmp_path).succeeded()
+    planned = within("plan", "own.yaml", "precision.mode=mixed", *device, "--json", at=tmp_path)
+    assert planned.code == 0, planned.err
     assert f"was built without data: {shapes.parameters:,} parameters" in planned.err
     plans = json.loads(planned.out)["plans"]
     assert {(plan["layout"]["tensor"], plan["layout"]["pipeline"], plan["data"]) for plan in plans} == {(1, 1, 8)}
@@ -236,7 +233,8 @@ def test_dry_run_and_plan_know_it(tmp_path: Path) -> None:
         assert plan["memory_bytes"] > logits * plan["layout"]["micro_batch"] / 64
         assert plan["headroom_bytes"] == pytest.approx(80e9 * 0.94 - plan["memory_bytes"])
     assert {plan["layout"]["micro_batch"] for plan in plans} >= {8, 16, 64}
-    within("plan", "own.yaml", *device, "--write", "planned.yaml", at=tmp_path).succeeded()
+    written = within("plan", "own.yaml", *device, "--write", "planned.yaml", at=tmp_path)
+    assert written.code == 0, written.err
     own = load_config(str(tmp_path / "own.yaml"), ["precision.mode=mixed"])
     assert load_config(str(tmp_path / "planned.yaml")).model == own.model
     found = shardwise.plan(own, "h100:8", best=3).plans

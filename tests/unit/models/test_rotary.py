@@ -14,13 +14,9 @@ from shardwise.models.rotary import Rotary, RotateJoined, frequencies, rotate
 
 LONGEST = 64
 SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
     "max_position_embeddings": LONGEST,
-}
+}  # fmt: skip
 SHORT, LONG = [1.0 + 0.1 * i for i in range(8)], [2.0 + 0.7 * i for i in range(8)]
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 32}
@@ -115,9 +111,8 @@ def test_fault_10_a_part_of_a_head_is_scaled_as_transformers_scales_it() -> None
     file = {"model_type": "gpt_neox", **SIZES, "rotary_pct": 0.5, "rotary_emb_base": 1000, "rope_scaling": scaling}
     ours = model_from(from_hugging_face(file, "config.json"))
     assert isinstance(ours, GPTNeoXConfig)
-    theirs = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXRotaryEmbedding(
-        transformers.GPTNeoXConfig.from_dict(copy.deepcopy(file))
-    )
+    modeling = transformers.models.gpt_neox.modeling_gpt_neox
+    theirs = modeling.GPTNeoXRotaryEmbedding(transformers.GPTNeoXConfig.from_dict(copy.deepcopy(file)))
     found, _ = Rotary(ours).tables(3 * LONGEST, torch.zeros(1))
     wanted = theirs(torch.zeros(1), torch.arange(3 * LONGEST)[None])[0][0, :, :4]
     assert torch.equal(found.view(3 * LONGEST, -1), wanted)

@@ -41,14 +41,6 @@ def gradients(model: Any, inside: Callable[[], AbstractContextManager[Any]] = nu
     return {name.replace(".base", ""): p.grad for name, p in model.named_parameters()}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
-
-
-def modules_of(model: Any) -> list[Any]:
-    return [model.layers[0].get_submodule(name) for name in MODULES]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_selective_checkpoint_keeps_products(dtype: torch.dtype) -> None:
     kept = set()
@@ -65,7 +57,7 @@ def test_a_selective_checkpoint_keeps_products(dtype: torch.dtype) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=context_fn)
     found = gradients(model)
     assert kept == {True, False}
-    assert_same(found, wanted)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,7 +70,7 @@ def test_what_hooks_of_saved_tensors_keep_stays_as_it_was(dtype: torch.dtype) ->
 
     wanted = gradients(make(dtype))
     found = gradients(make(dtype), partial(saved_tensors_hooks, pack, lambda tensor: tensor))
-    assert_same(found, wanted)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
     assert kept
     assert all(torch.equal(tensor, before) for tensor, before in kept)
 
@@ -98,11 +90,11 @@ def test_hooks_of_modules_fire(hooks: Callable[[nn.Module, list[str], str], Iter
     model = make()
     wanted = gradients(model)
     fired: list[str] = []
-    named = zip(modules_of(model), MODULES, strict=True)
-    handles = [handle for module, name in named for handle in hooks(module, fired, name)]
+    modules = [model.layers[0].get_submodule(name) for name in MODULES]
+    handles = [handle for module, name in zip(modules, MODULES, strict=True) for handle in hooks(module, fired, name)]
     found = gradients(model)
     assert sorted(fired) == sorted(2 * MODULES)
-    assert_same(found, wanted)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
     for handle in handles:
         handle.remove()
     gradients(model)
@@ -111,7 +103,7 @@ def test_hooks_of_modules_fire(hooks: Callable[[nn.Module, list[str], str], Iter
 
 def test_hooks_of_all_modules_and_compiled_modules_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make()
-    modules = modules_of(model)
+    modules = [model.layers[0].get_submodule(name) for name in MODULES]
     fired: list[Any] = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: fired.append(module))
     gradients(model)
@@ -127,7 +119,7 @@ def test_hooks_of_all_modules_and_compiled_modules_are_called(monkeypatch: pytes
 
 def test_replaced_forwards_are_called() -> None:
     model = make()
-    modules = modules_of(model)
+    modules = [model.layers[0].get_submodule(name) for name in MODULES]
     called: list[Any] = []
     for module in modules:
 
@@ -175,4 +167,4 @@ def test_a_wrapped_layer_is_called_and_finds_its_input_as_it_was(name: str) -> N
     found = gradients(model)
     assert wrapper.calls == 1
     wanted = gradients(model, partial(saved_tensors_hooks, torch.clone, lambda tensor: tensor))
-    assert_same(found, wanted)
+    assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())

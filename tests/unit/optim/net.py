@@ -65,8 +65,7 @@ class Pair:
         assert_equal(self.ours, self.plain)
 
     def assert_close(self, rtol: float = 2e-6, atol: float = 1e-7) -> None:
-        for p, q in zip(self.ours.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
+        torch.testing.assert_close([*self.ours.parameters()], [*self.plain.parameters()], rtol=rtol, atol=atol)
 
 
 def batch(step: int) -> Tensor:

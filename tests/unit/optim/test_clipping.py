@@ -40,8 +40,7 @@ def test_a_fused_kernel_clips_as_it_reads(
             patch.setattr(Tensor, "mul_", None)
             of_fused.step()
         of_plain.step()
-    for p, q in zip(fused.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close([*fused.parameters()], [*plain.parameters()], rtol=2e-5, atol=1e-7)
     assert not hasattr(of_fused.inner, "grad_scale")
 
 
@@ -52,12 +51,9 @@ def test_only_kernels_of_torch_divide() -> None:
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             super().step()
 
-    for wrapped, options, divides in (
-        (torch.optim.AdamW, {"fused": True}, True),
-        (torch.optim.AdamW, {"fused": False}, False),
-        (Adjusted, {"fused": True}, False),
-    ):
-        inner = sharded(make(), wrapped, **options).inner
+    adamw = torch.optim.AdamW
+    for wrapped, fused, divides in ((adamw, True, True), (adamw, False, False), (Adjusted, True, False)):
+        inner = sharded(make(), wrapped, fused=fused).inner
         assert divides_gradients(inner, inner.param_groups[0]) == divides
 
 

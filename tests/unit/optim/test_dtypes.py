@@ -15,10 +15,10 @@ from tests.unit.optim.net import PLAIN, assert_equal, batch, make, nothing, set_
 def test_mixed_precision_is_adamw_on_masters() -> None:
     """Gradients add up in float32, the update is on float32 masters, the bfloat16 parameters are their roundings."""
     model = make().bfloat16()
-    masters = [p.detach().float().clone() for p in model.parameters() if p.requires_grad and p.numel()]
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    masters = [p.detach().float().clone() for p in trained]
     reference = torch.optim.AdamW([m.requires_grad_() for m in masters], lr=0.01)
     optimizer = sharded(model, lr=0.01, gradient_dtype=torch.float32, **PLAIN)
-    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
     for step in range(5):
         sums = [torch.zeros_like(m) for m in masters]
         for micro in range(4):

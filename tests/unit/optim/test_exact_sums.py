@@ -48,15 +48,12 @@ def test_the_norm_is_the_root_of_the_sum_rounded_once(values: list[float], ranks
     assert norms(added, ranks) == [math.sqrt(math.fsum(terms.tolist()))]
 
 
-def test_many_terms_of_all_sizes() -> None:
+def test_many_terms_of_all_sizes_and_none() -> None:
     exponents = torch.linspace(-38, 38, 1 << 16, dtype=torch.float64)
     terms = (10.0**exponents).float().double().square()
     total = exact_sum(terms)
     assert total == exact_sum(terms.flip(0)) == joined(exact_sum(part) for part in terms.split(1000))
     assert float(total * UNIT) == math.fsum(terms.tolist())
-
-
-def test_sums_of_nothing() -> None:
     assert exact_sum(torch.zeros(0, dtype=torch.float64)) == exact_sum(torch.zeros(9, dtype=torch.float64)) == 0
     assert joined([]) == 0
     assert norms(limbs([0, 0], CPU), 4) == [0.0, 0.0]

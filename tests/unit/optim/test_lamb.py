@@ -24,6 +24,10 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, LAMB, **PLAIN, **options)
+
+
 class Reference:
     """Algorithm 2 of arXiv:1904.00962 in float64, tensor by tensor, with ratios of at most `most`."""
 
@@ -114,26 +118,21 @@ def test_fault_05_clipped_ratios_are_at_most_one(wrapped: bool) -> None:
     assert_close(ours, plain, 5e-6)
 
 
-@pytest.mark.parametrize("clipped", [False, True])
-def test_fault_05_the_key_reaches_the_optimizer(clipped: bool) -> None:
-    config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
-    chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
-    optimizer = chosen(make().parameters(), **options)
-    assert isinstance(optimizer, LAMB)
-    assert optimizer.trust_clip is clipped
+def test_fault_05_the_key_reaches_the_optimizer() -> None:
+    for clipped in (False, True):
+        config = load_config("bert-tiny", ["optimizer.name=lamb", f"optimizer.trust_clip={clipped}"])
+        chosen, options = _optimizer_class(config.hooks, config.optimizer, Mesh(device="cpu"))
+        optimizer = chosen(make().parameters(), **options)
+        assert (type(optimizer), optimizer.trust_clip) == (LAMB, clipped)
 
 
 def test_without_decay_it_is_adam() -> None:
-    plain, ours, wrapped = make(), make(), make()
+    plain = make()
     train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-6))
-    train(ours, LAMB(ours.parameters(), lr=0.01, weight_decay=0.0))
-    train(wrapped, sharded(wrapped, LAMB, lr=0.01, weight_decay=0.0, **PLAIN))
-    assert_close(ours, plain, 1e-6)
-    assert_close(wrapped, plain, 1e-6)
-
-
-def wrap(parameters: Any, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(parameters, LAMB, **PLAIN, **options)
+    for build in (LAMB, wrap):
+        ours = make()
+        train(ours, build(ours.parameters(), lr=0.01, weight_decay=0.0))
+        assert_close(ours, plain, 1e-6)
 
 
 @pytest.mark.parametrize("build", [LAMB, wrap])

@@ -58,9 +58,8 @@ def test_trains_as_torchs_muon_and_adamw(options: dict[str, Any]) -> None:
     train(alone, Muon(groups(alone), lr=LR, ns_dtype="bfloat16", **options))
     wrapping = {"ns_dtype": "bfloat16", "grad_clipping": False, "bucket_mib": 1e-4}
     train(wrapped, ZeroRedundancyOptimizer(groups(wrapped), Muon, lr=LR, **wrapping, **options))
-    for p, q, r in zip(wanted.parameters(), alone.parameters(), wrapped.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=0, atol=1e-6)
-        torch.testing.assert_close(r, p, rtol=0, atol=1e-6)
+    for found in (alone, wrapped):
+        torch.testing.assert_close([*found.parameters()], [*wanted.parameters()], rtol=0, atol=1e-6)
 
 
 def test_the_iteration_brings_singular_values_near_1() -> None:
@@ -75,12 +74,11 @@ def test_each_kind_of_parameter_keeps_its_own_state() -> None:
     model = net()
     optimizer = ZeroRedundancyOptimizer(groups(model), Muon, lr=LR)
     train(model, optimizer, steps=1)
-    matrices, others = (
+    states = [
         {name for master in group["params"] for name in optimizer.inner.state[master]}
         for group in optimizer.inner.param_groups
-    )
-    assert matrices == {"momentum_buffer"}
-    assert others == {"step", "exp_avg", "exp_avg_sq"}
+    ]
+    assert states == [{"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}]
 
 
 WRONG: list[tuple[Callable[[], Any], str]] = [

@@ -36,13 +36,11 @@ def test_elements_that_change_places_change_the_sum(dtype: str) -> None:
     values = numbers(dtype)
     sums = {whole(values), whole(np.roll(values, 1, axis=0)), whole(np.roll(values, 1, axis=1))}
     for a, b in (((0, 0), (0, 1)), ((0, 0), (1, 0)), ((2, 3), (3, 2)), ((5, 9), (0, 0))):
-        swapped = values.copy()
+        swapped, negated = values.copy(), values.copy()
         swapped[a], swapped[b] = values[b], values[a]
-        sums.add(whole(swapped))
-        negated = values.copy()
         negated[a] *= -1
         negated[b] *= -1
-        sums.add(whole(negated))
+        sums |= {whole(swapped), whole(negated)}
     assert len(sums) == 3 + 8
 
 
@@ -71,6 +69,5 @@ def test_the_whole_hash_has_names_states_and_the_place() -> None:
 def test_digests_name_the_tensor_that_differs() -> None:
     a = StateHash(PLACE, {"model": {"b": 2, "a": 1}, "exp_avg": {"a": 3, "b": 4}})
     b = StateHash(PLACE, {"model": {"b": 2, "a": 9}, "exp_avg": {"a": 3, "b": 4}})
-    tensors_a = by_tensor(a.digests(), a.names())
-    tensors_b = by_tensor(b.digests(), b.names())
-    assert [name for name in tensors_a if tensors_a[name] != tensors_b[name]] == ["model/a"]
+    found, other = (by_tensor(state.digests(), state.names()) for state in (a, b))
+    assert [name for name in found if found[name] != other[name]] == ["model/a"]

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 from typing import Any, TypeAlias
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -325,9 +326,7 @@ def test_the_widest_dtype_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.widest_dtype(torch.device("cpu")) == torch.float64
     device.widest_dtype.cache_clear()
 
-    def refuse(*args: object, **options: object) -> None:
-        raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
-
+    refuse = mock.Mock(side_effect=TypeError("Cannot convert a MPS Tensor to float64 dtype"))
     monkeypatch.setattr(torch, "zeros", refuse)
     assert device.widest_dtype(torch.device("cpu")) == torch.float32
     device.widest_dtype.cache_clear()

@@ -14,12 +14,9 @@ from shardwise.checkpoint.format.manifest import FileEntry
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
 from shardwise.launch.node import SupervisorConnection
-from shardwise.runs.folder import RunDirectory
 from shardwise.train.compile import run_graphs
-from shardwise.train.resume import find_checkpoints
 from shardwise_jobs import commands
 from tests.dist.training import make_config
-from tests.stored import small_tensors, write_checkpoint
 
 
 def ends_with(entry: str) -> str:
@@ -79,12 +76,3 @@ def test_the_ranks_write_to_disks_of_their_own(tmp_path: Path, monkeypatch: pyte
     text = "lacks weights.safetensors here, which another rank wrote: all ranks must write to one place"
     with pytest.raises(StoreError, match=f"{text}.*{ends_with('checkpoints#disk-not-shared')}"):
         save._require_visible(Root.of(tmp_path), [entry])
-
-
-def test_checkpoints_are_elsewhere(tmp_path: Path) -> None:
-    """A run that is given another `checkpoint.path` would begin again."""
-    write_checkpoint(Root.of(tmp_path / "run/checkpoints"), 100, small_tensors(1), ranks=1)
-    elsewhere = make_config(checkpoint={"path": str(tmp_path / "empty")})
-    text = r"checkpoint.path \(.*/empty\) has no checkpoint, and the run in .*/run saved that of step 100 as "
-    with pytest.raises(ConfigError, match=f"{text}.*{ends_with('checkpoints#place-changed')}"):
-        find_checkpoints(elsewhere, RunDirectory(tmp_path / "run"), {"checkpoint": {}})

@@ -56,9 +56,6 @@ def test_stages_are_consecutive_and_know_their_place() -> None:
     assert [stage.index for stage in plan] == list(range(8))
     assert [stage.is_first for stage in plan] == [True] + [False] * 7
     assert [stage.is_last for stage in plan] == [False] * 7 + [True]
-
-
-def test_stages_by_name_are_those() -> None:
     assert sizes(tiny("pipeline=3", "stages=[2,4,2]")) == [2, 4, 2]
     assert sizes(tiny("pipeline=2", "schedule=zbv", "stages=[1,2,3,2]")) == [1, 2, 3, 2]
 

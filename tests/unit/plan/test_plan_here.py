@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from shardwise.config import Config, UserModelConfig, check_layout, dump_yaml, load_config
 from shardwise.runs.folder import JsonLines, RunDirectory
+from shardwise_plan.cli.against_run import PARTS
 from shardwise_plan.device_specs import Cluster, load_device
-from shardwise_plan.step_time import step_time
+from shardwise_plan.step_time import StepTime, step_time
 from tests.command_line import CommandLine
 from tests.e2e.command import metrics, shardwise
 from tests.monitor_runs import Mesh, start_event, step_event
@@ -114,3 +116,8 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert all(source.startswith(("measured", "assumption", "torch", "the r")) for source in sources)
     shown = shardwise("plan", "llama2-tiny", "--device", "here.yaml:2", at=tmp_path).succeeded().out
     assert "layouts, these were dropped" in shown
+
+
+def test_each_part_of_a_step_is_compared() -> None:
+    compared = [name for names, _ in PARTS.values() for name in names]
+    assert sorted(compared) == sorted(part.name for part in fields(StepTime))

@@ -1,5 +1,6 @@
 """What a run sees where it saves, before anything is trained."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from shardwise.base.errors import ConfigError, RunError
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -91,7 +92,11 @@ def test_steps_that_another_program_did_go_on_with_their_model_alone(tmp_path: P
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Path, folder: Path) -> None:
     run, other = RunDirectory(folder.parent), tmp_path / "other"
     elsewhere = config(path=str(other))
-    with pytest.raises(ConfigError, match=rf"checkpoint.path \({other}\) has no .* step 200 as {folder}/step-00000200"):
+    told = (
+        rf"checkpoint.path \({other}\) has no checkpoint, and the run in {run.path} saved that of step 200 as {folder}/"
+    )
+    explained = re.escape(see("checkpoints#place-changed"))
+    with pytest.raises(ConfigError, match=rf"{told}step-00000200.*{explained}$"):
         found_by(elsewhere, run)
     folder.rename(tmp_path / "moved")
     assert found_by(elsewhere, run) == []
@@ -275,6 +280,8 @@ def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeyp
 
     found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).saved
     monkeypatch.setattr(Root, "rename", refuse)
-    told = "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only"
+    told = (
+        "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"
+    )
     with pytest.raises(RunError, match=told):
         resume.set_later_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)

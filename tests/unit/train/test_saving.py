@@ -20,6 +20,7 @@ from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
 LOST = "rank 0 lost the connection to another rank"
+FAILED = Saved(24, "step-00000024", 0, 0.0, 0.0, LOST, lost_peer=True)
 
 
 class Ended:
@@ -46,8 +47,7 @@ def checkpoints(path: Path, *saves: Saved) -> Iterator[tuple[Checkpoints, io.Str
 
 
 def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) -> None:
-    saved = Saved(24, "step-00000024", 0, 0.0, 0.0, LOST, lost_peer=True)
-    with checkpoints(tmp_path, saved) as (saving, stream):
+    with checkpoints(tmp_path, FAILED) as (saving, stream):
         with pytest.raises(RunError, match="a rank is gone"), saving:
             raise RunError("a rank is gone")
         assert stream.getvalue() == f"warning: no checkpoint of step 24: {LOST}{see('checkpoints#save-failed')}\n"
@@ -55,9 +55,8 @@ def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) ->
 
 def test_a_last_checkpoint_that_another_rank_prevents_is_a_consequence(tmp_path: Path) -> None:
     """The launcher names the rank that ended; this one only says what it waited for."""
-    saved = Saved(24, "step-00000024", 0, 0.0, 0.0, LOST, lost_peer=True)
     said = rf"^{LOST} while the checkpoint of step 24 was saved$"
-    with checkpoints(tmp_path, saved) as (saving, _), pytest.raises(LostPeerError, match=said):
+    with checkpoints(tmp_path, FAILED) as (saving, _), pytest.raises(LostPeerError, match=said):
         saving.finish()
 
 

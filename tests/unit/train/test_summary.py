@@ -166,9 +166,6 @@ def test_the_stages_are_told_with_what_they_have_and_need() -> None:
             f"{shares[stage]:.1%} of the compute, "
             f"{units.size(memory[stage].activations)} of activations, {units.size(memory[stage].total)} in all"
         )
-
-
-def test_several_stages_of_a_rank_are_told_together() -> None:
     chosen = piped(schedule="zbv")
     found = rows(chosen, check_layout(chosen, 4))
     assert found["  pp 0"].startswith("ranks 0-1, stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")

@@ -29,16 +29,10 @@ def test_the_pieces_are_the_text(tokenizer: Tokenizer, prompt: str) -> None:
 
 
 def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
-    found = pieces(tokenizer, "a🎹b")
-    assert found == ["a", "", "", "", "🎹", "b", ""]
-
-
-def test_bytes_that_are_no_text_do_not_stop_what_follows(tokenizer: Tokenizer) -> None:
-    start = int(tokenizer.encode("🎹")[0])
-    letters = tokenizer.encode("abc").tolist()
-    detokenizer = Detokenizer(tokenizer)
-    found = [detokenizer.push(token) for token in (start, *letters)]
-    assert "".join(found) == "\ufffdabc"
+    assert pieces(tokenizer, "a🎹b") == ["a", "", "", "", "🎹", "b", ""]
+    detokenizer, start = Detokenizer(tokenizer), int(tokenizer.encode("🎹")[0])
+    found = [detokenizer.push(token) for token in (start, *tokenizer.encode("abc").tolist())]
+    assert "".join(found) == "\ufffdabc", "bytes that are no text do not stop what follows"
 
 
 def test_spaces_of_a_sentencepiece_tokenizer_stay() -> None:

@@ -63,11 +63,6 @@ def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
 
 
-def test_only_finite_values_overflow() -> None:
-    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
-    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16")
-
-
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 def test_weights_of_another_format_come_from_the_masters(tmp_path: Path, dtype: str | None) -> None:
     tensors = small_tensors()
@@ -161,6 +156,8 @@ def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
         export(folder, tmp_path / "out", "float16")
     assert not (tmp_path / "out").exists()
+    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), "finite values alone do"
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

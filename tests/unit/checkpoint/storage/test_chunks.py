@@ -41,13 +41,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Root, bytes, FileE
     return folder, data, write(folder, data, [3, CHUNK, CHUNK, 3 * CHUNK + 7])
 
 
-def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry]) -> None:
+def test_each_chunk_has_its_checksum(stored: tuple[Root, bytes, FileEntry], tmp_path: Path) -> None:
     folder, data, entry = stored
     assert (folder / "file").read() == data
     assert entry.chunks == 6
-    assert [entry.checksum(i) for i in range(6)] == [
-        xxhash.xxh3_64_intdigest(data[i * CHUNK : (i + 1) * CHUNK]) for i in range(6)
-    ]
+    chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
+    assert [entry.checksum(i) for i in range(6)] == [xxhash.xxh3_64_intdigest(chunk) for chunk in chunks]
+    empty = write(Root.of(tmp_path), b"", [])
+    assert empty == FileEntry("file", 0, CHUNK, b"")
+    assert ChunkedReader(Root.of(tmp_path), empty).read(0, 0) == b""
 
 
 @given(st.lists(st.integers(0, 3 * CHUNK + 7), max_size=6).map(sorted))
@@ -101,9 +103,8 @@ def test_damage_is_found_by_who_reads_the_chunk(stored: tuple[Root, bytes, FileE
     (tmp_path / "file").write_bytes(broken)
     reader = ChunkedReader(Root.of(tmp_path), entry)
     assert reader.read(0, 2 * CHUNK) == data[: 2 * CHUNK]
-    with pytest.raises(
-        DamageError, match=rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
-    ):
+    told = rf"bytes {2 * CHUNK:,} to {3 * CHUNK:,} do not match their checksum \(chunk 2\)"
+    with pytest.raises(DamageError, match=told):
         reader.read(2 * CHUNK - 1, 2 * CHUNK + 1)
     assert reader.read(3 * CHUNK, len(data)) == data[3 * CHUNK :]
     with pytest.raises(DamageError, match=r"\(chunk 2\)"):
@@ -116,9 +117,3 @@ def test_another_length_is_damage(stored: tuple[Root, bytes, FileEntry], tmp_pat
     (tmp_path / "file").write_bytes((data + b"x")[:length])
     with pytest.raises(DamageError, match=rf"its length \({length:,} bytes\) must be {len(data):,} bytes"):
         ChunkedReader(Root.of(tmp_path), entry).read(0, 1)
-
-
-def test_an_empty_file(tmp_path: Path) -> None:
-    entry = write(Root.of(tmp_path), b"", [])
-    assert entry == FileEntry("file", 0, CHUNK, b"")
-    assert ChunkedReader(Root.of(tmp_path), entry).read(0, 0) == b""

@@ -103,6 +103,8 @@ def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: P
     for place, (kind, text) in BAD_PLACES.items():
         with pytest.raises(kind, match=text):
             find(place.format(server=server.address, folder=tmp_path))
+    with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
+        find("https://x/y", anonymous=True)
     server.status = 403
     with pytest.raises(StoreError, match=r"data\.bin cannot be read: its server answers 403 \(Forbidden\)"):
         find(server.url)
@@ -205,8 +207,3 @@ def test_eight_processes_at_once_make_one_download(before: str, server: Server, 
     assert results == sorted([[DIGEST, False]] * 7 + [[DIGEST, True]]), lines
     assert server.requests.count("GET") == 1, "more than one download"
     assert target.read_bytes() == CONTENT
-
-
-def test_only_object_stores_are_read_anonymously() -> None:
-    with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
-        find("https://x/y", anonymous=True)

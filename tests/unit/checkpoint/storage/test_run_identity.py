@@ -36,39 +36,30 @@ def test_a_run_is_continued_with_its_own_configuration_alone(tmp_path: Path, mon
         earlier_run(run, ANOTHER)
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
+def test_a_run_whose_configuration_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    run = with_checkpoint(tmp_path)
+    for content, reason in (
         (None, "No such file"),
         (b"", "it holds no configuration"),
         (b"- 1", "it holds no configuration"),
         (b"model: {", "is not valid YAML"),
         (b"model: \xff", "invalid start byte"),
-    ],
-)
-def test_a_run_whose_configuration_cannot_be_read_is_refused(
-    content: bytes | None, reason: str, tmp_path: Path
-) -> None:
-    run = with_checkpoint(tmp_path)
-    run.config.unlink()
-    if content is not None:
-        run.config.write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"config.yaml cannot be read \(.*{reason}.*put a copy of it back"):
-        earlier_run(run, CONFIG)
+    ):
+        run.config.unlink(missing_ok=True)
+        if content is not None:
+            run.config.write_bytes(content)
+        with pytest.raises(ConfigError, match=rf"config.yaml cannot be read \(.*{reason}.*put a copy of it back"):
+            earlier_run(run, CONFIG)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [{}, {"metrics.jsonl": '{"event": "start"}\n{"event": "stop", "reason": "failed: x"}\n'}],
-    ids=["before its events", "with events"],
-)
-def test_a_start_that_took_no_step_does_not_bind_its_folder(files: dict[str, str], tmp_path: Path) -> None:
+def test_a_start_that_took_no_step_does_not_bind_its_folder(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path).create()
     run.write_config(dump_yaml(CONFIG.model_dump(mode="json")))
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert earlier_run(run, CONFIG) == CONFIG.model_dump(mode="json")
-    assert earlier_run(run, ANOTHER) is None
+    for events in ("", '{"event": "start"}\n{"event": "stop", "reason": "failed: x"}\n'):
+        if events:
+            run.metrics.write_text(events)
+        assert earlier_run(run, CONFIG) == CONFIG.model_dump(mode="json")
+        assert earlier_run(run, ANOTHER) is None
 
 
 def test_a_run_that_has_saved_elsewhere_binds_its_folder(tmp_path: Path) -> None:

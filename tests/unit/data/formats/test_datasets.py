@@ -20,7 +20,7 @@ from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading.dataset_tables import _HubTables, fetch_dataset
 from shardwise.data.reading.text_sources import TableShard
 from tests.unit.data.reading.test_sources import read
-from tests.unit.data.small_runs import batches_of, refusal, sized, stories, text_of
+from tests.unit.data.small_runs import batches_of, refusal, saved_rows, sized, stories, text_of
 
 TEXTS = stories()[:100]
 ROWS = [np.random.default_rng(number).integers(0, 512, 40 + number).tolist() for number in range(100)]
@@ -30,11 +30,6 @@ JOINED = [*chain(*ROWS)]
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
     datasets.disable_progress_bars()
-
-
-def save(at: Path, **columns: Any) -> Path:
-    datasets.Dataset.from_dict(columns).save_to_disk(at)
-    return at
 
 
 def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> Path:
@@ -54,7 +49,7 @@ def failure(path: Path, **data: str) -> str:
 
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
-    path = save(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
+    path = saved_rows(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
     assert format_of(DataConfig(path=str(path))).name == "datasets"
     assert read(path, text_key="body") == TEXTS
     data = prepared(path, text_key="body")
@@ -86,13 +81,13 @@ def test_what_is_cached_is_of_one_table_and_its_splits(tmp_path: Path) -> None:
     first = save_splits(tmp_path / "first", {"text": TEXTS}, train=(0, 80), test=(80, 100))
     second = save_splits(tmp_path / "second", {"text": TEXTS}, train=(0, 70), test=(70, 100))
     assert prepared(first, split="train,test").count("train") > prepared(second, split="train,test").count("train")
-    before = prepared(save(tmp_path / "saved", input_ids=ROWS)).fingerprint
-    assert prepared(save(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != before
+    before = prepared(saved_rows(tmp_path / "saved", input_ids=ROWS)).fingerprint
+    assert prepared(saved_rows(tmp_path / "saved", input_ids=ROWS[:-1])).fingerprint != before
 
 
 def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
     """No tokenizer, no end of document; one entry serves every length."""
-    path = save(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
+    path = saved_rows(tmp_path / "saved", input_ids=ROWS, attention_mask=ROWS)
     data = prepared(path, split="1,0")
     assert data.tokens["train"].tolist() == JOINED
     assert (data.tokenizer_path, data.vocab_size, data.tokens["train"].dtype) == (None, 512, np.uint16)
@@ -130,13 +125,13 @@ def test_kinds_of_columns_and_parts_by_weight(kind: Any, tmp_path: Path) -> None
 
 
 def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
-    data = prepared(save(tmp_path / "saved", input_ids=[JOINED]), split="90,10")
+    data = prepared(saved_rows(tmp_path / "saved", input_ids=[JOINED]), split="90,10")
     assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == JOINED
     assert len(data.tokens["eval"]) == len(JOINED) // 10
 
 
 def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, tokens = save(tmp_path / "text", text=TEXTS), save(tmp_path / "tokens", input_ids=ROWS)
+    text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
@@ -167,7 +162,7 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
         f"data.split (95,5) must name the splits of data.path ({path}) to read, it has first and second: such as "
         "data.split=first,second"
     )
-    path = save(tmp_path / "one", text=TEXTS)
+    path = saved_rows(tmp_path / "one", text=TEXTS)
     assert failure(path, split="train,test").endswith("it has none with names: give weights, such as 95,5")
     (tmp_path / "a.txt").write_text("text", encoding="utf-8")
     assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
@@ -183,7 +178,7 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     ],
 )
 def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
-    path = save(tmp_path / "saved", **columns)
+    path = saved_rows(tmp_path / "saved", **columns)
     shown = f"data.path {path}" if "training part" in says else f"data.path ({path})"
     assert failure(path).startswith(says.format(shown))
     assert not list((tmp_path / "cache").glob("tokens/*")) or "training part" in says, "nothing is left that was read"
@@ -191,7 +186,7 @@ def test_bad_rows(columns: dict[str, Any], says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("outside", ["../outside", "/outside", ""])
 def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_path: Path) -> None:
-    save(tmp_path / "outside", text=TEXTS)
+    saved_rows(tmp_path / "outside", text=TEXTS)
     path = save_splits(tmp_path / "saved", {"text": TEXTS}, train=(0, 80), test=(80, 100))
     state = path / "train" / "state.json"
     values = json.loads(state.read_text())
@@ -227,7 +222,7 @@ def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:
-    path = save(tmp_path / "saved", text=TEXTS)
+    path = saved_rows(tmp_path / "saved", text=TEXTS)
     (file,) = path.glob("*.arrow")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
@@ -245,7 +240,7 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     )
     (tmp_path / "folder").mkdir()
     assert "it has neither state.json nor dataset_dict.json" in failure(tmp_path / "folder", format="datasets")
-    assert failure(save(tmp_path / "none", text=[])) == (
+    assert failure(saved_rows(tmp_path / "none", text=[])) == (
         f"{tmp_path}/none is a data set without rows: save one that has some"
     )
 
@@ -254,7 +249,7 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
 def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
     """Its tables are mapped: unseen, they end the process."""
     rows = ["abcd" * 5] * 200 if column == "text" else [[1, 2, 3]] * 200
-    path = save(tmp_path / "data", **{column: rows})
+    path = saved_rows(tmp_path / "data", **{column: rows})
     (file,) = path.glob("*.arrow")
     offset = (20 if column == "text" else 3) * 100
     content, wrong = file.read_bytes(), (1 << 30).to_bytes(4, "little")

@@ -111,7 +111,7 @@ class User(HubUser):
 def problem(found: dict[str, Any]) -> str:
     (text,) = found["problems"]
     assert "\n" not in text
-    return str(text)
+    return text
 
 
 SCRIPT = {".gitattributes": b"", "README.md": b"", "tiny.py": b"raise SystemExit('a loading script was run')"}
@@ -204,22 +204,16 @@ def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_p
     hub_id = {"path": None, "dataset": "acme/tiny@chat", "format": "chat"}
     named = {**hub_id, "split": "train,validation"}
     here = {"dataset": None, "path": str(file), "format": "chat"}
-    fetched, again, local, refused = user.prepare(hub_id, hub_id, here, named)
+    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
+    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
+    fetched, again, local, refused, mixture = user.prepare(hub_id, hub_id, here, named, mixed)
     assert fetched["parts"] == local["parts"]
     assert "acme/tiny@chat: " in fetched["summary"]
     assert "60 conversations" in fetched["summary"]
     assert again["said"] == []
-    assert problem(refused).endswith(
-        "must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations"
-    )
-
-
-@pytest.mark.slow
-def test_sources_of_a_mixture_are_fetched(user: User) -> None:
-    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
-    stages = [{"at": 1, "weights": {"own": 1}}]
-    (found,) = user.prepare({"dataset": None, "mixture": sources, "stages": stages})
-    assert "en: acme/tiny en: " in found["summary"]
+    said = problem(refused)
+    assert said.endswith("must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations")
+    assert "en: acme/tiny en: " in mixture["summary"], "sources of a mixture are fetched"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from shardwise.data.formats.common import make_batches, make_evaluation
 from shardwise.data.formats.hdf5 import PreparedShards
 from shardwise.data.open_data import format_of, prepare
 from shardwise.data.reading import hdf5_files
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -109,15 +108,6 @@ def test_few_shards_are_mapped_at_once(folder: str, monkeypatch: pytest.MonkeyPa
     assert batches.shards._arrays.cache_info().currsize == 0, "mapped when they are read"
     assert numbers(batches.global_batch(0, 15)) == expected
     assert batches.shards._arrays.cache_info().currsize == 1
-
-
-def test_rows_are_found_by_file_and_row(folder: str) -> None:
-    paths = sorted(Path(folder).glob("*_training_*.hdf5"))
-    shards = ShardRows([Hdf5Shard.open(path, 16) for path in paths], 300, 2)
-    found = shards.take(np.array([14, 0, 5, 14, 7]))
-    assert (found["input_ids"][:, 1] - 100).tolist() == [14, 0, 5, 14, 7]
-    assert found["masked_lm_ids"].shape == (5, 6)
-    assert len(shards) == 15
 
 
 def test_what_data_path_names(folder: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from shardwise.data.formats.inspecting import spread
 from shardwise.data.formats.record import Inspection, Lengths
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder
-from tests.unit.data.small_runs import json_lines
+from tests.unit.data.small_runs import json_lines, saved_rows
 
 
 @settings(deadline=None)
@@ -108,8 +108,7 @@ def test_ids_that_are_no_tokens_are_told(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "data", 100_000) as writer:
         writer.add([1, 2, 3])
     (tmp_path / "data.bin").write_bytes(np.array([1, -5, 3], dtype="<i4").tobytes())
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"input_ids": [[1, -5, 3]]}).save_to_disk(str(tmp_path / "rows"))
+    saved_rows(tmp_path / "rows", input_ids=[[1, -5, 3]])
     for name in ("data", "rows"):
         assert looked(tmp_path / name).notes[1:] == [
             "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data again"
@@ -125,9 +124,7 @@ def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
     assert [sample.text for sample in found.samples] == ["one", "three"]
     named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
     assert ("documents", "1") in named.rows
-    ragged = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [], [4]]})
-    ragged.save_to_disk(str(tmp_path / "ragged"))
-    found = looked(tmp_path / "ragged")
+    found = looked(saved_rows(tmp_path / "ragged", input_ids=[[1, 2, 3], [], [4]]))
     assert (found.lengths.least, found.lengths.most) == (0, 3)
     assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
     assert ("ids", "1 … 4") in found.rows

@@ -16,7 +16,7 @@ from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.unit.data import small_runs
-from tests.unit.data.small_runs import json_lines, refusal
+from tests.unit.data.small_runs import json_lines, refusal, saved_rows
 
 LENGTH = 32
 TEXTS = [f"Document {number} tells of " + "words and " * (number % 9) + "an end." for number in range(60)]
@@ -98,11 +98,9 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
 
 def write_rows(path: Path, at: Path) -> None:
     """A data set of the documents' tokens, of which a row has several."""
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
     file = IndexedFile.open(at / "all")
     rows = np.split(np.asarray(file.tokens), file.starts(np.arange(7, 60, 7)))
-    datasets.Dataset.from_dict({"input_ids": [row.tolist() for row in rows]}).save_to_disk(str(path))
+    saved_rows(path, input_ids=[row.tolist() for row in rows])
 
 
 def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path: Path) -> None:

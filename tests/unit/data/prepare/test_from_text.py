@@ -24,6 +24,7 @@ from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
+from tests.os_errors import raises
 from tests.unit.data.prepare.jobs import Folder, Told
 from tests.unit.data.small_runs import json_lines
 
@@ -248,11 +249,8 @@ def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(file: object, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
     if not has_locks:
-        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", raises(errno.ENOLCK))
     first, second = (Output(folder.at / "out", None, None, {}) for _ in range(2))
     with first._locked():
         first.clear()

@@ -120,6 +120,7 @@ def test_so_do_the_stages_of_a_blend(begin: int, **drawn: int) -> None:
 
 def test_any_part_may_be_asked_for_first(make: Make) -> None:
     expected, batches = make(7).global_batch(0, 120), make(7)
+    assert [len(part) for part in batches.draw(3, 0)] == [0, 0], "a batch of a mixture may have none of a source"
     for consumed in (100, 40, 0, 60):
         found = batches.global_batch(consumed, 20)
         for name, array in found.inputs.items():

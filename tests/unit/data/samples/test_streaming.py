@@ -31,7 +31,7 @@ from shardwise.data.samples.streaming import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.sweeps import few
 from tests.unit.data import small_runs
-from tests.unit.data.small_runs import batches_of, stories
+from tests.unit.data.small_runs import batches_of, saved_rows, stories
 
 TEXTS = stories()[:120]
 GLOBAL, LENGTH = 8, 32
@@ -302,21 +302,15 @@ def test_a_bad_line_after_going_on_has_its_number(opened: Any, tmp_path: Path) -
         global_batch(run, 0, size + 1)
 
 
-def test_what_cannot_be_streamed(tokenizer: Path, tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": [[1, 2]] * 100}).save_to_disk(tmp_path / "tokens")
+def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -> None:
+    saved_rows(tmp_path / "tokens", text=[[1, 2]] * 100)
     with pytest.raises(DataError, match=r"arrow holds token ids in 'text', not text: set data\.streaming=false, and"):
-        prepare(config(tmp_path / "tokens", tokenizer), tmp_path / "cache")
-
-
-def test_a_file_of_the_hub_that_is_no_table_of_texts_is_refused(tokenizer: Path) -> None:
+        opened(tmp_path / "tokens")
     data = config(None, tokenizer, dataset="acme/tiny").data
     said = r"acme/tiny/a\.csv must be a \.parquet, \.jsonl or \.json file for data\.streaming: set it to false, or"
     with pytest.raises(DataError, match=said):
         shards_module.open_shard("hf://datasets/acme/tiny/a.csv", data)
-
-
-def test_files_that_were_emptied_are_told(opened: Any, tmp_path: Path) -> None:
-    """And not read over and over."""
+    # Files that were emptied are told, and not read over and over.
     path = write(tmp_path / "data", "datasets", TEXTS)
     batches = opened(path)
     shutil.rmtree(path)

@@ -18,7 +18,7 @@ from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer
 from tests.unit.data.prepare.jobs import Folder
-from tests.unit.data.small_runs import config
+from tests.unit.data.small_runs import config, saved_rows
 
 CHOICES = [*product([None, True, False], [None, True])]
 
@@ -107,9 +107,7 @@ def test_a_begin_of_text_that_only_settings_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keys", [{"append_eod": False}, {"prepend_bos": True}])
 def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, bool], tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]] * 40}).save_to_disk(str(tmp_path / "rows"))
+    saved_rows(tmp_path / "rows", input_ids=[[1, 2, 3]] * 40)
     folder.run(folder.job("held"))
     text = r"data\.\w+ \((true|false)\) must be null with data\.path \(.*\), whose tokens are read as they are"
     keys = {**keys, "tokenizer": str(folder.at / "tokenizer")}
