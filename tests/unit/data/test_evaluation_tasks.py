@@ -18,9 +18,14 @@ def config_of(tasks: list[str], folder: Path) -> Config:
     return load_config("llama2-tiny", [f"evaluation.tasks=[{names}]", f"evaluation.tasks_path={folder}"])
 
 
+def required(tasks: list[str], folder: Path, tokenizer: Path | None) -> None:
+    config = config_of(tasks, folder)
+    require_tasks(config.evaluation, config.model, config.train, tokenizer)
+
+
 def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
     with pytest.raises(ConfigError) as raised:
-        require_tasks(config_of(tasks, folder), **{"tokenizer": folder, **further})
+        required(tasks, folder, **{"tokenizer": folder, **further})
     assert raised.value.exit_code == 2
     (problem,) = raised.value.problems
     return problem
@@ -49,7 +54,7 @@ def test_data_that_cannot_be_reached(tmp_path: Path) -> None:
     folder = write_tasks(tmp_path / "tasks")
     (folder / "rows.jsonl").unlink()
     with pytest.raises(DataError):
-        require_tasks(config_of(["cloze"], folder), folder)
+        required(["cloze"], folder, folder)
     assert refusal(["cloze"], folder) == (
         f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
     )
