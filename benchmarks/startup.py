@@ -274,7 +274,7 @@ class _SimulatedJob:
             reduced(tensor, **options)
 
         with patch.object(distributed_c10d, "all_gather", gathered), patch.object(dist, "all_reduce", counted):
-            require_same(self.config, mesh)
+            require_same(self.config.model_dump(mode="json"), mesh)
             while_others_wait(lambda: None, mesh.world)
             for _ in range(AGREEMENTS):
                 with raised_on_every_rank(mesh.world):

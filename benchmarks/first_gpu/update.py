@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from shardwise.config.precision import Rounding
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import INCREMENT_32, scramble_
-from shardwise.distributed.torch_private import dividing_gradients, step_optimizer
+from shardwise.distributed.torch_private import step_optimizer
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms
 from shardwise.optim.master_update import scaled_gradient
 from shardwise.optim.sharding import Ranks
@@ -47,19 +48,15 @@ def _mixed_precision(session: Session) -> None:
     norms = ModelNorms(optimizer.buckets, session.device, Ranks(mesh.replicas, mesh), torch.float32)
     factor = torch.ones((), device=session.device)
 
-    def fused_adamw() -> None:
+    def fused_adamw(divisor: Tensor | None = None) -> None:
         bucket.master.grad = bucket.gradient
-        step_optimizer(optimizer.inner)
+        step_optimizer(optimizer.inner, divisor)
         bucket.master.grad = None
-
-    def dividing_adamw() -> None:
-        with dividing_gradients(optimizer.inner, factor):
-            fused_adamw()
 
     # Zeroing comes last but one, so that the other parts have gradients that are no zeros.
     parts: dict[str, tuple[int, Callable[[], object]]] = {
         "fused AdamW": (28, fused_adamw),
-        "fused AdamW that scales gradients": (32, dividing_adamw),
+        "fused AdamW that scales gradients": (32, partial(fused_adamw, factor)),
         "differs_from_masters: were parameters changed?": (12, bucket.differs_from_masters),
         "adopt_values: masters of changed parameters": (30, bucket.adopt_values),
         "norms of gradients and masters": (8, lambda: norms.measure(ElementRun.gradient, ElementRun.weights)),

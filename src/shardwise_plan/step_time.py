@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
-from shardwise.config import DTYPE_BYTES, Config, Layout, Precision
+from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, OptimizerConfig, Precision
 from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import (
     LocalWidths,
@@ -166,7 +166,7 @@ def step_time(
         accumulation=m * model_work.accumulation,
         launch=m * (model_work.launch + sum(2 * work.action for work in works)),
         head=m * ends,
-        recompute=m * recompute.total + _counting_seconds(config, layout, works),
+        recompute=m * recompute.total + _counting_seconds(m, config.optimizer, layout, works),
         tensor=m * model_work.tensor,
         context=m * model_work.context,
         experts=m * model_work.all_to_all,
@@ -178,10 +178,9 @@ def step_time(
     )
 
 
-def _counting_seconds(config: Config, layout: Layout, works: Sequence[StageWork]) -> float:
-    """Return the seconds of a forward pass that only counts rows of experts, with the fill of a pipeline."""
-    m = layout.accumulation(config.train)
-    if not config.optimizer.counts_rows_first(m, layout.pipeline):
+def _counting_seconds(m: int, settings: OptimizerConfig, layout: Layout, works: Sequence[StageWork]) -> float:
+    """Return the seconds of forward passes that only count rows of experts, with the fill of a pipeline."""
+    if not settings.counts_rows_first(m, layout.pipeline):
         return 0.0
     return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
@@ -270,14 +269,14 @@ def stage_works(
     return works
 
 
-def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool) -> Counter[int]:
+def _most_elements(
+    model: FamilyConfig, local: LocalWidths, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool
+) -> Counter[int]:
     """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
 
     They stand by the number of ranks that divide their tensors among them. With `block_matrices`, only the matrices of
     blocks are counted.
     """
-    model = config.known_shapes
-    local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
     by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
     counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
     return max(counts, key=Counter.total)
@@ -314,10 +313,10 @@ class _StepInputs:
         constants = constants or constants_of(cluster.device)
         precision = config.precision.resolved(cluster.device.is_accelerator)
         works = stage_works(config, layout, cluster, program, constants)
-        parts, matrices = (_most_elements(config, layout, works, block_matrices=only) for only in (False, True))
-        return _StepInputs(
-            config, layout, cluster, program, constants, precision, works, parts=parts, matrices=matrices
-        )
+        model = config.known_shapes
+        local = LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor))
+        parts, matrices = (_most_elements(model, local, layout, works, block_matrices=only) for only in (False, True))
+        return _StepInputs(config, layout, cluster, program, constants, precision, works, parts, matrices)
 
     def passes(self, *, simulated: bool = True) -> tuple[float, list[float], float]:
         """Return the wait in each pass, the seconds of each rank's passes of a micro-batch, and those of all passes.

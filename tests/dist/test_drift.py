@@ -93,7 +93,7 @@ def run(trained: Trainer) -> None:
     """A run that records and saves nothing."""
     reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
-    observers = build_observers(trained.config, trained, reporter, unsaved, None)
+    observers = build_observers(trained, reporter, unsaved, None)
     trained.run(partial(observe, observers), unsaved, lambda _: nullcontext())
 
 

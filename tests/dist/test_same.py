@@ -19,7 +19,7 @@ def compared(overrides: dict[int, list[str]], torches: dict[int, str]) -> list[s
     found = {**rank_agreement.versions(), **({"torch": torches[rank]} if rank in torches else {})}
     with mock.patch.object(rank_agreement, "versions", return_value=found):
         try:
-            rank_agreement.require_same(config, Mesh())
+            rank_agreement.require_same(config.model_dump(mode="json"), Mesh())
         except ConfigError as error:
             return error.problems
     return []
@@ -38,7 +38,8 @@ def test_what_differs_is_told_on_every_rank_with_the_ranks(ranks: Any) -> None:
 def of_folders(*folders: str | None) -> list[str]:
     folder = folders[Group.world().rank]
     try:
-        rank_agreement.require_same(load_config("llama2-tiny"), Mesh(), None if folder is None else Path(folder))
+        settings = load_config("llama2-tiny").model_dump(mode="json")
+        rank_agreement.require_same(settings, Mesh(), None if folder is None else Path(folder))
     except ConfigError as error:
         return error.problems
     return []

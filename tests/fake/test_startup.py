@@ -55,7 +55,7 @@ def start(config: Config, world: int, checkpoint: Root) -> None:
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world)
     mesh = Mesh(tensor=8, device="cpu")
-    require_same(config, mesh)
+    require_same(config.model_dump(mode="json"), mesh)
     assert while_others_wait(lambda: "prepared", mesh.world) == "prepared"
     with raised_on_every_rank(mesh.world):
         agree([], mesh.world)

@@ -106,11 +106,12 @@ def find_companions(config: Config, weights: Root | None, tokenizer: Path | None
     Raises:
         ConfigError: a file cannot be read, or is missing.
     """
+    named = config.checkpoint.companions
     try:
-        sources = [FilesBesideWeights.read(place) for place in _places(config, weights)]
+        places = _places(named, config.companions, weights, config.data.tokenizer)
+        sources = [FilesBesideWeights.read(place) for place in places]
     except StoreError as error:
         raise ConfigError(str(error)) from None
-    named = config.checkpoint.companions
     if named is not None and not (sources[0].ids or sources[0].files):
         raise ConfigError(
             f"checkpoint.companions ({named}) must hold a config.json with ids of special tokens, or a "
@@ -132,20 +133,18 @@ def resumed_companions(checkpoint: Root, tokenizer: Path | None) -> Companions:
     return _first_fitting([FilesBesideWeights.read(checkpoint)], tokenizer)
 
 
-def _places(config: Config, weights: Root | None) -> list[Root]:
+def _places(named: str | None, model_file: str | None, weights: Root | None, tokenizer: str | None) -> list[Root]:
     """The folders and files that may have companions, in the order in which they count."""
     places: list[Root] = []
-    if config.checkpoint.companions is not None:
-        places.append(companions_folder(config.checkpoint.companions))
-    elif config.companions is not None and user_path(config.companions).exists():
-        places.append(Root.of(user_path(config.companions)))
+    if named is not None:
+        places.append(companions_folder(named))
+    elif model_file is not None and user_path(model_file).exists():
+        places.append(Root.of(user_path(model_file)))
     if weights is not None:
         places.append(weights)
-    if config.data.tokenizer is not None:
-        tokenizer = user_path(config.data.tokenizer)
-        # A name that is no path is a hub id.
-        if tokenizer.exists():
-            places.append(Root.of(tokenizer if tokenizer.is_dir() else tokenizer.parent))
+    # A name that is no path is a hub id.
+    if tokenizer is not None and (path := user_path(tokenizer)).exists():
+        places.append(Root.of(path if path.is_dir() else path.parent))
     return places
 
 

@@ -148,4 +148,4 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     if config.evaluation.tasks_every:
         from shardwise.data.evaluation_tasks import require_tasks
 
-        require_tasks(config, data.tokenizer_path)
+        require_tasks(config.evaluation, config.model, config.train, data.tokenizer_path)

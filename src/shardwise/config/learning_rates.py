@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -31,17 +31,12 @@ class LearningRateSpec:
     excludes: tuple[str, ...] = ()
     reason: str = ""
 
-    def rate(self, settings: Any, steps: int, step: int) -> float:
-        """Return the rate of a step, from 1, by the section `optimizer` and the number of steps of the whole run."""
-        rate: float = _function(self.path)(settings, steps, step)
-        return rate
-
-
-@cache
-def _function(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
+    @cached_property
+    def rate(self) -> Callable[[Any, int, int], float]:
+        """The function of the section `optimizer`, the steps of the whole run, and a step from 1 → the step's rate."""
+        module, _, name = self.path.partition(":")
+        function: Callable[[Any, int, int], float] = getattr(import_module(module), name)
+        return function
 
 
 LEARNING_RATES = {

@@ -8,7 +8,7 @@ a stage begins where the one before stopped, and no token is lost or read twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -116,7 +116,7 @@ def stage_problems(stages: list[Config]) -> list[str]:
 
 def changed_stages(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
     """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would change."""
-    return _changed_lengths(stored, config, step) + _changed_weights(stored, config.recorded(), step)
+    return _changed_lengths(stored, stages_of(config), step) + _changed_weights(stored, config.recorded(), step)
 
 
 def _changed_weights(stored: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
@@ -142,9 +142,8 @@ def _weights_before(step: int, data: Mapping[str, Any]) -> list[tuple[int, dict[
     return [(0, first), *((at, weights) for at, weights in stages if at < step)]
 
 
-def _changed_lengths(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+def _changed_lengths(stored: Mapping[str, Any], now: Sequence[Config], step: int) -> list[str]:
     """The problem of stages whose lengths before `step` are others, or keep other blocks together."""
-    now = stages_of(config)
     if len(now) == 1 and not _has_sizes(stored):
         return []
     then = stages_of(config_from(stored))

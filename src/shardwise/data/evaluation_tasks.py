@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import ConfigError, DataError, first_line, listing, nearest_name
-from shardwise.config import Config, EvaluationConfig, ModelConfig, TrainConfig
+from shardwise.config import EvaluationConfig, ModelConfig, TrainConfig
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
@@ -64,7 +64,7 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
     return manager
 
 
-def require_tasks(config: Config, tokenizer: Path | None) -> None:
+def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainConfig, tokenizer: Path | None) -> None:
     """Read the data of `evaluation.tasks`, which are then in the cache of the library `datasets`.
 
     Args:
@@ -74,13 +74,13 @@ def require_tasks(config: Config, tokenizer: Path | None) -> None:
         ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the
         data of a task cannot be read.
     """
-    names = config.evaluation.tasks
+    names = settings.tasks
     if tokenizer is None:
         raise DataError(
             f"evaluation.tasks ({listing(names)}) need data.tokenizer, as the data hold only tokens: name what made "
             "them"
         )
-    manager = find_tasks(config.evaluation)
+    manager = find_tasks(settings)
     problems = []
     tasks: dict[str, Any] = {}
     for name in names:
@@ -91,7 +91,7 @@ def require_tasks(config: Config, tokenizer: Path | None) -> None:
             problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
     if problems:
         raise DataError(problems)
-    longest = longest_input(config.model, config.train)
+    longest = longest_input(model, train)
     if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, longest)]:
         raise ConfigError(problems)
 

@@ -534,6 +534,16 @@ def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
     return _apply("scatter_sum", x, group)
 
 
+def enter_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """x for a layer whose ranks each use all of it: `gather_sequence` or `copy_to_group`."""
+    return _apply("gather" if sequence_parallel else "copy", x, group)
+
+
+def leave_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
+    """The sum of what each rank of a layer has made of its part: `scatter_sum_sequence` or `reduce_from_group`."""
+    return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
+
+
 def split_sequence(x: Tensor, group: Group) -> Tensor:
     """`[S, …]`, equal on all ranks → this rank's `[S/g, …]`; the gradient is gathered."""
     return _apply("split_first", x, group)

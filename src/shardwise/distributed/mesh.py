@@ -356,6 +356,7 @@ class Mesh:
         experts: those ranks as experts are divided over them.
         passes_in_step: True if replicas must make as many passes of the model, as tokens travel between them.
         world: all ranks.
+        groups: the group of each axis, the replicas if they are on two axes, then the world.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
@@ -415,7 +416,7 @@ class Mesh:
         self.experts = self._experts(int(expert))
         self.passes_in_step = self.experts.group.size > 1
         axes = [self._along(axis) for axis in reversed(AXES)]
-        self._groups = (*axes, *({self.replicas} - {*axes}), self.world)
+        self.groups = (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _experts(self, degree: int) -> ExpertRanks:
         if degree == 1:
@@ -449,11 +450,6 @@ class Mesh:
         if len(several) > 1:
             return self.world.split(math.prod(group.size for group in several))
         return several[0] if several else self.tp
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """Every axis of the mesh, the replicas if they are on two axes, then the world."""
-        return self._groups
 
     def _along(self, axis: Axis) -> Group:
         group: Group = getattr(self, axis.name)

@@ -240,14 +240,23 @@ def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
     )
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without importing torch's compiler; step hooks run only where the compiler was imported."""
-    if _COMPILER in sys.modules:
-        optimizer.step()
-    else:
-        # The decorators of `step` do this too.
-        with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(optimizer)
+def step_optimizer(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> None:
+    """`optimizer.step()` without importing torch's compiler; step hooks run only where the compiler was imported.
+
+    Where the optimizer `divides_gradients`, it divides them by a `divisor` `[]`, by the way that gradient scalers use.
+    """
+    scaling = {} if divisor is None else {"grad_scale": divisor, "found_inf": None}
+    vars(optimizer).update(scaling)
+    try:
+        if _COMPILER in sys.modules:
+            optimizer.step()
+        else:
+            # The decorators of `step` do this too.
+            with torch.no_grad():
+                inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        for name in scaling:
+            delattr(optimizer, name)
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -257,26 +266,11 @@ def divides_gradients(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]
 
 
 @contextmanager
-def dividing_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor | None) -> Iterator[None]:
-    """Inside, the steps of an optimizer divide gradients by `divisor` `[]`, by the way that gradient scalers use."""
-    scaled = cast(Any, optimizer)
-    scaled.grad_scale = divisor
-    scaled.found_inf = None
-    try:
-        yield
-    finally:
-        del scaled.grad_scale
-        del scaled.found_inf
-
-
-def call_forward_pre_hooks(module: nn.Module) -> None:
-    """Do what a call of the module does before its forward, for another method that uses its parameters."""
+def calling_hooks(module: nn.Module) -> Iterator[None]:
+    """Do what a call of a module does around its forward, for a method whose backward pass needs no parameters."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
-
-
-def call_forward_hooks(module: nn.Module) -> None:
-    """Do what a call of the module does after its forward, for another method whose result needs no backward pass."""
+    yield
     for hook in module._forward_hooks.values():
         hook(module, (), None)
 

@@ -6,6 +6,7 @@ Shapes per rank, g = group size: S sequence, B batch, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.torch_private import call_forward_hooks, call_forward_pre_hooks, has_data
+from shardwise.distributed.torch_private import calling_hooks, has_data
 from shardwise.layers.bitwise import choose_class
 from shardwise.layers.chunks import loss_chunk_elements, vocabulary_rows
 from shardwise.layers.execution import execution
@@ -88,8 +89,7 @@ class ParallelEmbedding(placement.PlacedModule):
         rows = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight, padding)
         # Exactly one rank has another value than 0 for each id, so that the sum rounds nothing.
         rows = rows.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
-        return leave(rows, self.group)
+        return collectives.leave_layer(rows, self.group, sequence_parallel=self.sequence_parallel_enabled)
 
     def _check(self, ids: Tensor) -> None:
         """Refuse ids that no rank holds, as `F.embedding` does."""
@@ -209,13 +209,14 @@ class ParallelLMHead(placement.PlacedModule):
         if bias_name is not None:
             piece = placement.Piece.rows(bias_name, (vocab_size,), group, placement.Init.constant(0.0), per_rank=rows)
             self.bias = maker.parameter((rows,), piece)
+        self._shard = VocabularyShard.make(group, rows, vocab_size, IGNORE_INDEX, 0.0)
         choose_class(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
-        enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
+        entered = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
-        return collectives.gather_last(self._multiply(enter(x, self.group)), self.group)[..., : self.vocab_size]
+        return collectives.gather_last(self._multiply(entered), self.group)[..., : self.vocab_size]
 
     @property
     def _used_weight(self) -> Tensor:
@@ -246,31 +247,27 @@ class ParallelLMHead(placement.PlacedModule):
         Returns:
             The logarithm of each target's probability, float32 `[N]`, and the ids of the largest logits `[N]`.
         """
-        shard = VocabularyShard.make(self.group, self.weight.shape[0], self.vocab_size, IGNORE_INDEX, 0.0)
         losses = []
         largest = []
         first = 0
         for logits in self._chunks_of_logits(x_NH):
             largest.append(logits.max(dim=-1))
-            loss, *_ = shard.softmax_(logits, targets_N[first : first + len(logits)])
+            loss, *_ = self._shard.softmax_(logits, targets_N[first : first + len(logits)])
             losses.append(loss)
             first += len(logits)
         return -torch.cat(losses), self._ids_of_largest(largest)
 
     def _chunks_of_logits(self, x_NH: Tensor) -> Iterator[Tensor]:
         """Yield float32 logits `[rows, v]` of this rank's columns; those of padding are minus infinity."""
-        # As in `loss`, hooks that wait for gathered parameters must run although the module is not called.
-        call_forward_pre_hooks(self)
-        local_rows = self.weight.shape[0]
-        # The columns behind these are padding, whose logits are 0 and may be the largest.
-        columns = max(0, min(local_rows, self.vocab_size - self.group.rank * local_rows))
         rows = self._chunk_width
         chunk_rows = max(1, loss_chunk_elements(rows, x_NH.device.type != "cpu") // rows)
-        for chunk in x_NH.split(chunk_rows):
-            logits = self._multiply(chunk).float()
-            logits[:, columns:] = float("-inf")
-            yield logits
-        call_forward_hooks(self)
+        # As in `loss`, hooks that wait for gathered parameters must run although the module is not called.
+        with calling_hooks(self):
+            for chunk in x_NH.split(chunk_rows):
+                logits = self._multiply(chunk).float()
+                # Those of padding are 0, and may be the largest.
+                logits[:, self._shard.columns :] = float("-inf")
+                yield logits
 
     @property
     def _chunk_width(self) -> int:
@@ -279,9 +276,8 @@ class ParallelLMHead(placement.PlacedModule):
 
     def _ids_of_largest(self, largest: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Return the id of the largest logit of all ranks, from the values and local columns of each rank's largest."""
-        first = self.group.rank * self.weight.shape[0]
         values = torch.cat([value for value, _ in largest])
-        ids = torch.cat([column for _, column in largest]) + first
+        ids = torch.cat([column for _, column in largest]) + self._shard.first
         # argmax takes the first of ranks that tie, as one rank would take the lowest id.
         by_rank = collectives.all_gather(values.unsqueeze(0), self.group)
         ids_by_rank = collectives.all_gather(ids.unsqueeze(0), self.group)
@@ -306,15 +302,12 @@ class ParallelLMHead(placement.PlacedModule):
         """
         if self.own_loss is not None:
             return self.own_loss(self(x).float(), targets_SB)
-        # Hooks that wait for gathered parameters run when a module is called, and this is no call.
-        call_forward_pre_hooks(self)
-        loss = self._loss(x, targets_SB, ignore_index, context_group)
-        # Its backward pass needs no weight: the gradients are computed already.
-        call_forward_hooks(self)
-        return loss
+        # Hooks that wait for gathered parameters run when a module is called, and this is no call. The backward pass
+        # needs no weight: the gradients are computed already.
+        with calling_hooks(self):
+            return self._loss(x, targets_SB, ignore_index, context_group)
 
     def _loss(self, x: Tensor, targets_SB: Tensor, ignore_index: int, context_group: Group | None) -> Tensor:
-        weight = self._used_weight
-        shard = VocabularyShard.make(self.group, len(weight), self.vocab_size, ignore_index, 0.0)
+        shard = self._shard if ignore_index == IGNORE_INDEX else replace(self._shard, ignore_index=ignore_index)
         is_cut = self.sequence_parallel_enabled
-        return summed_losses(x, weight, targets_SB, shard, is_cut, self.bias, losses=self.chunk_losses)
+        return summed_losses(x, self._used_weight, targets_SB, shard, is_cut, self.bias, losses=self.chunk_losses)

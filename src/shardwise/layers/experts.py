@@ -198,13 +198,10 @@ class Experts(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, experts, scores, logits = self.router(x.flatten(0, -2))
+        x = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        weights = collectives.enter_layer(weights, self.group, sequence_parallel=self.sequence_parallel_enabled)
         if self.sequence_parallel_enabled:
-            x = collectives.gather_sequence(x, self.group)
-            weights = collectives.gather_sequence(weights, self.group)
             experts = collectives.all_gather(experts, self.group)
-        else:
-            x = collectives.copy_to_group(x, self.group)
-            weights = collectives.copy_to_group(weights, self.group)
         values = None
         if self.losses is not None:
             weights, values = self.losses(weights, logits, scores, experts, x.shape[-2])
@@ -212,8 +209,7 @@ class Experts(placement.PlacedModule):
         counts = rows_of_each(experts, len(self.loads))
         y = self._sum(x.flatten(0, -2), weights, experts, counts)
         y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
-        leave = collectives.scatter_sum_sequence if self.sequence_parallel_enabled else collectives.reduce_from_group
-        return leave(y, self.group)
+        return collectives.leave_layer(y, self.group, sequence_parallel=self.sequence_parallel_enabled)
 
     def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""

@@ -212,15 +212,11 @@ class _ColumnParallel(placement.PlacedModule):
                 is_cut = self.sequence_parallel_enabled
                 arguments = (x, self.weight, self.bias, self.group, overlap)
                 return gather_and_multiply(*arguments, sequence_parallel=is_cut, regathers=regathers)
-        return _product(self, self._enter(x), self.bias)
+        entered = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        return _product(self, entered, self.bias)
 
     def _regathers(self, x: Tensor) -> bool:
         return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
-
-    def _enter(self, x: Tensor) -> Tensor:
-        # `copy_to_group` does nothing forward; backward it sums the gradients of x, of which each rank has a part.
-        enter = collectives.gather_sequence if self.sequence_parallel_enabled else collectives.copy_to_group
-        return enter(x, self.group)
 
     def _gathered(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the parts of all ranks."""
@@ -515,8 +511,7 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
         products = [(x, layer.weight) for layer, x in terms]
         y = multiply_and_sum(products, first.group, overlap, sequence_parallel=sequence_parallel)
     else:
-        leave = collectives.scatter_sum_sequence if sequence_parallel else collectives.reduce_from_group
-        y = leave(first._products(terms), first.group)
+        y = collectives.leave_layer(first._products(terms), first.group, sequence_parallel=sequence_parallel)
     # Biases are added after the sum: before it, each rank would add them.
     for layer, _ in terms:
         if layer.bias is not None:

@@ -85,7 +85,8 @@ class CausalLM(Family[_Config]):
             if positions_SB is None:
                 positions_SB = places.unsqueeze(1)
         if x is None:
-            x = self.embed(ids_SB, Context(self._key_of_embedding(dropout), cache=cache), positions_SB)
+            key = self._key_of_embedding(dropout) if is_cut else dropout
+            x = self.embed(ids_SB, Context(key, cache=cache), positions_SB)
         if starts_SB is not None and x.device.type == "cpu" and not (self.is_compiled or starts_SB.any()):
             starts_SB = None  # samples of one document need no mask
             if positions_SB is not None and torch.equal(positions_SB, positions_SB[:, :1].expand_as(positions_SB)):
@@ -128,7 +129,7 @@ class CausalLM(Family[_Config]):
     @property
     def _cuts_samples(self) -> bool:
         """True if this rank, or each part of its tokens, has a part of each sample."""
-        return self.shares_samples and self.context_group.size * self.context_group.parts > 1
+        return self.shares_samples and (self.context_group.grain or self.context_group.size) > 1
 
     @cached_property
     def _windows(self) -> set[int | None]:

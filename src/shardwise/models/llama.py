@@ -210,6 +210,7 @@ class Llama(CausalLM[DecoderConfig]):
     """The causal language model."""
 
     def build(self, config: DecoderConfig, factory: LayerFactory) -> None:
+        self.embedding_scale = config.embedding_scale
         self.rotary = Rotary(config)
         base = config.window_rope_theta
         if base is not None:
@@ -223,7 +224,7 @@ class Llama(CausalLM[DecoderConfig]):
 
     def embed(self, ids_SB: Tensor, context: Context, positions_SB: Tensor | None = None) -> Tensor:
         x: Tensor = self.embed_tokens(ids_SB)
-        if self.config.embedding_scale == 1.0:
+        if self.embedding_scale == 1.0:
             return x
         # Gemma was trained with the factor in the dtype of its weights.
-        return x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device="cpu").item()
+        return x * torch.tensor(self.embedding_scale, dtype=x.dtype, device="cpu").item()

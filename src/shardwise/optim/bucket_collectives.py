@@ -184,16 +184,18 @@ class Gathers:
     def run(self, buckets: Iterable[Bucket]) -> None:
         """Start the gather of each bucket as soon as it is updated; wait for all, unless inside `behind_forward`."""
         for bucket in buckets:
-            self._wait_for([bucket])
+            self.wait([bucket])
             pending = bucket.start_gather()
             if pending is not None:
                 self._pending[bucket] = pending
         if not self._is_late:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until all parameters are complete."""
-        self._wait_for(list(self._pending))
+    def wait(self, buckets: Iterable[Bucket] | None = None, *_: object) -> None:
+        """Wait until the parameters of some buckets, or of all, are complete. Hooks give a module and its input too."""
+        for bucket in list(self._pending) if buckets is None else buckets:
+            if bucket in self._pending:
+                self._pending.pop(bucket).wait()
 
     @contextmanager
     def behind_forward(
@@ -210,7 +212,7 @@ class Gathers:
             needed = list(dict.fromkeys(bucket_of[p] for p in parameters if p in bucket_of))
             if needed:
                 # Before other hooks, which may read the parameters.
-                hooks.append(module.register_forward_pre_hook(partial(self._wait_for, needed), prepend=True))
+                hooks.append(module.register_forward_pre_hook(partial(self.wait, needed), prepend=True))
         self._is_late = True
         try:
             yield
@@ -221,8 +223,3 @@ class Gathers:
             self._pending = {}
             for hook in hooks:
                 hook.remove()
-
-    def _wait_for(self, buckets: list[Bucket], *_: object) -> None:
-        for bucket in buckets:
-            if bucket in self._pending:
-                self._pending.pop(bucket).wait()

@@ -93,8 +93,7 @@ class Bucket:
         self.on_host = on_host
         self.master = nn.Parameter(devices.to_host(master) if on_host else master)
         self._versions = list(map(version_of, self.parameters))
-        self._pending: Pending | None = None
-        self._pending_heads: Pending | None = None
+        self._pending: list[Pending] = []
         self.reset()
         self.attach_gradients()
 
@@ -163,11 +162,9 @@ class Bucket:
 
     def reset(self) -> None:
         """Begin a new step: nothing is ready or reduced. Waits for a reduction that is under way."""
-        for pending in (self._pending, self._pending_heads):
-            if pending is not None:
-                pending.wait()
-        self._pending = None
-        self._pending_heads = None
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
         self.reduced = False
         self.ready: set[int] = set()
 
@@ -185,7 +182,7 @@ class Bucket:
 
     def provide_gradients(self) -> None:
         """Give every leaf a `.grad` in the bucket, for a pass that adds to it by itself; waits for a reduction."""
-        if self._pending is not None:
+        if self.is_reducing:
             self.finish_reduction()
         self.attach_gradients()
 
@@ -277,9 +274,9 @@ class Bucket:
         while len(terms) > 1:  # in the order of `collectives.tree_sum`
             terms = [left.add_(right) for left, right in zip(terms[::2], terms[1::2], strict=True)]
         self.reduced = True
-        self._pending = self._start_sum(self.gradients)
+        self._pending.append(self._start_sum(self.gradients))
         if self.head_gradients is not None:
-            self._pending_heads = self._start_sum(self.head_gradients)
+            self._pending.append(self._start_sum(self.head_gradients))
         self.note_gradients()
 
     def _start_sum(self, gradients: Tensor) -> Pending:
@@ -293,25 +290,24 @@ class Bucket:
     @property
     def is_reducing(self) -> bool:
         """True from `start_reduction` to `finish_reduction`."""
-        return self._pending is not None
+        return bool(self._pending)
 
     def finish_reduction(self) -> None:
         """Wait for the sum, if one is under way; it is then in `gradient`, added to those before of this step."""
         self.check_gradients()
-        if self._pending is None:
+        if not self._pending:
             return
-        total = self._finish_sum(self._pending)
-        self._pending = None
-        self._take_sum(total)
-        if self._pending_heads is not None:
-            # Only now: over a pipeline, these two sums are those of two ranks.
-            self.gradient.add_(self._finish_sum(self._pending_heads))
-            self._pending_heads = None
+        for number, pending in enumerate(self._pending):
+            total = pending.wait()
+            if self.group.size > 1:
+                collectives.all_reduce_(total, self.copies)
+            if number == 0:
+                self._take_sum(total)
+            else:
+                # That of the heads, only now: over a pipeline, these two sums are those of two ranks.
+                self.gradient.add_(total)
+        self._pending.clear()
         self.note_gradients()
-
-    def _finish_sum(self, pending: Pending) -> Tensor:
-        total = pending.wait()
-        return collectives.all_reduce_(total, self.copies) if self.group.size > 1 else total
 
     def _take_sum(self, total: Tensor) -> None:
         # A sum in the dtype of the gradients was made where it belongs.

@@ -138,7 +138,7 @@ class FreedGradients(Bucket):
 
     def _allocate_gradients(self) -> bool:
         """Give the gradients memory if they have none, of arbitrary values but for 0 between the parameters."""
-        if self._pending is not None:
+        if self.is_reducing:
             self.finish_reduction()
         if has_memory(self.gradients):
             return False
@@ -181,7 +181,7 @@ class FreedGradients(Bucket):
             self.gradient.copy_(total)
 
     def finish_reduction(self) -> None:
-        if self._pending is not None:
+        if self.is_reducing:
             super().finish_reduction()
             self._release_gradients()
             self._is_summed = True

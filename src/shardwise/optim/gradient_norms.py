@@ -80,7 +80,7 @@ class ElementRun:
 
     def weights(self) -> Tensor:
         """Return the masters of these elements, or the parameters if the masters are in the host's memory."""
-        return self.of(self.bucket.shard) if self.bucket.on_host else self.master()
+        return self.of(self.bucket.shard if self.bucket.on_host else self.bucket.master.detach())
 
     def split(self, length: int) -> Iterator[ElementRun]:
         """Yield the parts of `length` elements, of which the last may be shorter."""
@@ -99,11 +99,12 @@ Take = Callable[[ElementRun], Tensor]
 
 def _norm(runs: Sequence[ElementRun], take: Take, dtype: torch.dtype) -> Tensor:
     """Return the norm of the values of some runs; in float64 a part at a time, as each part is copied."""
-    if dtype == torch.float64:
-        parts = [part for run in runs for part in run.split(chunk_elements(run.bucket))]
-        norms = [torch.linalg.vector_norm(take(part).double()) for part in parts]
-    else:
-        norms = [row_norms(take(run)) for run in runs]
+    norms = []
+    for run in runs:
+        if dtype == torch.float64:
+            norms += [torch.linalg.vector_norm(take(part).double()) for part in run.split(chunk_elements(run.bucket))]
+        else:
+            norms.append(row_norms(take(run)))
     norm: Tensor = torch.linalg.vector_norm(torch.hstack(norms))
     return norm
 

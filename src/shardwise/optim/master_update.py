@@ -8,13 +8,12 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.distributed.torch_private import divides_gradients, dividing_gradients, step_optimizer
+from shardwise.distributed.torch_private import divides_gradients, step_optimizer
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
@@ -84,8 +83,7 @@ class Update:
             # The norm still reads what an update ahead has used, and a class may divide in place.
             copies = divisor is not None and len(self._due) < len(self._in_forward_order)
             bucket.master.grad = scaled_gradient(bucket, 1.0 if is_divided else factor, copies=copies)
-            with dividing_gradients(self._inner, divisor) if is_divided else nullcontext():
-                self._step_alone(group, bucket.master)
+            self._step_alone(group, bucket.master, divisor if is_divided else None)
             bucket.master.grad = None
             yield bucket
 
@@ -102,14 +100,14 @@ class Update:
                 group.update(copy.deepcopy(options[number]))
                 yield group, bucket
 
-    def _step_alone(self, group: dict[str, Any], master: nn.Parameter) -> None:
-        """Do a step of the wrapped optimizer as if it had this master alone."""
+    def _step_alone(self, group: dict[str, Any], master: nn.Parameter, divisor: Tensor | None = None) -> None:
+        """Do a step of the wrapped optimizer as if it had this master alone, whose gradient it may divide."""
         all_groups = self._inner.param_groups
         all_masters = group["params"]
         self._inner.param_groups = [group]
         group["params"] = [master]
         try:
-            step_optimizer(self._inner)
+            step_optimizer(self._inner, divisor)
         finally:
             self._inner.param_groups = all_groups
             group["params"] = all_masters
@@ -130,7 +128,9 @@ def _divisor(factor: Tensor | float, device: torch.device) -> Tensor | None:
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
-    return {name: value for name, value in group.items() if name != "params"}
+    options = group.copy()
+    del options["params"]
+    return options
 
 
 class HostUpdate(Update):

@@ -91,7 +91,7 @@ def build_trainer(
     # Another size of micro-batch would be compiled for this check alone.
     if config.model.is_own and compilation is None:
         with optimizer.gathered(all_units=False):
-            check_axes(model, feed.batches, mesh, config)
+            check_axes(model, feed.batches, mesh, config.model, config.parallel)
     return Trainer(
         config=config,
         layout=layout,

@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import redacted
-from shardwise.config import Config, LogConfig
+from shardwise.config import LogConfig
 from shardwise.runs.folder import AppendedFile, RunDirectory
 
 _CRC32C = [reduce(lambda crc, _: crc >> 1 ^ 0x82F63B78 * (crc & 1), range(8), byte) for byte in range(256)]
@@ -234,13 +234,15 @@ class ExperimentTrackers:
     A tracker that fails is reported once and left out from then on: it must not end a training.
 
     Args:
+        recorded: the configuration as a run's folder has it.
         id_: id of the run, by which a tracker continues the same run after a resume.
         first_step: first step of this run; later ones that were recorded before are replaced in TensorBoard.
     """
 
     def __init__(
         self,
-        config: Config,
+        log: LogConfig,
+        recorded: Mapping[str, Any],
         run: RunDirectory,
         id_: str | None,
         first_step: int,
@@ -248,12 +250,12 @@ class ExperimentTrackers:
         returns: int = 0,
     ) -> None:
         self._warn = warn
-        self._tensorboard = EventFile(run.tensorboard, first_step) if config.log.tensorboard else None
+        self._tensorboard = EventFile(run.tensorboard, first_step) if log.tensorboard else None
         self._trackers: dict[str, Any] = {}
         # `launch` has addresses and scheduler options of the machines.
-        settings = {section: keys for section, keys in config.recorded().items() if section != "launch"}
-        tracked = TrackedRun(run.path, id_, returns, settings, config.log)
-        for name in config.log.trackers:
+        settings = {section: keys for section, keys in recorded.items() if section != "launch"}
+        tracked = TrackedRun(run.path, id_, returns, settings, log)
+        for name in log.trackers:
             with self._failure_reported(name):
                 self._trackers[name] = _start_tracker(name, tracked, warn)
 

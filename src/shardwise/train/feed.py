@@ -95,8 +95,8 @@ class Feed:
         train = self._config.train
         dp = self._mesh.dp
         local = self._read(position, following) if self._reads else None
-        rows = self.batches.rows_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
-        return self._share(self.batches, local, [np.arange(row.start, row.stop) + position for row in rows])
+        places_MB = self.batches.places_of_rank(train.global_batch, dp.rank, dp.size, train.micro_batch)
+        return self._share(self.batches, local, position + places_MB)
 
     def evaluation(self, batches: Batches, at_once: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of an evaluation (`Batches.eval_batches`), `at_once` at a time. Collective as `at`."""
@@ -105,7 +105,7 @@ class Feed:
         portion = dp.size * train.micro_batch
         total = eval_micro_batches(batches.num_samples, train.eval_batches, train.global_batch, portion)
         reading = batches.eval_batches(train.eval_batches, train.global_batch, dp.rank, dp.size, train.micro_batch)
-        rows = batches.rows_of_rank(total * portion, dp.rank, dp.size, train.micro_batch)
+        places_MB = batches.places_of_rank(total * portion, dp.rank, dp.size, train.micro_batch)
 
         def read() -> list[Batch]:
             return list(islice(reading, at_once))
@@ -116,10 +116,10 @@ class Feed:
             local = None if pending is None else self._await(pending)
             if pending is not None and first + at_once < total:
                 pending = self._submit(read)
-            samples = [np.arange(row.start, row.stop) for row in rows[first : first + at_once]]
+            samples_MB = places_MB[first : first + at_once]
             # The last sample may be a partial one, and samples that only fill up a micro-batch come after it.
-            is_last = samples[-1][-1] >= batches.num_samples - 1
-            yield self._share(batches, local, samples, has_padding=is_last)
+            is_last = samples_MB[-1, -1] >= batches.num_samples - 1
+            yield self._share(batches, local, samples_MB, has_padding=is_last)
 
     def close(self) -> None:
         """End the reading threads, and drop the batches that they read."""
@@ -155,7 +155,7 @@ class Feed:
         return local
 
     def _share(
-        self, batches: Batches, local: list[Batch] | None, samples: list[_IntArray], *, has_padding: bool = False
+        self, batches: Batches, local: list[Batch] | None, samples_MB: _IntArray, *, has_padding: bool = False
     ) -> list[MicroBatch]:
         """The micro-batches that the first rank of the group has as `local`, on all its ranks.
 
@@ -169,22 +169,20 @@ class Feed:
         sizes = [array.size for array in blank.values()]
         # One tensor and one broadcast: each message costs its latency, and the arrays are small.
         if local is not None:
-            packed = np.stack(
-                [np.concatenate([array.ravel() for array in _arrays(batch, has_padding).values()]) for batch in local]
-            )
+            packed = np.stack([np.hstack([*map(np.ravel, _arrays(batch, has_padding).values())]) for batch in local])
             numbers_MN = devices.to_device(torch.from_numpy(packed), self._mesh.device)
         else:
-            numbers_MN = torch.zeros(len(samples), sum(sizes), dtype=torch.int64, device=self._mesh.device)
+            numbers_MN = torch.zeros(len(samples_MB), sum(sizes), dtype=torch.int64, device=self._mesh.device)
         collectives.broadcast_(numbers_MN, self._mesh.tp)
-        samples_MB = devices.to_device(torch.from_numpy(np.stack(samples)), self._mesh.device)
-        documents_M: list[DocumentSizes | None] = [None] * len(samples)
+        on_device_MB = devices.to_device(torch.from_numpy(samples_MB), self._mesh.device)
+        documents_M: list[DocumentSizes | None] = [None] * len(samples_MB)
         if _DOCUMENTS in blank and self._tells_documents:
             # They are last. A rank that did not read them waits for the device, once.
             sizes_M2 = numbers_MN[:, -2:] if local is None else packed[:, -2:]
             documents_M = [DocumentSizes(number, longest) for number, longest in sizes_M2.tolist()]
         micro_batches = []
         for numbers_N, sample_numbers, samples_B, documents in zip(
-            numbers_MN, samples, samples_MB, documents_M, strict=True
+            numbers_MN, samples_MB, on_device_MB, documents_M, strict=True
         ):
             inputs = {}
             for (name, array), part in zip(blank.items(), numbers_N.split(sizes), strict=True):

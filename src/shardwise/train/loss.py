@@ -67,7 +67,7 @@ class MicroBatch:
 
         Targets were shifted before: each token keeps its own.
         """
-        if group.size * group.parts == 1:
+        if (group.grain or group.size) == 1:
             return self
         from shardwise.layers.context import chunks_of_rank
 

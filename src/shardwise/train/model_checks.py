@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, RunError, see
-from shardwise.config import Config, ModelConfig
+from shardwise.config import ModelConfig, ParallelConfig
 from shardwise.data.samples.batch import IGNORE, Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
@@ -29,7 +29,7 @@ _CHUNK = 1 << 22
 
 
 @torch.no_grad()
-def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -> None:
+def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, settings: ModelConfig, parallel: ParallelConfig) -> None:
     """Refuse a model of the user's own that takes the sequence for the batch, or whose loss is a mean. Collective.
 
     Only the last target of the last sample counts. If its loss depends on the other samples, and not on the tokens
@@ -39,7 +39,7 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -
     Raises:
         ConfigError: the axes are swapped, or the loss is a mean.
     """
-    batch, vocab_size = MicroBatch.on(mesh.device, batches.blank(2)), config.model.vocab_size
+    batch, vocab_size = MicroBatch.on(mesh.device, batches.blank(2)), settings.vocab_size
     ids_SB = batch.inputs["ids_SB"]
     ignored_SB = torch.full_like(batch.inputs["targets_SB"], IGNORE)
     last_SB, first_SB, both_SB = (ignored_SB.clone() for _ in range(3))
@@ -64,8 +64,8 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -
 
     in_training = [module for module in model.modules() if module.training]
     model.eval()
-    length = len(ids_SB) // (mesh.tp.size if config.parallel.sequence else 1)
-    relay(model, config.parallel, mesh, compute, [(length, ids_SB.shape[1])] * len(variants))
+    length = len(ids_SB) // (mesh.tp.size if parallel.sequence else 1)
+    relay(model, parallel, mesh, compute, [(length, ids_SB.shape[1])] * len(variants))
     for module in in_training:
         module.training = True
     is_swapped = bool(losses) and not losses[0].equal(losses[1]) and losses[0].equal(losses[2])
@@ -73,13 +73,13 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, config: Config) -
     is_mean = last + first > 0 and math.isclose(2 * both, last + first, rel_tol=0.01)
     if any(collectives.all_gather_objects(is_swapped, mesh.pp)):
         raise ConfigError(
-            f"model.family ({config.model.family}): ids and targets must be read as [sequence, batch], but a loss "
+            f"model.family ({settings.family}): ids and targets must be read as [sequence, batch], but a loss "
             "depends on the other samples and not on the earlier tokens of its own: transpose both at the start of "
             f"forward, and return the sum of the losses; {PLAIN_MODULE}{see('training#swapped-axes')}"
         )
     if any(collectives.all_gather_objects(is_mean, mesh.pp)):
         raise ConfigError(
-            f"model.family ({config.model.family}): forward must return the sum of its targets' losses, not their "
+            f"model.family ({settings.family}): forward must return the sum of its targets' losses, not their "
             f"mean, and two targets give half of what both give alone{see('training#first-loss-too-low')}"
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardwise.config import Config
 from shardwise.train.step_record import StepRecord
 
 if TYPE_CHECKING:
@@ -43,9 +42,10 @@ def observe(observers: Sequence[Observer], record: StepRecord, is_last: bool) ->
 
 
 def build_observers(
-    config: Config, trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
+    trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
 ) -> list[Observer]:
     """The observers of a run, which work in this order."""
+    config = trainer.config
     progress = trainer.progress
 
     def report(record: StepRecord, _: bool) -> None:

@@ -30,6 +30,7 @@ from shardwise.train.step_meters import PIPELINE, StepMeters
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
+    from shardwise.layers.balance import Balance
     from shardwise.layers.bitwise.replicated import ReplicatedParameters
 
 _WHOLE_MODEL = (-2, 0)
@@ -95,7 +96,8 @@ class Passes:
                 self._optimizer.end_group(leaves)
 
         with nullcontext() if self._weight_scales is None else self._weight_scales.kept():
-            self._count_rows(partial(compute, only_counts=True), micro_batches)
+            if self._balance is not None and self._balance.needs_counts:
+                self._count_rows(self._balance, partial(compute, only_counts=True), micro_batches)
             if self._pipeline is not None:
                 # Schedules that split the backward pass fire no hooks: the pipeline says which gradients are complete.
                 if self._config.splits_backward:
@@ -134,16 +136,14 @@ class Passes:
                 sums.append(self._captured(both_passes, {**batch.inputs, "counts_K": counts.wait()}))
         return sums
 
-    def _count_rows(self, compute: Compute, micro_batches: list[MicroBatch]) -> None:
-        """Count the loads of the global batch, where objectives of routers need them beforehand."""
-        if self._balance is None or not self._balance.needs_counts:
-            return
+    def _count_rows(self, balance: Balance, compute: Compute, micro_batches: list[MicroBatch]) -> None:
+        """Count the loads of the global batch, which objectives of routers need beforehand."""
         from shardwise.layers.balance import counted
 
         parts = self._mesh.tp.size if self._layout.sequence_parallel else 1
         shapes = [batch.inputs["ids_SB"].shape for batch in micro_batches]
         local = [(length // parts, samples) for length, samples in shapes]
-        with record_function("forward, only counts"), self._clock.phase(FORWARD), counted(self._model, self._balance):
+        with record_function("forward, only counts"), self._clock.phase(FORWARD), counted(self._model, balance):
             relay(self._model, self._config.parallel, self._mesh, compute, local)
 
     def over_ranks(self, losses_NK: Tensor) -> Tensor:
@@ -195,7 +195,6 @@ class Passes:
     def _loss_terms(self, sums: list[Tensor], counts_K: Tensor, micro_batches: int) -> Tensor:
         missing = torch.zeros_like(counts_K, dtype=torch.float32)
         if self._mesh.dp.grain is None:
-            shares = [mean_over_targets(sums_K, counts_K) for sums_K in sums]
-            return torch.stack([missing, *shares]).sum(dim=0, keepdim=True)
+            return mean_over_targets(torch.stack([missing, *sums]), counts_K).sum(dim=0, keepdim=True)
         sums_NK = torch.stack(sums or [missing] * micro_batches).float()
         return mean_over_targets(collectives.all_reduce_(sums_NK, self._mesh.cp), counts_K)

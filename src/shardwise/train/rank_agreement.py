@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import by_dotted_key
-from shardwise.config import Config
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import agree
 from shardwise.distributed.mesh import Group, Mesh, join
@@ -72,17 +71,18 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
     agree(problems, group)
 
 
-def require_same(config: Config, mesh: Mesh, run_path: Path | None = None) -> None:
+def require_same(settings: Mapping[str, Any], mesh: Mesh, run_path: Path | None = None) -> None:
     """Compare versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
 
     Args:
+        settings: the configuration, by its sections and keys.
         run_path: folder that this rank was given; None accepts that of rank 0, whatever it is.
 
     Raises:
         ConfigError: ranks differ; raised on every rank, with the values and the ranks.
     """
     software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
-    values = software | by_dotted_key(config.model_dump(mode="json"))
+    values = software | by_dotted_key(settings)
     first = collectives.broadcast_object(values | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
     folder = first[_FOLDER]
     alike = run_path is None or (folder is not None and Path(folder).resolve() == run_path.resolve())

@@ -160,8 +160,9 @@ class Reporter:
         if self._metrics is None:
             return
         returns = went_back + sum(event.get("went_back") is True for event in self.run.events("start"))
+        recorded = self.config.recorded()
         self._trackers = ExperimentTrackers(
-            self.config, self.run, self.run.stored_id(), steps_before + 1, self.warning, returns
+            self.config.log, recorded, self.run, self.run.stored_id(), steps_before + 1, self.warning, returns
         )
         self._event(
             "start",

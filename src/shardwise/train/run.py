@@ -76,7 +76,7 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
     config = _with_one_batch(config, mesh)
-    require_same(config, mesh, run_path)
+    require_same(config.model_dump(mode="json"), mesh, run_path)
     layout = check_layout(config, mesh.world.size)
     # Each stage with sizes of its own begins as a run that is resumed.
     turn = _Turn(stages_of(config)[0], run_path)
@@ -103,7 +103,7 @@ def _train(stage: _OpenedStage) -> str | None:
     with closing(Trace(config.log, trainer.mesh, stage.reporter.run)) as trace, SteppedCollection() as garbage:
         observers = [
             Observer(1, lambda *_: garbage.after_step()),
-            *build_observers(config, trainer, stage.reporter, stage.checkpoints, stage.graphs),
+            *build_observers(trainer, stage.reporter, stage.checkpoints, stage.graphs),
         ]
         return trainer.run(partial(observe, observers), stage.checkpoints, trace.step)
 

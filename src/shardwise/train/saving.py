@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +53,7 @@ def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
     """
     place = joined()
     folder = directory.path if place is None or place.local_rank == 0 else None
-    return lambda: stop_requests.requested(folder)
+    return partial(stop_requests.requested, folder)
 
 
 @dataclass(eq=False)

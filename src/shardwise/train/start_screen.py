@@ -5,12 +5,15 @@ It is apart from the summary because a dry run does without rich, which takes a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
 from shardwise.config import Config, Layout
-from shardwise.estimates.memory import memory_by_rank
+from shardwise.config.layout import Stage
+from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
 from shardwise.train.summary import blocks_of, stages_of_ranks
 
@@ -18,11 +21,12 @@ _PLAIN_WIDTH = 120
 """Characters of a line of the picture where there is no terminal."""
 
 
-def rank_table(config: Config, layout: Layout, accelerator: bool) -> list[str]:
+def rank_table(
+    layout: Layout, stages_by_rank: Sequence[tuple[list[Stage], int | None]], memory: Sequence[MemoryEstimate] | None
+) -> list[str]:
     """For each pipeline rank: its name, its global ranks, its blocks by stage; where known, parameters, activations."""
-    memory = memory_by_rank(config, layout, accelerator)
     rows = []
-    for rank, (stages, parameters) in enumerate(stages_of_ranks(config, layout)):
+    for rank, (stages, parameters) in enumerate(stages_by_rank):
         row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(map(blocks_of, stages))}"
         if memory is not None:
             row += f"  {units.count(parameters or 0)} parameters  {units.size(memory[rank].activations)} activations"
@@ -37,5 +41,6 @@ def print_pipeline(console: Console, config: Config, layout: Layout, accelerator
     for line in picture.schedule_picture(config.parallel, micro_batches, config.recompute, width):
         line.rstrip()
         console.print(line, soft_wrap=True)
-    for row in rank_table(config, layout, accelerator):
+    memory = memory_by_rank(config, layout, accelerator)
+    for row in rank_table(layout, stages_of_ranks(config, layout), memory):
         console.print(Text(row), soft_wrap=True)

@@ -23,6 +23,7 @@ from itertools import starmap
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -280,8 +281,7 @@ class StepMeters:
             mesh = self._training.mesh
             own_numbers = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
             parts.append(collectives.all_reduce_(devices.to_device(own_numbers, mesh.device), mesh.world, op="max"))
-        lengths = [len(part) for part in parts]
-        read = [part.tolist() for part in torch.cat(parts).cpu().split(lengths)]
+        read = list(map(Tensor.tolist, torch.cat(parts).cpu().split(list(map(len, parts)))))
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
         agreed: tuple[float, ...] | None = None
@@ -292,11 +292,10 @@ class StepMeters:
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
         losses, (gradient_norm, *parameter_norm), *totals = read
-        objectives = losses_NK.shape[1]
         return StepNumbers(
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm[0] if parameter_norm else None,
-            losses=tuple([math.fsum(losses[number::objectives]) for number in range(objectives)]),
+            losses=tuple(map(math.fsum, np.reshape(losses, losses_NK.shape).T)),
             agreed_flags=agreed,
             straggler=straggler,
             totals=totals,

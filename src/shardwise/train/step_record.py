@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from shardwise.base.step_detail import StepDetail
-from shardwise.config import Config, TrainConfig
+from shardwise.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardwise.pipeline.clock import StepTiming
@@ -63,11 +63,6 @@ class Progress:
 def end_of_run(train: TrainConfig, steps_before: int) -> int:
     """The last step of a run that begins after `steps_before` steps."""
     return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
-
-
-def end_of_stage(config: Config, steps_before: int) -> int:
-    """The last step of a run, or of its stage, that begins after `steps_before` steps."""
-    return min(config.last_step, end_of_run(config.train, steps_before))
 
 
 @dataclass(frozen=True)

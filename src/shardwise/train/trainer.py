@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
-from shardwise.optim.learning_rate import learning_rate
+from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
 from shardwise.train.saving import Checkpoints
 from shardwise.train.step_meters import DATA, OPTIMIZER, StepMeters
-from shardwise.train.step_record import StepRecord, end_of_stage
+from shardwise.train.step_record import StepRecord, end_of_run
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class Trainer(Training):
         self.meters = StepMeters(self)
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
-        self._last = end_of_stage(self.config, 0)
+        self._rate = LEARNING_RATES[self.config.optimizer.schedule].rate
+        self._last_step = self.config.last_step
+        self._last = min(self._last_step, end_of_run(self.config.train, 0))
         self._stage_starts = {stage.at for stage in self.config.data.stages}
 
     @cached_property
@@ -71,7 +73,7 @@ class Trainer(Training):
             who asked the run to stop before its last step; None if nobody did.
         """
         first = self.progress.step + 1
-        last = self._last = end_of_stage(self.config, self.progress.step)
+        last = self._last = min(self._last_step, end_of_run(self.config.train, self.progress.step))
         with closing(self.feed), self.passes.gathers_behind_forward():
             # Whatever made the weights: ranks that begin with others would train another model.
             self.compare_replicas()
@@ -111,10 +113,10 @@ class Trainer(Training):
         self.progress.phase = "reading of data"
         self.feed.seconds = 0.0
         with clock.phase(DATA):
-            micro_batches = self.feed.at(self.progress.position, following=self.config.last_step - step)
+            micro_batches = self.feed.at(self.progress.position, following=self._last_step - step)
         # A caller who reads each record may read all of it.
         reads_all = self.log_every is None or is_logged
-        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
+        lr = self._rate(self.config.optimizer, self.config.train.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         is_ahead = "update_in_backward" in self.config.train.switches

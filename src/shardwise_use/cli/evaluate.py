@@ -158,7 +158,7 @@ def _evaluate_on_tasks(
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks
 
-            require_tasks(config, Path(str(config.data.tokenizer)))
+            require_tasks(config.evaluation, config.model, config.train, Path(str(config.data.tokenizer)))
     if place is None:
         check_accelerators(world, accelerators()[1])
         if world > 1:

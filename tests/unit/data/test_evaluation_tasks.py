@@ -17,9 +17,14 @@ def config_of(tasks: list[str], folder: Path) -> Config:
     return load_config("llama2-tiny", [f"evaluation.tasks=[{','.join(tasks)}]", f"evaluation.tasks_path={folder}"])
 
 
+def required(tasks: list[str], folder: Path, tokenizer: Path | None) -> None:
+    config = config_of(tasks, folder)
+    require_tasks(config.evaluation, config.model, config.train, tokenizer)
+
+
 def refusal(tasks: list[str], folder: Path, **further: Any) -> str:
     with pytest.raises(ConfigError) as raised:
-        require_tasks(config_of(tasks, folder), **{"tokenizer": folder, **further})
+        required(tasks, folder, **{"tokenizer": folder, **further})
     assert raised.value.exit_code == 2
     (problem,) = raised.value.problems
     return problem
@@ -37,7 +42,7 @@ def test_what_tasks_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     told = f"the data of evaluation.tasks (cloze) cannot be read: Unable to find '{folder / 'rows.jsonl'}'"
     assert refusal(["cloze"], folder) == told
     with pytest.raises(DataError):
-        require_tasks(config_of(["cloze"], folder), folder)
+        required(["cloze"], folder, folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     told = "evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'"
     assert refusal(["choice"], tmp_path) == told

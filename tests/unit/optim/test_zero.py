@@ -376,7 +376,7 @@ def test_parameters_travel_while_the_next_bucket_is_updated(monkeypatch: pytest.
     model = make()
     optimizer = sharded(model, bucket_mib=1e-5)
     stepped, gathered = master_update.step_optimizer, Bucket.start_gather
-    monkeypatch.setattr(master_update, "step_optimizer", lambda inner: (order.append("update"), stepped(inner)))
+    monkeypatch.setattr(master_update, "step_optimizer", lambda *inner: (order.append("update"), stepped(*inner)))
     monkeypatch.setattr(Bucket, "start_gather", lambda bucket: (order.append("gather"), gathered(bucket))[1])
     train(model, optimizer, 1)
     assert len(optimizer.buckets) > 2

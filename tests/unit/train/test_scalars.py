@@ -33,7 +33,9 @@ from shardwise.train.experiment_trackers import ExperimentTrackers
 from tests.unit.train.test_scalars import tracked
 told = []
 for number, (id_, first, last, returns, *log) in enumerate(json.loads(sys.argv[3])):
-    curves = ExperimentTrackers(tracked(*log), RunDirectory(Path(sys.argv[1])), id_, first, told.append, returns)
+    chosen = tracked(*log)
+    run = RunDirectory(Path(sys.argv[1]))
+    curves = ExperimentTrackers(chosen.log, chosen.recorded(), run, id_, first, told.append, returns)
     for step in range(first, last + 1):
         curves.add(step, {"train": {"loss": 3.0 / step + number, "mfu": None}})
     curves.close()
@@ -151,7 +153,7 @@ def test_a_server_that_fails_is_told_at_the_next_step(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
     told: list[str] = []
     chosen: Any = config(tensorboard=False, trackers=["mlflow"])
-    curves = ExperimentTrackers(chosen, RunDirectory(tmp_path), "0123", 1, told.append)
+    curves = ExperimentTrackers(chosen.log, chosen.recorded(), RunDirectory(tmp_path), "0123", 1, told.append)
     curves.add(1, {"train": {"loss": 1.0}})
     assert told == []
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflow")

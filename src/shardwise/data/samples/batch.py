@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError, DataError, listing
+from shardwise.base.errors import ConfigError, listing
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.order import SampleOrder, SourceOrder, Stage
 
@@ -54,23 +54,6 @@ class Batch:
     counts: IntArray
     samples: IntArray
     lengths: IntArray | None = None
-
-    def __post_init__(self) -> None:
-        """Raises DataError for masked positions beyond the sequence: a device would crash, or predict another token."""
-        if "positions_PB" not in self.inputs:
-            return
-        length = len(self.inputs["ids_SB"])
-        positions_PB = self.inputs["positions_PB"]
-        outside_PB = (positions_PB < 0) | (positions_PB >= length)
-        bad = np.flatnonzero(outside_PB.any(axis=0)).tolist()
-        if bad:
-            raise DataError(
-                [
-                    f"sample {self.samples[b]}: a masked position ({positions_PB[outside_PB[:, b], b][0]}) must be in "
-                    f"0 … {length - 1}: train.sequence_length ({length}) must be that of the data, or longer"
-                    for b in bad
-                ]
-            )
 
 
 MANY_EPOCHS = 100
@@ -116,7 +99,7 @@ class Batches(ABC):
 
     def draw(self, consumed: int, count: int) -> tuple[IntArray, IntArray]:
         """The indices and the epochs of the `count` samples that follow `consumed` samples."""
-        return self.sampler.indices(consumed, count), np.arange(consumed, consumed + count) // self.num_samples
+        return self.sampler.indices(consumed, count), np.arange(consumed, consumed + count) // self.sampler.num_samples
 
     def evaluated(self, numbers: IntArray) -> IntArray:
         """The indices of these samples of an evaluation, which has each sample once."""
@@ -132,14 +115,23 @@ class Batches(ABC):
     def close(self) -> None:  # noqa: B027 - most batches read nothing ahead
         """Stop reading ahead, for which an ending process would wait; batches may be asked for again."""
 
-    def rows_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> list[slice]:
-        """The samples, of `total` ones, that each micro-batch of a rank has."""
-        if self.is_consecutive:
-            share = total // dp_size
-            starts = range(dp_rank * share, (dp_rank + 1) * share, micro_batch)
-        else:
-            starts = range(dp_rank * micro_batch, total, dp_size * micro_batch)
-        return [slice(start, start + micro_batch) for start in starts]
+    def places_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> IntArray:
+        """The places, among `total` samples, of those of a rank: [micro-batches, samples of each].
+
+        Raises:
+            ConfigError: the samples are not an equal number of whole micro-batches of each rank.
+        """
+        if not 0 <= dp_rank < dp_size:
+            raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
+        if total < 1 or total % (dp_size * micro_batch):
+            raise ConfigError(
+                f"train.global_batch ({total}) must be a multiple of train.micro_batch × data-parallel degree "
+                f"({micro_batch} × {dp_size})"
+            )
+        # The micro-batches of all ranks follow each other in rank order, or take turns.
+        shape = (dp_size, -1, micro_batch) if self.is_consecutive else (-1, dp_size, micro_batch)
+        places = np.arange(total).reshape(shape)
+        return places[dp_rank] if self.is_consecutive else places[:, dp_rank]
 
     def blank(self, micro_batch: int) -> Batch:
         """A micro-batch that counts nothing; the arrays of any other have its names and shapes."""
@@ -159,13 +151,9 @@ class Batches(ABC):
         ranks' first micro-batches come before all second ones; or a rank's micro-batches follow each other, where
         `is_consecutive`. Several threads may call it at once.
         """
-        _check_division(global_batch, dp_rank, dp_size, micro_batch)
+        places_MB = self.places_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         indices, epochs = self.draw(consumed, global_batch)
-        samples = np.arange(consumed, consumed + global_batch)
-        return [
-            self.collate(indices[rows], epochs[rows], samples[rows])
-            for rows in self.rows_of_rank(global_batch, dp_rank, dp_size, micro_batch)
-        ]
+        return [self.collate(indices[places], epochs[places], consumed + places) for places in places_MB]
 
     def eval_batches(
         self, count: int, global_batch: int, dp_rank: int, dp_size: int, micro_batch: int
@@ -175,12 +163,10 @@ class Batches(ABC):
         The samples are the first ones in their own order, cut over ranks as by `local_batch`. So that all ranks have
         equal shapes, samples that count nothing are added: one micro-batch, or all of a rank's, may count nothing.
         """
-        _check_division(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
         total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
-        for rows in self.rows_of_rank(total, dp_rank, dp_size, micro_batch):
-            samples = np.arange(rows.start, rows.stop)
+        for samples in self.places_of_rank(total, dp_rank, dp_size, micro_batch):
             indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
             yield self.collate(indices, np.zeros_like(samples), samples)
@@ -311,13 +297,3 @@ def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion:
         portion: samples of one micro-batch of every data-parallel rank together.
     """
     return -(-min(count * global_batch, num_samples) // portion)
-
-
-def _check_division(global_batch: int, dp_rank: int, dp_size: int, micro_batch: int) -> None:
-    if not 0 <= dp_rank < dp_size:
-        raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
-    if global_batch < 1 or global_batch % (dp_size * micro_batch):
-        raise ConfigError(
-            f"train.global_batch ({global_batch}) must be a multiple of train.micro_batch × data-parallel degree "
-            f"({micro_batch} × {dp_size})"
-        )

@@ -57,23 +57,19 @@ class SampleOrder:
 
     def indices(self, consumed: int, count: int) -> IntArray:
         """Samples number `consumed` to `consumed + count` of the endless order."""
+        block = first = consumed // self.together
+        end = -(-(consumed + count) // self.together)
+        blocks = np.empty(end - first, dtype=np.int64)
+        while block < end:
+            epoch, start = divmod(block, self._blocks)
+            taken = min(end - block, self._blocks - start)
+            positions = np.arange(start, start + taken, dtype=np.uint64)
+            blocks[block - first : block - first + taken] = self._permuted(positions, epoch)
+            block += taken
         if self.together == 1:
-            return self._block_indices(consumed, count)
-        blocks, places = np.divmod(np.arange(consumed, consumed + count), self.together)
-        first = consumed // self.together
-        last = (consumed + count - 1) // self.together
-        return np.asarray(self._block_indices(first, last + 1 - first)[blocks - first] * self.together + places)
-
-    def _block_indices(self, consumed: int, count: int) -> IntArray:
-        """Blocks number `consumed` to `consumed + count` of the endless order."""
-        parts = []
-        while count > 0:
-            epoch, start = divmod(consumed, self._blocks)
-            taken = min(count, self._blocks - start)
-            parts.append(self._permuted(np.arange(start, start + taken, dtype=np.uint64), epoch))
-            consumed += taken
-            count -= taken
-        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+            return blocks
+        numbers, places = np.divmod(np.arange(consumed, consumed + count), self.together)
+        return np.asarray(blocks[numbers - first] * self.together + places)
 
     def _permuted(self, positions: npt.NDArray[np.uint64], epoch: int) -> IntArray:
         keys = [np.uint64(mix_integer(self.seed, epoch, number)) for number in range(_ROUNDS)]

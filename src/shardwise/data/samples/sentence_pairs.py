@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base.errors import ConfigError
+from shardwise.base.errors import ConfigError, DataError
 from shardwise.data.reading.hdf5_files import ShardRows, in_list
 from shardwise.data.rows import IntArray, PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
@@ -111,8 +111,24 @@ def chunk_room(sequence_length: int) -> int:
 
 
 def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
-    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'."""
+    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'.
+
+    Raises:
+        DataError: masked positions beyond the sequence: a device would crash, or predict another token.
+    """
     inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
+    length = len(inputs["ids_SB"])
+    positions_PB = inputs["positions_PB"]
+    outside_PB = (positions_PB < 0) | (positions_PB >= length)
+    bad = np.flatnonzero(outside_PB.any(axis=0)).tolist()
+    if bad:
+        raise DataError(
+            [
+                f"sample {samples[b]}: a masked position ({positions_PB[outside_PB[:, b], b][0]}) must be in "
+                f"0 … {length - 1}: train.sequence_length ({length}) must be that of the data, or longer"
+                for b in bad
+            ]
+        )
     counts = [np.count_nonzero(inputs[name] != IGNORE) for name in ("targets_PB", "next_sentence_B")]
     return Batch(inputs, np.array(counts), samples)
 

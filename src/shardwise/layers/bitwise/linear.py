@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.layers.bitwise.products import Section, column_products, row_products
 from shardwise.layers.bitwise.replicated import apply_by_sequence_part
@@ -37,7 +38,7 @@ class BitEqualColumnParallel(_ColumnParallel):
             return super().project(x)
         if self._regathers(x):
             return column_products(x, self.weight, self.bias, self._sections, self.group, gathers=True)
-        return self.multiply(self._enter(x))
+        return self.multiply(collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled))
 
 
 class BitEqualRowParallelLinear(RowParallelLinear):

@@ -80,7 +80,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else devices.name(device),
         "torch": version("torch"),
         "python": sys.version.partition(" ")[0],
-        "code": _code(config),
+        "code": _code(check_user_model(config) if config.model.is_own else None),
     }
     keys = (*_KEYS, *_KEYS_IN_TRAINING) if training else _KEYS
     facts |= {key: attrgetter(key)(config) for key in keys}
@@ -112,12 +112,12 @@ def _compiler() -> str:
     return hashlib.sha256("".join(sorted(output.splitlines())).encode()).hexdigest()[:16]
 
 
-def _code(config: Config) -> str:
+def _code(own_model: type | None) -> str:
     """A hash of the sources that a graph is captured from; of a model of the user's own, those of its package too."""
     root = Path(shardwise.__file__).parent
     paths = {path for pattern in _SOURCES for path in root.glob(pattern)}
-    if config.model.is_own:
-        paths |= _user_sources(check_user_model(config))
+    if own_model is not None:
+        paths |= _user_sources(own_model)
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:16]
 
 

@@ -91,7 +91,11 @@ def play(
             add_without_cast(weights)
             for weight in weights:
                 weight.grad = torch.zeros_like(weight, dtype=torch.float32)
-        x = _input(config, layout, device, dtype, training)
+        x = None
+        if part is not None:
+            rows = config.train.sequence_length // layout.sequence_parts
+            shape = rows, config.train.micro_batch, config.known_shapes.hidden_size
+            x = torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
         key = batch.dropout_key(config.train, step=1) if training else None
         model.train(training)
         with torch.set_grad_enabled(training), WeightScales(model).kept():
@@ -121,15 +125,6 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
     batches = make_batches(config, text, "train")
     assert batches is not None, "it has samples"
     return MicroBatch.on(device, batches.blank(train.micro_batch))
-
-
-def _input(config: Config, layout: Layout, device: torch.device, dtype: torch.dtype, training: bool) -> Tensor | None:
-    """The input x of a later pipeline stage; None for a user's own model, which has no stages."""
-    if config.model.is_own:
-        return None
-    rows = config.train.sequence_length // layout.sequence_parts
-    shape = rows, config.train.micro_batch, config.model.hidden_size
-    return torch.zeros(shape, device=device, dtype=dtype, requires_grad=training)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Sentence pairs: what a sample holds, and that nothing but seed, epoch and index decides it."""
 
 import hashlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import DataError
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.order import Draws
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments
+from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments, pair_batch
 from tests.unit.data.samples.small_batches import FIRST, SPECIAL, arranged, many, pairs
 from tests.unit.data.samples.test_masking import within
 
@@ -193,8 +192,9 @@ def test_a_masked_position_beyond_the_sequence_is_named() -> None:
     batch = pairs(many()).global_batch(40, 8)
     positions_PB = batch.inputs["positions_PB"].copy()
     positions_PB[1, 2], positions_PB[4, 7] = 32, -1
+    inputs = {**batch.inputs, "positions_PB": positions_PB}
     with pytest.raises(DataError) as caught:
-        replace(batch, inputs={**batch.inputs, "positions_PB": positions_PB})
+        pair_batch(batch.samples, **{name: array.T for name, array in inputs.items()})
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["sample 42", "sample 47"]
     assert "a masked position (32) must be in 0 … 31" in caught.value.problems[0]
     assert "a masked position (-1) must be in 0 … 31" in caught.value.problems[1]
