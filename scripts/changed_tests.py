@@ -45,6 +45,7 @@ def _names(module: str) -> Iterator[str]:
     text = (ROOT / modules()[module]).read_text("utf-8")
     for home, imported in _IMPORT.findall(text):
         yield from (f"{home}.{name}".lstrip(".") for name in re.findall(r"[\w.]+", imported))
+    yield from re.findall(r'\bimported\("([\w.]+)"\)', text)
     yield from (_FUNCTIONS[name].partition(":")[0] for name in re.findall(r'\bprovided\("(\w+)"', text))
     yield from (name for name in modules() if name.startswith(_BY_NAME.get(module, " ")))
     if module.startswith("tests."):
