@@ -16,7 +16,7 @@ import shardwise.data
 from shardwise.base.registered import _FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-_FOR_ALL = {"pyproject.toml", "constraints.txt", "scripts/env.sh", "tests/conftest.py"}
+_FOR_ALL = {"pyproject.toml", "constraints.txt", "scripts/env.sh", "tests/conftest.py", "tests/workers.py"}
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
 _PUBLIC = {f"shardwise.{name}": home for name, home in shardwise._HOME.items()}
 _PUBLIC |= {f"shardwise.data.{name}": home for name, home in shardwise.data._HOMES.items()}
@@ -45,6 +45,7 @@ def _names(module: str) -> Iterator[str]:
     text = (ROOT / modules()[module]).read_text("utf-8")
     for home, imported in _IMPORT.findall(text):
         yield from (f"{home}.{name}".lstrip(".") for name in re.findall(r"[\w.]+", imported))
+    yield from re.findall(r'\bimported\("([\w.]+)"\)', text)
     yield from (_FUNCTIONS[name].partition(":")[0] for name in re.findall(r'\bprovided\("(\w+)"', text))
     yield from (name for name in modules() if name.startswith(_BY_NAME.get(module, " ")))
     if module.startswith("tests."):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,6 +168,7 @@ def device_count(device: str) -> float:
 
 
 _pools: dict[int, RankPool] = {}
+_numbers = itertools.count()
 
 
 LONG = 200
@@ -205,6 +208,13 @@ def _close_pools() -> None:
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> CommandLine:
     return CommandLine(capsys)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new folder, as pytest's own fixture, which reads the names of all tests' folders to find the next number."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}-{os.getpid()}-{next(_numbers)}", numbered=False)
 
 
 @pytest.fixture

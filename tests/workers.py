@@ -116,6 +116,13 @@ class Workers:
             self._start(session)
 
 
+class _Terminal:
+    """Where pytest-timeout writes what threads do, and nobody else anything."""
+
+    def __init__(self, terminal: Any) -> None:
+        self._tw = terminal._tw
+
+
 class _Reports:
     """Reports of the test under way."""
 
@@ -135,7 +142,8 @@ def _serve(session: pytest.Session, connection: Connection) -> None:
     """Be a worker."""
     atexit._clear()  # what the process that collects has to do at its end
     manager = session.config.pluginmanager
-    manager.unregister(name="terminalreporter")
+    terminal = manager.unregister(name="terminalreporter")
+    manager.register(_Terminal(terminal), "terminalreporter")
     capture = manager.getplugin("capturemanager")
     assert capture is not None
     capture.stop_global_capturing()

@@ -14,7 +14,7 @@ def pytest_configure(config):
     config.pluginmanager.register(Workers(2, lambda nodeid: nodeid.partition("::")[0]))
 """
 ENDS = """\
-import os, pathlib, pytest
+import os, pathlib, pytest, time
 
 @pytest.fixture(scope="session", autouse=True)
 def kept(tmp_path_factory):
@@ -23,6 +23,8 @@ def kept(tmp_path_factory):
 
 def test_before(kept): assert kept.parent.is_dir()
 def test_ends(): os._exit(3)
+@pytest.mark.timeout(0.2)
+def test_waits(): time.sleep(10)
 def test_after(): print("not told, as it passes")
 """
 FAILS = (
@@ -42,8 +44,9 @@ def run(at: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_each_test_is_told_once_and_the_one_that_ends_its_worker_has_failed(tmp_path: Path) -> None:
     ended = run(tmp_path)
     assert ended.returncode == 1, ended.stderr
-    assert "2 failed, 4 passed" in ended.stdout
+    assert "3 failed, 4 passed" in ended.stdout
     assert "the worker ended in this test, with exit code 3" in ended.stdout
+    assert "Failed: Timeout (>0.2s) from pytest-timeout" in ended.stdout
     assert "AssertionError: told by the test" in ended.stdout
     assert ended.stdout.count("printed by the test") == 2, "the line of the source, and what it printed"
     assert "not told" not in ended.stdout

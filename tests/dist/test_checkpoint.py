@@ -245,7 +245,7 @@ def test_other_precision_and_bucket_size(ranks: Any, tmp_path: Path) -> None:
     assert not differences(again.state, mixed.state)
 
 
-WIDE = {"hidden_size": 384, "intermediate_size": 1152, "vocab_size": 1536}
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
 
 
 def bytes_read(config: Config, folder: str) -> int:

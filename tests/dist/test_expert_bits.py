@@ -25,7 +25,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
         4,
         {"parallel": {"expert": 4}, "optimizer": {"zero": 2}, "train": {"recompute": "full"}},
     ),
-    "EP 2, TP 2 + SP": (4, {"parallel": {"expert": 2, "tensor": 2, "sequence": True}}),
+    "EP 2, TP 2 + SP": (
+        4,
+        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "train": {"global_batch": 4}},
+    ),
     "TP 4": (4, {"parallel": {"tensor": 4}}),
     "EP 2, PP 2 zbv, ZeRO-1": (
         4,
@@ -61,8 +64,8 @@ def train(family: str, mode: str, sections: dict[str, dict[str, Any]], steps: in
 
 
 @functools.cache
-def one_process(family: str, mode: str, steps: int = STEPS) -> Bits:
-    return train(family, mode, {}, steps)
+def one_process(family: str, mode: str, steps: int = STEPS, batch: int = 8) -> Bits:
+    return train(family, mode, {"train": {"global_batch": batch}}, steps)
 
 
 def compare(found: Bits, one: Bits) -> None:
@@ -85,8 +88,9 @@ TRAININGS = [
 @pytest.mark.parametrize(("family", "layout"), TRAININGS)
 def test_a_layout_has_the_bits_of_one_process(family: str, layout: str, ranks: Any) -> None:
     world, sections = LAYOUTS[layout]
+    batch = sections.get("train", {}).get("global_batch", 8)
     for found in run(ranks, world, train, family, MODES[family], sections):
-        compare(found, one_process(family, MODES[family]))
+        compare(found, one_process(family, MODES[family], batch=batch))
 
 
 @pytest.mark.slow
@@ -102,7 +106,8 @@ def test_two_hundred_steps_have_the_bits_of_one_process(ranks: Any) -> None:
         "EP 4, ZeRO-2, full recompute",
     ):
         world, sections = LAYOUTS[name]
-        for found in ranks(world).run(train, "olmoe", "float32", sections, steps, timeout=900):
+        whole_batch = {**sections, "train": {**sections.get("train", {}), "global_batch": 8}}
+        for found in ranks(world).run(train, "olmoe", "float32", whole_batch, steps, timeout=900):
             compare(found, one)
 
 

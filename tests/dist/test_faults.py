@@ -36,7 +36,6 @@ from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of
 from tests.e2e.processes import wait_for
 from tests.hugging_face import VOCABULARY, described, make, save
-from tests.sweeps import few
 
 STEPS = 8
 
@@ -84,7 +83,8 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     return [record.loss * divided_by for record in records], [record.grad_norm for record in records]
 
 
-@pytest.mark.parametrize("update", few(UPDATES, "lamb, clipped"))
+@pytest.mark.slow
+@pytest.mark.parametrize("update", UPDATES)
 def test_bert_has_the_same_curve_with_data_and_with_tensor_parallelism(update: str, ranks: Any, cache: Path) -> None:
     """Gradient norms too: an optimizer that normalises its step hides a factor, so long as nothing clips."""
     losses, norms = ranks(4).run(curve, "bert-tiny", [*UPDATES[update], *DP4], cache)[0]
@@ -229,6 +229,7 @@ def resumed_curve(source: str, steps: int, drop_masters: bool) -> list[float]:
     return [trainer.step().loss for _ in range(steps)]
 
 
+@pytest.mark.slow
 def test_sharded_masters_survive_and_the_loss_goes_on(ranks: Any, tmp_path: Path) -> None:
     """ZeRO-1 over TP 2 × DP 2 in bfloat16: to the bit after a resume; a master that is rounded would be seen."""
     whole = on_ranks(ranks, 4, run_checkpointed, MIXED_ZERO, 3, 3, None, str(tmp_path))[0]

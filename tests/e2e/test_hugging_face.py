@@ -179,11 +179,3 @@ def test_a_run_starts_from_the_end_of_another(trained: Trained, tmp_path: Path) 
     ours = metrics(tmp_path / "runs/latest", "eval")[-1]["loss"]
     wanted = metrics(trained.run, "eval")[-1]["loss"]
     assert abs(ours - wanted) <= 1e-5 * wanted
-
-
-def test_pickled_weights_are_refused_and_nothing_starts(tmp_path: Path) -> None:
-    (tmp_path / "pickled").mkdir()
-    (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
-    text = within("train", "gpt-tiny", "checkpoint.load=pickled", at=tmp_path).failed(2)
-    assert "its weights are pickled (pytorch_model.bin): opening a pickle can run any code" in text
-    assert not (tmp_path / "runs").exists()
