@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import add
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     @property
     def stop(self) -> tuple[int, ...]:
-        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+        return tuple(map(add, self.start, self.size))
 
     @property
     def numel(self) -> int:

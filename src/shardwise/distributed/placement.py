@@ -425,9 +425,11 @@ def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) 
         name: canonical name of a parameter without a record.
         tensor: the tensor-parallel ranks of the model. Each of them has a copy of a parameter that no group cuts.
     """
-    shape = tuple(parameter.shape)
-    box = Box.whole(shape)
-    record = of(parameter) or Placement((Piece(name, shape, box, box, Init.constant(0.0)),))
+    record = of(parameter)
+    if record is None:
+        shape = tuple(parameter.shape)
+        box = Box.whole(shape)
+        record = Placement((Piece(name, shape, box, box, Init.constant(0.0)),))
     if tensor is None or record.group.size > 1:
         return record
     copied = tuple(replace(piece, copies=tensor) if piece.copies.size == 1 else piece for piece in record.pieces)

@@ -77,9 +77,14 @@ def class_for_slices(
     child = without_compiler(optimizer_class)
     if updates_slices(optimizer_class):
         cast("type[SliceOptimizer]", child).has_slices = True
-    else:
+    elif (tried := (optimizer_class, repr(defaults))) not in _elementwise:
         require_elementwise(child, defaults)
+        _elementwise.add(tried)
     return child
+
+
+_elementwise: set[tuple[type[torch.optim.Optimizer], str]] = set()
+"""Classes that this process has tried, with the text of their options."""
 
 
 def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:

@@ -266,3 +266,10 @@ def test_a_parameter_without_a_record_is_whole_everywhere() -> None:
     assert (piece.name, piece.shape, piece.box, piece.local) == ("foreign", (3, 4), Box.whole((3, 4)), piece.box)
     assert not piece.partial
     assert record.numel == 12
+
+
+def test_parameters_that_share_their_ranks_are_exchanged_together() -> None:
+    """`canonical_tensors` exchanges the pieces of all parameters with equal holders at once."""
+    group = pretend_group(0, 2)
+    pieces = [Piece.columns(name, (4, 4), group, NORMAL) for name in ("gate", "up")]
+    assert len({Placement((piece,), group).holders for piece in pieces}) == 1
