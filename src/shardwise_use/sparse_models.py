@@ -32,11 +32,11 @@ MEGATRON_STACKED = re.compile(r"(decoder\.layers\.(?:\d+\.mlp\.experts\.experts\
 _MEGATRON_BALANCE = {"aux_loss": "batch", "global_aux_loss": "batch", "seq_aux_loss": "sequence"}
 _DIVIDED_FILES = re.compile(r"mp_rank_\d+_\d+_\d+|dp_rank_\d+_ep_rank_\d+_.*\.pt")
 """Names of the files of a model with experts, of Megatron-LM and of neuronx-distributed."""
-TORCHTITAN_NAMES = tuple(
-    (rf"model\.(layers\.\d+\.)mlp\.experts\.{name}_proj\.weight", rf"\1moe.routed_experts.inner_experts.{stacked}")
+TORCHTITAN_NAMES = {
+    f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
-)
-"""Canonical names `without_number` → torchtitan's, of a tensor of all experts."""
+}
+"""Canonical modules `without_number` → torchtitan's tensors of all experts."""
 TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 

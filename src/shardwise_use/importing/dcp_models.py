@@ -24,6 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Found: TypeAlias = Iterable[tuple[str, str, LazyTensor]]
 """Canonical name, name in the folder, and tensor."""
 _STEP = re.compile(r"step-?(\d+)")
+_CANONICAL = re.compile(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)")
 _MAKERS = (
     ("torchtitan", re.compile(r"tok_embeddings\.weight")),
     ("olmo-core", re.compile(r"(model\.)?(module\.)?blocks\.\d+\.attention\..*")),
@@ -101,10 +102,12 @@ def named_weights(
     return [tensors[name].streamed(name, state) for name in shapes if name in tensors]
 
 
-def renamed(name: str, rules: Iterable[tuple[str, str]]) -> str:
-    """A name by the first rule (pattern, replacement) that it matches; as it is without one."""
-    matches = ((re.fullmatch(pattern, name), template) for pattern, template in rules)
-    return next((match.expand(template) for match, template in matches if match), name)
+def renamed(name: str, layers: str, modules: Mapping[str, str]) -> str:
+    """A canonical name in a folder that has layers under `layers`, by its names of modules; as it is without one."""
+    match = _CANONICAL.fullmatch(name)
+    if match is None or match[2] not in modules:
+        return name
+    return f"{f'{layers}.{match[1]}.' if match[1] else ''}{modules[match[2]]}.{match[3]}"
 
 
 def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:

@@ -29,20 +29,15 @@ from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, 
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"
-_NAMES = (
-    (r"model\.embed_tokens\.weight", r"embeddings.weight"),
-    (r"model\.norm\.weight", r"lm_head.norm.weight"),
-    (r"lm_head\.weight", r"lm_head.w_out.weight"),
-    (r"model\.layers(\.\d+\.)self_attn\.([qkv])_proj\.weight", r"blocks\1attention.w_\2.weight"),
-    (r"model\.layers(\.\d+\.)self_attn\.o_proj\.weight", r"blocks\1attention.w_out.weight"),
-    (r"model\.layers(\.\d+\.)self_attn\.([qk]_norm)\.weight", r"blocks\1attention.\2.weight"),
-    (r"model\.layers(\.\d+\.)mlp\.gate_proj\.weight", r"blocks\1feed_forward.w1.weight"),
-    (r"model\.layers(\.\d+\.)mlp\.down_proj\.weight", r"blocks\1feed_forward.w2.weight"),
-    (r"model\.layers(\.\d+\.)mlp\.up_proj\.weight", r"blocks\1feed_forward.w3.weight"),
-    (r"model\.layers(\.\d+\.)input_layernorm\.weight", r"blocks\1attention_norm.weight"),
-    (r"model\.layers(\.\d+\.)post_feedforward_layernorm\.weight", r"blocks\1feed_forward_norm.weight"),
-)
-_POST_ATTENTION = r"model\.layers(\.\d+\.)post_attention_layernorm\.weight"
+_MODULES = {
+    "model.embed_tokens": "embeddings", "model.norm": "lm_head.norm", "lm_head": "lm_head.w_out",
+    "self_attn.q_proj": "attention.w_q", "self_attn.k_proj": "attention.w_k", "self_attn.v_proj": "attention.w_v",
+    "self_attn.o_proj": "attention.w_out", "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm",
+    "post_feedforward_layernorm": "feed_forward_norm",
+}  # fmt: skip
+"""Canonical module → OLMo-core's, but for the norm after attention."""
 _MODEL_TYPES = {
     ("default", "none", False): "llama", ("default", "by head", False): "qwen3",
     ("reordered_norm", "whole", False): "olmo2", ("reordered_norm", "whole", True): "olmo3",
@@ -112,9 +107,9 @@ def _tensors(
 ) -> Iterator[tuple[str, str, LazyTensor]]:
     is_reordered = config.family in ("olmo2", "olmo3")
     norm = "attention_norm" if is_reordered else "feed_forward_norm"
-    rules = [*_NAMES, (_POST_ATTENTION, rf"blocks\1{norm}.weight")]
+    modules = {**_MODULES, "post_attention_layernorm": norm}
     for name in canonical_shapes(config):
-        there = dcp_models.renamed(name, rules)
+        there = dcp_models.renamed(name, "blocks", modules)
         if there in stored:
             is_rotated = in_pairs and re.search(r"\.[qk]_proj\.", name)
             tensor = stored[there]

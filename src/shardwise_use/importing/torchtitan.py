@@ -29,21 +29,15 @@ from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_number
 
 _OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
-_NAMES = (
-    (r"model\.embed_tokens\.weight", r"tok_embeddings.weight"),
-    (r"model\.norm\.weight", r"norm.weight"),
-    (r"model\.(layers\.\d+\.)self_attn\.([qkv])_proj\.(weight|bias)", r"\1attention.qkv_linear.w\2.\3"),
-    (r"model\.(layers\.\d+\.)self_attn\.o_proj\.weight", r"\1attention.wo.weight"),
-    (r"model\.(layers\.\d+\.)self_attn\.([qk]_norm)\.weight", r"\1attention.\2.weight"),
-    (r"model\.(layers\.\d+\.)mlp\.gate_proj\.weight", r"\1feed_forward.w1.weight"),
-    (r"model\.(layers\.\d+\.)mlp\.down_proj\.weight", r"\1feed_forward.w2.weight"),
-    (r"model\.(layers\.\d+\.)mlp\.up_proj\.weight", r"\1feed_forward.w3.weight"),
-    (r"model\.(layers\.\d+\.)mlp\.gate\.weight", r"\1moe.router.gate.weight"),
-    *TORCHTITAN_NAMES,
-    (r"model\.(layers\.\d+\.)input_layernorm\.weight", r"\1attention_norm.weight"),
-    (r"model\.(layers\.\d+\.)post_attention_layernorm\.weight", r"\1ffn_norm.weight"),
-)
-"""Canonical name `without_number` → torchtitan's."""
+_MODULES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm", "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk", "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "mlp.gate": "moe.router.gate", **TORCHTITAN_NAMES,
+}  # fmt: skip
+"""Canonical module, `without_number` → torchtitan's."""
 _FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
 """Family → its heads are rotated in neighbouring pairs there."""
 
@@ -81,7 +75,9 @@ def open_torchtitan(
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     for name in canonical_shapes(config):
         plain, number = without_number(name)
-        there = dcp_models.renamed(plain, _NAMES)
+        there = dcp_models.renamed(plain, "layers", _MODULES)
+        # The weights of several modules are one tensor, whose name is that of the parameter.
+        there = there if number is None else there.removesuffix(".weight")
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
         if there not in stored and fused not in stored:
             # Releases before 0.3.
