@@ -108,6 +108,7 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"model_type": "gemma2"}, r'model_type \("gemma2"\) is not supported: shardwise lacks its soft caps'),
         ({**QWEN3_8B, "alibi": True}, "model.config: .*alibi .true. is not supported"),
         ({**QWEN3_8B, "frobs": 1}, r"set model.ignore=\[frobs\]"),
         ({"family": "mine:Model", "vocab_size": 7}, "a class of its own, mine:Model, whose code would run"),
