@@ -5,7 +5,7 @@ Legend: see `estimates/rank_workload.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -107,14 +107,21 @@ class PassSeconds:
     recompute: PartSeconds = PartSeconds()
 
 
+def summed(terms: Iterable[tuple[PartSeconds, float]]) -> PartSeconds:
+    """Return the sum of seconds, each so many times."""
+    total = PartSeconds()
+    for seconds, times in terms:
+        total = total.plus(seconds, times)
+    return total
+
+
 def mean(blocks: Sequence[tuple[PassSeconds, int]]) -> PassSeconds:
     """Return the mean of blocks of several kinds, so many of each."""
     shares = [(block, number / sum(number for _, number in blocks)) for block, number in blocks]
-    forward, backward, recompute = (PartSeconds() for _ in range(3))
-    for block, share in shares:
-        forward = forward.plus(block.forward, share)
-        backward = backward.plus(block.backward, share)
-        recompute = recompute.plus(block.recompute, share)
+    forward, backward, recompute = (
+        summed((getattr(block, name), share) for block, share in shares)
+        for name in ("forward", "backward", "recompute")
+    )
     return PassSeconds(forward, backward, sum(share * block.weight for block, share in shares), recompute)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
@@ -153,7 +153,7 @@ def step_time(
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = (
-        _sum((getattr(work.block, name), len(work.stage.layers)) for work in works)
+        block_seconds.summed((getattr(work.block, name), len(work.stage.layers)) for work in works)
         for name in ("forward", "backward", "recompute")
     )
     model_work = forward.plus(backward).plus(recompute, -1)  # a backward pass contains the recompute
@@ -281,14 +281,6 @@ def _most_elements(config: Config, layout: Layout, works: Sequence[StageWork], *
     by_rank = (tuple(work.stage for work in works if work.stage.rank == rank) for rank in {0, layout.pipeline - 1})
     counts = (elements_by_ranks(model, layout.tensor, local, stages, block_matrices) for stages in by_rank)
     return max(counts, key=Counter.total)
-
-
-def _sum(terms: Iterable[tuple[block_seconds.PartSeconds, int]]) -> block_seconds.PartSeconds:
-    """Return the sum of seconds, each so many times."""
-    total = block_seconds.PartSeconds()
-    for seconds, times in terms:
-        total = total.plus(seconds, times)
-    return total
 
 
 @dataclass(frozen=True)

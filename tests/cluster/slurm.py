@@ -157,9 +157,7 @@ def _await_nodes(cluster: Slurm, nodes: int) -> None:
 
 def _free_ports(number: int) -> int:
     """The first of so many neighbouring ports that nobody listens on."""
-    # Each worker of pytest-xdist has a range of its own: two that look at the same time find the same ones free.
-    worker = int("0" + os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw"))
-    for first in range(16817 + 500 * worker, 32000, number):
+    for first in range(16817, 32000, number):
         with_sockets = [socket.socket() for _ in range(number)]
         try:
             for offset, one in enumerate(with_sockets):

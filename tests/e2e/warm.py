@@ -5,14 +5,13 @@ A server imports all that the commands do, and forks a process for each. In such
 signals and exit codes as ever, and no state that two commands share; only `exec` and the imports are left out. Linux
 alone.
 
-Run as a program, this is the server, one for all workers of a session. It ends when none of them holds it any more.
+Run as a program, this is the server. It ends with the process that started it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import functools
 import gc
 import importlib
@@ -113,33 +112,25 @@ class Job:
 
 @functools.cache
 def _server() -> str:
-    """Where this session's server listens; the first worker that needs it starts it, and `tests.costs` charges it."""
-    folder = Path(tempfile.gettempdir(), f"shardwise-warm-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}")
-    folder.mkdir(0o700, exist_ok=True)
-    place = str(folder / "socket")
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        held = socket.socket(socket.AF_UNIX)
-        atexit.register(held.close)  # until then it is open
-        try:
-            held.connect(f"{place}-held")
-        except OSError:
-            variables = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "PYDANTIC_DISABLE_PLUGINS": "__all__",
-                "TORCHINDUCTOR_VEC_ISA_OK": "1",  # read as the compiler is imported; tests/e2e/test_compile.py says why
-            }
-            command = [sys.executable, "-P", __file__, place]
-            read, write = os.pipe()
-            # Nobody waits for it: it may outlive this worker.
-            streams = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), (os.POSIX_SPAWN_DUP2, write, 1)]
-            os.posix_spawn(sys.executable, command, variables, file_actions=streams)
-            os.close(write)
-            assert os.read(read, 6) == b"ready\n"
-            os.close(read)
-            held.connect(f"{place}-held")
+    """Where the server of this process listens; it is started here, and `tests.costs` charges it."""
+    place = str(Path(tempfile.mkdtemp(prefix="shardwise-warm-"), "socket"))
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYDANTIC_DISABLE_PLUGINS": "__all__",
+        "TORCHINDUCTOR_VEC_ISA_OK": "1",  # read as the compiler is imported; tests/e2e/test_compile.py says why
+    }
+    # It ends when this process no longer holds the pipe that it reads.
+    held, hold = os.pipe()
+    told, tell = os.pipe()
+    streams = [(os.POSIX_SPAWN_DUP2, held, 0), (os.POSIX_SPAWN_DUP2, tell, 1)]
+    os.posix_spawn(sys.executable, [sys.executable, "-P", __file__, place], variables, file_actions=streams)
+    os.close(held)
+    os.close(tell)
+    assert os.read(told, 6) == b"ready\n"
+    os.close(told)
+    atexit.register(os.close, hold)  # until then it is open
     return place
 
 
@@ -170,26 +161,16 @@ def _serve(place: str) -> None:
     warnings.filterwarnings("error", category=DeprecationWarning, module="shardwise")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler hides it
     signal.signal(signal.SIGCHLD, _wait_for_those_who_answer)
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as keeper:
-        for one, name in ((listener, place), (keeper, f"{place}-held")):
-            Path(name).unlink(missing_ok=True)
-            one.bind(name)
-            one.listen()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(place)
+        listener.listen()
         os.write(1, b"ready\n")
-        holds = {keeper.accept()[0]}
-        while holds:
-            for ready in select.select([listener, keeper, *holds], [], [])[0]:
-                if ready is keeper:
-                    holds.add(keeper.accept()[0])
-                elif ready is listener:
-                    connection, _ = listener.accept()
-                    if os.fork() == 0:
-                        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                        _answer(connection)
-                    connection.close()
-                else:
-                    holds.remove(ready)
-                    ready.close()
+        while listener in select.select([0, listener], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _answer(connection)
+            connection.close()
     shutil.rmtree(Path(place).parent, ignore_errors=True)
 
 

@@ -81,21 +81,20 @@ def _pieces_by_rank(
 ) -> dict[ParameterKey, list[list[Piece]]]:
     """For each parameter the pieces of every rank of its groups; one exchange a group."""
     # The ranks of a model go through its groups in the order of its parameters, so that their exchanges match.
-    by_groups: dict[tuple[Group, Group], dict[ParameterKey, list[Piece]]] = {}
+    by_groups: dict[tuple[Group, ...], dict[ParameterKey, list[Piece]]] = {}
     for key, (_, record) in local.items():
         by_groups.setdefault(record.holders, {})[key] = record.pieces_to_send
     pieces_by_rank: dict[ParameterKey, list[list[Piece]]] = {}
-    for (cut, divided), pieces_by_key in by_groups.items():
-        gathered = collectives.all_gather_objects(collectives.all_gather_objects(pieces_by_key, cut), divided)
-        by_rank = [*chain.from_iterable(gathered)]
-        for key in by_rank[0]:
+    for groups, pieces_by_key in by_groups.items():
+        by_rank = [pieces_by_key]
+        for group in groups:
+            by_rank = [*chain.from_iterable(collectives.all_gather_objects(by_rank, group))]
+        for key in pieces_by_key:
             pieces_by_rank[key] = [pieces_of_rank[key] for pieces_of_rank in by_rank]
     return pieces_by_rank
 
 
-def _assemble(
-    local: Tensor, groups: tuple[Group, Group], pieces_by_rank: Sequence[Sequence[Piece]]
-) -> dict[str, Tensor]:
+def _assemble(local: Tensor, groups: tuple[Group, ...], pieces_by_rank: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
     """The canonical tensors of a parameter by their names, from the pieces of each rank of its groups."""
     locals_by_rank = local.unsqueeze(0).contiguous()
     for group in groups:

@@ -510,12 +510,12 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     """Train on several local ranks."""
     from shardwise.launch import notices
-    from shardwise.launch.local import EndedError, agent_ahead, launch
+    from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved
 
     notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
-    imports = ["shardwise.pipeline.schedule"] * (config.parallel.pipeline > 1)
+    imports = [*TRAINING, *["shardwise.pipeline.schedule"] * (config.parallel.pipeline > 1)]
     imports += [*_COMPILER, "shardwise.train.compile.run_graphs"] * config.compile.enabled
     try:
         with agent_ahead(world, imports):

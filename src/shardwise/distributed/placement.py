@@ -230,10 +230,10 @@ class Placement:
         return sum(piece.box.numel for piece in self.pieces)
 
     @property
-    def holders(self) -> tuple[Group, Group]:
+    def holders(self) -> tuple[Group, ...]:
         """The ranks over which its tensors are cut, and those that hold tensors of their kind of other experts."""
         experts = self.pieces[0].experts
-        return self.group, Group() if experts is None else experts.group
+        return (self.group,) if experts is None else (self.group, experts.group)
 
     @property
     def pieces_to_send(self) -> list[Piece]:

@@ -1,8 +1,8 @@
 """The process between the launcher and its ranks: it imports once what they need, and becomes each of them by a fork.
 
-`python -m shardwise.launch.agent N` imports what a training does. Standard input has lines of JSON: further `imports`,
-and at last the job, with the `command` of the N ranks of this machine, the folder of `logs`, and variables of the
-ranks, to which those of torchrun are added. Ranks inherit its output: rank 0 still writes to the terminal.
+`python -m shardwise.launch.agent N` imports torch. Standard input has lines of JSON: further `imports`, and at last the
+job, with the `command` of the N ranks of this machine, the folder of `logs`, and variables of the ranks, to which those
+of torchrun are added. Ranks inherit its output: rank 0 still writes to the terminal.
 
 A module of Python runs in forks of this process, which share the memory of what it has imported. Where a fork may
 differ from a new process, ranks are new processes: on systems other than Linux, with devices that a package adds to
@@ -38,8 +38,6 @@ from shardwise.launch.first_failure import Failure, exit_codes_file, report_fail
 from shardwise.launch.node import this_node
 from shardwise.runs.folder import open_log
 
-_IMPORTS = ("shardwise.distributed.rendezvous", "shardwise.cli.train", "shardwise.train.run")
-"""Modules that each rank of a training imports, with torch. None of them starts a thread, or opens a device."""
 _NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # Once a rank has failed, the others may tell what they lost; then SIGTERM asks them to end, and SIGKILL ends them.
 _ANSWER_SECONDS = 0.1
@@ -51,7 +49,7 @@ def main() -> int:
     rank_process.die_with_parent()
     # A handler, because the ranks would inherit that a signal is ignored, and hear none themselves.
     handlers = stop_requests.handle_signals(lambda *_: None)
-    can_fork = _import_once()
+    can_fork = _import_torch()
     job: dict[str, Any] = {}
     for line in sys.stdin:
         job = json.loads(line)
@@ -76,10 +74,10 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _import_once() -> bool:
-    """Import what ranks need; returns whether forks of this process can be ranks."""
+def _import_torch() -> bool:
+    """Import torch, and what meeting needs; returns whether forks of this process can be ranks."""
     may_fork = sys.platform == "linux" and not has_plugin() and _held()[0] == 1
-    return _start_nothing(_IMPORTS if may_fork else _IMPORTS[:1]) and may_fork
+    return _start_nothing(["shardwise.distributed.rendezvous"]) and may_fork
 
 
 def _start_nothing(modules: Iterable[str]) -> bool:

@@ -161,7 +161,9 @@ def run_ranks(
     # Files of a former start would be taken for those of this one.
     for left_over in (error_file, exit_codes_file(logs), stop_record(logs), stop_requests.training_mark(logs)):
         left_over.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc) as agent:
+    # An agent that is there was told by whoever started it what its ranks need.
+    imports = () if nproc in _agents else TRAINING
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as temporary, agent_ahead(nproc, imports) as agent:
         beats = beats or Path(temporary)
         watch(agent)
         # Another launch in the same `with` statement has an agent of its own.
@@ -188,10 +190,12 @@ def run_ranks(
 
 
 _agents: dict[int, subprocess.Popen[bytes]] = {}
+TRAINING = ("shardwise.cli.train", "shardwise.train.run")
+"""Modules that each rank of a training imports. None of them starts a thread, or opens a device."""
 
 
 @contextmanager
-def agent_ahead(nproc: int, imports: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+def agent_ahead(nproc: int, imports: Sequence[str] = TRAINING) -> Iterator[subprocess.Popen[bytes]]:
     """Have the agent of a `launch` in the `with` statement import torch and more, beside the work of this process."""
     if nproc in _agents:
         _tell(_agents[nproc], imports)

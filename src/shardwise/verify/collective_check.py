@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
+from shardwise.launch.local import EndedError, LaunchError, agent_ahead
 from shardwise.verify.machine_checks import Check, ok, wrong
+from shardwise.verify.rank_calls import call_on_ranks
 
 _TIMEOUT = 60.0
 """Seconds after which a rank gives up that waits for the other one."""
+_RANKS = 2
 _ELEMENTS = 2**20
 """Elements of the tensor: 4 MiB of float32."""
 _FIX = (
@@ -24,14 +29,21 @@ _FIX = (
 )
 
 
+@contextmanager
+def begun() -> Iterator[None]:
+    """Let the ranks of `collective` in the `with` statement import torch beside the other checks."""
+    with ExitStack() as stack:
+        # `collective` tells why no process can be started.
+        with suppress(LaunchError, OSError):
+            stack.enter_context(agent_ahead(_RANKS, [__name__, "shardwise.distributed.collectives"]))
+        yield
+
+
 def collective() -> Check:
     """Start two ranks on this machine, and check their sum and the devices that torch finds."""
-    from shardwise.launch.local import EndedError
-    from shardwise.verify.rank_calls import call_on_ranks
-
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardwise-doctor-"))
-        facts = call_on_ranks(_sum_on_ranks, ranks=2, folder=folder).single()
+        facts = call_on_ranks(_sum_on_ranks, ranks=_RANKS, folder=folder).single()
     except EndedError:
         raise
     except (ShardwiseError, OSError, ValueError) as error:

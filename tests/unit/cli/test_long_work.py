@@ -106,11 +106,11 @@ def test_what_was_written_is_told_as_json(at: Path, cli: CommandLine) -> None:
     assert (prepared["documents"], prepared["source_bytes"], prepared["token_dtype"]) == (1, len(TEXT), "uint16")
 
 
-def test_a_file_of_llama_cpp(at: Path, shown: Log) -> None:
+def test_a_file_of_llama_cpp(at: Path, shown: Log, cli: CommandLine) -> None:
     pytest.importorskip("gguf")
     save("llama", Path("bare"))  # without a tokenizer
-    assert main(["checkpoint", "import", "bare", "steps"]) == 0
-    assert main(["checkpoint", "export", "steps/step-00000000", "out.gguf", "--gguf"]) == 0
+    cli("checkpoint", "import", "bare", "steps")
+    cli("checkpoint", "export", "steps/step-00000000", "out.gguf", "--gguf")
     assert re.fullmatch(r"writing out\.gguf: ([\d.]+ KiB) of \1, 100%", lines(shown)[-1])
 
 
@@ -155,10 +155,10 @@ def test_an_evaluation(at: Path, shown: Log, cli: CommandLine) -> None:
     assert lines(shown)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"
 
 
-def test_a_download(at: Path, shown: Log) -> None:
+def test_a_download(at: Path, shown: Log, cli: CommandLine) -> None:
     content = bytes(3 << 20)
     with serve(content) as server:
-        assert main(["data", "fetch", server.url, "here"]) == 0
+        cli("data", "fetch", server.url, "here")
     require(shown, f"fetching: {all_of(len(content))}")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.cli import main
 from shardwise.launch.local import LaunchError
 from shardwise.runs.folder import RunDirectory
 from tests.command_line import CommandLine
@@ -41,11 +40,11 @@ def test_a_first_start_that_is_refused_leaves_nothing(
     assert Path("runs/mine").is_dir()
 
 
-def test_a_run_that_has_taken_a_step_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_taken_a_step_stays(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     def refused(_command: Sequence[str], _nproc: int, run_path: Path) -> None:
         RunDirectory(run_path).metrics.write_text('{"event": "step", "step": 1}\n')
         raise LaunchError("a callback is wrong", ConfigError.exit_code)
 
     monkeypatch.setattr("shardwise.launch.local.launch", refused)
-    assert main(["train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/long"]) == 2
+    cli("train", "llama2-tiny", "--nproc", "2", "--run-dir", "runs/long", code=2)
     assert Path("runs/long").is_dir()

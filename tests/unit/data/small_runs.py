@@ -1,6 +1,7 @@
 """Small runs whose data differ, and what comes of preparing these."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def stories() -> list[str]:
     """The texts of `data.dataset=tiny`."""
     path = Path(cache.__file__).parent / "corpus" / "tiny.jsonl"
     return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def fill(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+    """Files of these names and contents in a folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
 
 
 def json_lines(path: Path, texts: list[str], key: str = "text") -> Path:

@@ -18,7 +18,7 @@ from shardwise.data.open_data import FORMATS, format_of, prepare
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_source
 from tests.unit.data import hdf5_shards
-from tests.unit.data.small_runs import config, saved_tokenizer
+from tests.unit.data.small_runs import config, fill, saved_tokenizer
 
 
 @pytest.fixture
@@ -28,18 +28,17 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.base.hub.HubFiles.download", None)
     monkeypatch.setattr("shardwise.data.cache.locked", None)
-    for name, content in {
-        "one.jsonl": b'{"text": "one"}\n{"text": \n',
-        "bad.jsonl": b'{"text": \n',
+    files: dict[str, str | bytes] = {
+        "one.jsonl": '{"text": "one"}\n{"text": \n',
+        "bad.jsonl": '{"text": \n',
         "latin.txt": "é".encode("latin-1"),
-        "empty.txt": b"",
-        "texts/a.txt": b"a",
-        "texts/b.jsonl": b'{"text": "b"}\n',
-        "saved/state.json": b'{"_data_files": [{"filename": "data.arrow"}]}',
-        "saved/dataset_info.json": b"{}",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
+        "empty.txt": "",
+        "texts/a.txt": "a",
+        "texts/b.jsonl": '{"text": "b"}\n',
+        "saved/state.json": '{"_data_files": [{"filename": "data.arrow"}]}',
+        "saved/dataset_info.json": "{}",
+    }
+    fill(tmp_path, files)
     (tmp_path / "shards").mkdir()
     hdf5_shards.write(tmp_path / "shards/a_training_0.hdf5", hdf5_shards.arrays(4))
     with IndexedWriter("tokens", 300) as writer:
@@ -232,10 +231,13 @@ def test_rows_that_no_token_uses_are_told(rows: int, share: str | None, at: Path
 
 
 def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None:
-    Path("texts/c.ndjson").write_text('{"text": "c"}\n')
-    Path("texts/d.txt").write_bytes(gzip.compress(b"d"))
-    Path("texts/_SUCCESS").touch()
-    Path("texts/README.md").write_text("about the data")
+    further = {
+        "c.ndjson": '{"text": "c"}\n',
+        "d.txt": gzip.compress(b"d"),
+        "_SUCCESS": "",
+        "README.md": "about the data",
+    }
+    fill(at / "texts", further)
     said = (
         "texts: 4 files, 50 B, read as plain text (a.txt), JSON lines (2 files) and plain text unpacked by gzip "
         "(d.txt), left out README.md and _SUCCESS, prepared when the run starts"

@@ -166,7 +166,6 @@ def test_an_opened_device_is_seen() -> None:
 
 def test_where_a_fork_may_differ_ranks_are_new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, files = [1], [2]
-    monkeypatch.setattr(agent, "_IMPORTS", ("json", "a_module_with_threads"))
     monkeypatch.setattr(agent, "_held", lambda: (threads[0], files[0]))
     monkeypatch.setattr(agent, "has_plugin", lambda: False)
 
@@ -176,17 +175,15 @@ def test_where_a_fork_may_differ_ranks_are_new_processes(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(agent, "imported", imported)
     monkeypatch.setattr(agent.sys, "platform", "linux")
-    assert not agent._import_once(), "the import has started a thread"
+    assert not agent._start_nothing(["json", "a_module_with_threads"]), "the import has started a thread"
     threads[:] = [1]
-    monkeypatch.setattr(agent, "_IMPORTS", ("a_module_with_devices",))
-    assert not agent._import_once(), "the import has opened a device"
+    assert not agent._start_nothing(["a_module_with_devices"]), "the import has opened a device"
     files[:] = [2]
-    monkeypatch.setattr(agent, "_IMPORTS", ("json",))
-    assert agent._import_once()
+    assert agent._import_torch()
     for name, module, value in (("has_plugin", agent, lambda: True), ("platform", agent.sys, "darwin")):
         threads[:] = [1]
         with monkeypatch.context() as other:
             other.setattr(module, name, value)
-            assert not agent._import_once(), name
+            assert not agent._import_torch(), name
     threads[:] = [2]
-    assert not agent._import_once(), "the environment has started a thread"
+    assert not agent._import_torch(), "the environment has started a thread"

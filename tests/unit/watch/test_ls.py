@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import RunError
-from shardwise.cli import main
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
 from shardwise_jobs import commands
@@ -71,43 +70,42 @@ def held(run: Path) -> Iterator[None]:
         yield
 
 
-def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+
+def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     """In a terminal of 80 columns."""
     path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
     write_run(Path("runs/tiny-1"), mesh=Mesh(1, 1, 1, 1))
     gpus = [replace(gpu, processes=(DeviceProcess(10, path.name, gpu.index),)) for gpu in GPUS]
     monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    terminal(80, monkeypatch)
     with held(path):
-        assert main(["ls"]) == 0
+        said = cli("ls").out
     (block,) = (block for block in blocks("docs/watching.md") if block.heading == "List devices and runs")
     assert block.shown
-    assert_shown(block, capsys.readouterr().out)
+    assert_shown(block, said)
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_a_terminal_is_not_too_narrow(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_terminal_is_not_too_narrow(columns: int, monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     write_three()
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    terminal(columns, monkeypatch)
     with RunLock(Path(f"runs/{LONG}")):
-        assert main(["ls"]) == 0
-    out = capsys.readouterr().out
-    runs = out.split("\n\n")[1].splitlines()
+        table = cli("ls").out.split("\n\n")[1]
+    runs = table.splitlines()
     assert max(map(len, runs)) <= columns
-    assert (LONG in out.split("\n\n")[1]) == (columns == 160)
+    assert (LONG in table) == (columns == 160)
     assert "gpt3-ti" in runs[1]
     assert "0000 " in runs[1], "its end tells runs of one recipe apart"
 
 
-def test_the_object(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_object(cli: CommandLine) -> None:
     write_three()
     with held(Path(f"runs/{LONG}")):
-        assert main(["ls", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+        found = cli.facts("ls")
     assert (found["schema"], found["host"], found["problems"]) == (1, platform.node(), [])
     assert found["devices"][1]["processes"][4] == {"pid": 99, "run": None, "rank": None}
     assert [run["run"] for run in found["runs"]] == [LONG, "failed", "done"]

@@ -18,6 +18,7 @@ from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.raw_tokens import is_raw_tokens
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, Source, open_shard, open_source
+from tests.unit.data.small_runs import fill
 
 
 def documents(source: Source) -> list[str]:
@@ -55,10 +56,8 @@ def test_a_file_is_one_document_and_a_line_of_jsonl_is_one(tmp_path: Path) -> No
     assert read(tmp_path / "b.jsonl", format="text") == [(tmp_path / "b.jsonl").read_text(encoding="utf-8")]
     assert read(tmp_path) == ["Erste Zeile\r\nzweite – Zeile", "one\n", "two"]
     # A folder is read in the order of its paths.
-    for name in ("b/2.txt", "a.txt", "b/1.md", "c.txt", ".hidden/x.txt", "b/.x.txt"):
-        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "folder" / name).write_text(name, encoding="utf-8")
-    assert read(tmp_path / "folder") == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
+    names = ("b/2.txt", "a.txt", "b/1.md", "c.txt", ".hidden/x.txt", "b/.x.txt")
+    assert read(fill(tmp_path / "folder", {name: name for name in names})) == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +108,7 @@ def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
     told = r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
     with pytest.raises(DataError, match=told):
         text_sources._python_source(tmp_path)
-    (tmp_path / "a.py").write_text("a = 1\n" * 10, encoding="utf-8")
-    (tmp_path / "b.py").write_bytes(b"# \xe9\n")
-    (tmp_path / "c.py").write_text("c = 1\n" * 1000, encoding="utf-8")
-    (tmp_path / "d.py").write_text("d = 1\n", encoding="utf-8")
+    fill(tmp_path, {"a.py": "a = 1\n" * 10, "b.py": b"# \xe9\n", "c.py": "c = 1\n" * 1000, "d.py": "d = 1\n"})
     (tmp_path / "e.py").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(text_sources, "_PYTHON_BYTES", 1000)
     monkeypatch.setattr(text_sources, "_python_topics", lambda: ["a topic"])
@@ -224,10 +220,10 @@ def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
     table.to_parquet(str(tmp_path / "a.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
-    for path, shard in ((tmp_path / "a.parquet",) * 2, (tmp_path / "saved", arrow)):
+    for path, file in ((tmp_path / "a.parquet", tmp_path / "a.parquet"), (tmp_path / "saved", arrow)):
         assert read(path, text_key="meta.body") == ["one", "two"]
         assert "has no column 'meta.text'" in failure(path, text_key="meta.text")
-        shard = open_shard(str(shard), DataConfig(path="x", text_key="meta.body"))
+        shard = open_shard(str(file), DataConfig(path="x", text_key="meta.body"))
         assert ["".join(blocks) for _, blocks in shard.documents(1)] == ["two"]
     assert read(tmp_path / "saved", text_key="x.y.z") == ["deep", "end"]
     table.rename_column("meta", "m").add_column("m.body", ["first", "second"]).to_parquet(str(tmp_path / "b.parquet"))
@@ -263,11 +259,7 @@ def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
 
 def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:
     names = ("_SUCCESS", "_delta_log/0.json", "a.json.crc", "dataset_info.json", ".cache/x")
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    (tmp_path / "LICENSE").write_text("rights")
-    (tmp_path / "README.md").write_text("about")
+    fill(tmp_path, dict.fromkeys(names, "") | {"LICENSE": "rights", "README.md": "about"})
     assert read(tmp_path) == ["rights", "about"], "there is nothing else"
     (tmp_path / "a.json").write_text('{"text": "one"}\n', encoding="utf-8")
     source = source_of(tmp_path)
@@ -284,8 +276,7 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
 def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path: Path) -> None:
     beside = ("C4.py", "conf.YAML", "index.html", "run.sh", "x.log")
     texts = ("a.txt", "part")
-    for name in (*beside, *texts):
-        (tmp_path / name).write_text("<html>" if name == "index.html" else name, encoding="utf-8")
+    fill(tmp_path, {name: name for name in (*beside, *texts)} | {"index.html": "<html>"})
     assert read(tmp_path, format="text") == ["C4.py", "a.txt", "conf.YAML", "<html>", "part", "run.sh", "x.log"]
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"text": ["row"]}), tmp_path / "data/train.parquet")

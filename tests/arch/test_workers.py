@@ -1,0 +1,57 @@
+"""`--workers`: tests in forks of the process that collected them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.arch.source import ROOT
+
+CONFTEST = """\
+from tests.workers import Workers
+
+def pytest_configure(config):
+    config.pluginmanager.register(Workers(2, lambda nodeid: nodeid.partition("::")[0]))
+"""
+ENDS = """\
+import os, pathlib, pytest
+
+@pytest.fixture(scope="session", autouse=True)
+def kept(tmp_path_factory):
+    yield tmp_path_factory.mktemp("kept")
+    pathlib.Path(f"torn-down-{os.getpid()}").touch()
+
+def test_before(kept): assert kept.parent.is_dir()
+def test_ends(): os._exit(3)
+def test_after(): print("not told, as it passes")
+"""
+FAILS = (
+    "def test_fails():\n    print('printed by the test')\n    assert 1 == 2, 'told by the test'\ndef test_next(): ...\n"
+)
+
+
+def run(at: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    for name, text in (("conftest", CONFTEST), ("test_a", ENDS), ("test_b", FAILS), ("test_c", "def test(): ...\n")):
+        (at / f"{name}.py").write_text(text)
+    (at / "pytest.ini").touch()
+    command = [sys.executable, "-P", "-m", "pytest", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_each_test_is_told_once_and_the_one_that_ends_its_worker_has_failed(tmp_path: Path) -> None:
+    ended = run(tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "2 failed, 4 passed" in ended.stdout
+    assert "the worker ended in this test, with exit code 3" in ended.stdout
+    assert "AssertionError: told by the test" in ended.stdout
+    assert ended.stdout.count("printed by the test") == 2, "the line of the source, and what it printed"
+    assert "not told" not in ended.stdout
+    assert len(list(tmp_path.glob("torn-down-*"))) == 1, "of the worker that went on; test_b has no such fixture"
+
+
+def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
+    ended = run(tmp_path, "-x", "test_b.py")
+    assert ended.returncode == 1, ended.stderr
+    assert "stopping after 1 failures" in ended.stdout
+    assert "1 failed in" in ended.stdout, "test_next is not told"
