@@ -38,7 +38,6 @@ def test_a_run_without_a_pipeline(
             trainer.run(partial(observe, [record]), unsaved, recording.step)
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]
-    first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
     events = json.loads(run.trace(0).read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("ph") == "X"]
