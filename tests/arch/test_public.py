@@ -6,6 +6,7 @@ After a deliberate change, write the file anew: `python tests/arch/test_public.p
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import is_typeddict
 
@@ -33,6 +34,8 @@ def members(name: str) -> Iterator[tuple[str, object]]:
 
 
 def described(name: str, value: object) -> str:
+    if isinstance(value, cached_property):
+        value = property(value.func)
     if isinstance(value, property):
         return f"{name} -> {inspect.signature(value.fget).return_annotation}"
     if hasattr(value, "model_fields"):

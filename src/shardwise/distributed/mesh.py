@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -356,7 +357,6 @@ class Mesh:
         experts: those ranks as experts are divided over them.
         passes_in_step: True if replicas must make as many passes of the model, as tokens travel between them.
         world: all ranks.
-        groups: the group of each axis, the replicas if they are on two axes, then the world.
         device_mesh: the `DeviceMesh` below (None for a single process).
 
     Raises:
@@ -415,8 +415,6 @@ class Mesh:
         self.replicas = self._replicas()
         self.experts = self._experts(int(expert))
         self.passes_in_step = self.experts.group.size > 1
-        axes = [self._along(axis) for axis in reversed(AXES)]
-        self.groups = (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _experts(self, degree: int) -> ExpertRanks:
         if degree == 1:
@@ -450,6 +448,12 @@ class Mesh:
         if len(several) > 1:
             return self.world.split(math.prod(group.size for group in several))
         return several[0] if several else self.tp
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Every axis of the mesh, the replicas if they are on two axes, then the world."""
+        axes = [self._along(axis) for axis in reversed(AXES)]
+        return (*axes, *({self.replicas} - {*axes}), self.world)
 
     def _along(self, axis: Axis) -> Group:
         group: Group = getattr(self, axis.name)
