@@ -26,6 +26,6 @@ uv pip install --python "$folder" "${tools[@]}"
 uv pip list --python "$folder" --format freeze >"$folder/versions.txt"
 printf 'make test-%s: %s packages, listed in %s\n' "$end" "$(wc -l <"$folder/versions.txt")" "$folder/versions.txt"
 pytest() { "$folder/bin/python" -m pytest --workers 3 -k "not test_a_command_starts_with_little" "$@"; }
-pytest tests/unit/data/test_hub.py tests/unit/config/test_load.py tests/unit/data/reading "$@"
+pytest tests/unit/base/test_hub.py tests/unit/config/test_load.py tests/unit/data/reading "$@"
 uv pip install --python "$folder" 'transformers>=5' accelerate
 pytest tests/unit tests/fake "$@"

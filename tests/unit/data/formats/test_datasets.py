@@ -168,6 +168,15 @@ def test_splits_that_must_be_chosen(tmp_path: Path) -> None:
     assert failure(tmp_path / "a.txt", split="train,test").endswith("is no data set with splits")
 
 
+def test_a_column_is_text_in_all_splits_or_tokens_in_all(tmp_path: Path) -> None:
+    tables = {name: datasets.Dataset.from_dict({"text": rows}) for name, rows in (("a", TEXTS), ("b", ROWS))}
+    datasets.DatasetDict(tables).save_to_disk(tmp_path / "saved")
+    assert failure(tmp_path / "saved", split="a,b") == (
+        f"the column 'text' of data.path ({tmp_path}/saved) must hold text in all splits, or lists of integers in all, "
+        "and it holds text in a and tokens in b (data.text_key)"
+    )
+
+
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
