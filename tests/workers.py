@@ -105,6 +105,8 @@ class Workers:
         """Wait for a worker that has ended; the test that ended it has failed, and another worker takes the rest."""
         self._workers.remove(worker)
         worker.process.join()
+        if worker.process.exitcode and not worker.under_way:
+            raise RuntimeError(f"a worker ended between two tests, with exit code {worker.process.exitcode}")
         if worker.under_way:
             item = session.items[worker.under_way[0]]
             said = f"the worker ended in this test, with exit code {worker.process.exitcode}"

@@ -58,3 +58,11 @@ def test_the_first_failure_may_end_all(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stderr
     assert "stopping after 1 failures" in ended.stdout
     assert "1 failed in" in ended.stdout, "test_next is not told"
+
+
+def test_a_worker_that_ends_between_tests_is_an_error(tmp_path: Path) -> None:
+    """As tests may have been left out."""
+    (tmp_path / "test_d.py").write_text("import atexit, os\ndef test_registers(): atexit.register(os._exit, 7)\n")
+    ended = run(tmp_path, "test_d.py")
+    assert ended.returncode == 3, ended.stdout
+    assert "a worker ended between two tests, with exit code 7" in ended.stdout + ended.stderr
