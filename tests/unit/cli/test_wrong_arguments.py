@@ -153,8 +153,10 @@ def test_each_name_of_another_library_leads_to_a_key_or_an_option() -> None:
     assert set(COMMANDS.values()) > {"train", "checkpoint import", "--help"}
 
 
-def test_a_suggestion_is_a_key_that_the_command_reads() -> None:
+def test_a_suggestion_is_a_key_or_an_option_that_the_command_has() -> None:
     assert suggestions("batch_size", ["train.micro_batch"]) == ["train.micro_batch"]
     assert suggestions("batch_size", ["data.path"]) == []
     assert suggestions("--batch-size", [], ["--json"]) == []
     assert suggestions("--JSON", [], ["--json"]) == ["--json"]
+    assert suggestions("output_dir", [], ["--run-dir"]) == ["--run-dir"]
+    assert suggestions("output_dir", [], ["--json"]) == []
