@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import BertConfig, Config, DecoderConfig, FamilyConfig, GPTConfig, GPTNeoXConfig, Layout
+from shardwise.config import (
+    BertConfig,
+    Config,
+    DecoderConfig,
+    FamilyConfig,
+    GPTConfig,
+    GPTNeoXConfig,
+    Layout,
+    ModelConfig,
+)
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
 from shardwise.layers.execution import Compiler, Execution, made_with
@@ -117,21 +126,18 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-def balance_loads(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Balance the loads of experts after each step of the optimizer, if the model may have some."""
-    if config.may_have_experts:
-        from shardwise.layers.experts import balance_experts
+def balance_loads(rate: float, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+    """Balance the loads of experts after each step of the optimizer, by `optimizer.router_bias_rate`."""
+    from shardwise.layers.experts import balance_experts
 
-        balance_experts(model, optimizer, mesh.replicas, config.optimizer.router_bias_rate)
+    balance_experts(model, optimizer, mesh.replicas, rate)
 
 
-def totals_of(config: Config, model: nn.Module, mesh: Mesh) -> list[ExpertTotals]:
-    """Return what adds up in each step what parts of a model count, such as the loads of experts."""
-    if not config.may_have_experts:
-        return []
+def totals_of(settings: ModelConfig, model: nn.Module, mesh: Mesh) -> list[ExpertTotals]:
+    """Return what adds up in each step what parts of a model that may have experts count, such as their loads."""
     from shardwise.layers.expert_totals import ExpertTotals
 
-    return ExpertTotals.of(model, config.model, mesh)
+    return ExpertTotals.of(model, settings, mesh)
 
 
 def products_add(config: Config, device: torch.device) -> bool:

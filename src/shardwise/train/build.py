@@ -293,7 +293,8 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     )
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
-    balance_loads(config, model, optimizer, mesh)
+    if config.may_have_experts:
+        balance_loads(settings.router_bias_rate, model, optimizer, mesh)
     return optimizer
 
 

@@ -257,7 +257,8 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        self.totals += totals_of(training.config, training.model, mesh)
+        if training.config.may_have_experts:
+            self.totals += totals_of(training.config.model, training.model, mesh)
         self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
@@ -276,7 +277,8 @@ class StepMeters:
             reads_all: `totals` are read too.
         """
         parts = [losses_NK.flatten(), torch.stack(norms)]
-        parts += [totals.take().flatten() for totals in self.totals if reads_all]
+        for totals in self.totals if reads_all else ():
+            parts.append(totals.take().flatten())
         if flags is not None:
             mesh = self._training.mesh
             own_numbers = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
@@ -291,14 +293,14 @@ class StepMeters:
             agreed = tuple(numbers[: len(flags)])
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
-        losses, (gradient_norm, *parameter_norm), *totals = read
+        losses, (gradient_norm, *parameter_norm), *read_totals = read
         return StepNumbers(
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm[0] if parameter_norm else None,
             losses=tuple(map(math.fsum, np.reshape(losses, losses_NK.shape).T)),
             agreed_flags=agreed,
             straggler=straggler,
-            totals=totals,
+            totals=read_totals,
         )
 
     def record(
@@ -322,8 +324,10 @@ class StepMeters:
         memory: dict[str, int] = {}
         if is_logged:
             memory = {**self._state, "other": max(0, devices.memory_in_use(device) - sum(self._state.values()))}
-        read = zip(self.totals, numbers.totals, strict=False)
-        details = [totals.record(amounts, progress.position) for totals, amounts in read]
+        details = []
+        for totals, amounts in zip(self.totals, numbers.totals, strict=False):
+            if (detail := totals.record(amounts, progress.position)) is not None:
+                details.append(detail)
         return StepRecord(
             step=progress.step,
             loss=sum(losses),
@@ -344,7 +348,7 @@ class StepMeters:
             communication_bytes=sent,
             loss_spike=spike,
             straggler=numbers.straggler,
-            details=[detail for detail in details if detail is not None],
+            details=details,
             is_logged=is_logged,
             timing=pipeline.timing() if pipeline is not None and is_logged else None,
             memory=memory,
