@@ -7,6 +7,7 @@ take one share of the tests after the other: a file, or files that share somethi
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -62,6 +63,8 @@ class Workers:
                     raise session.Interrupted(session.shouldstop)
         finally:
             for worker in self._workers:
+                # A test may hear the signal itself: its worker then ends as it asks for more.
+                worker.connection.close()
                 if worker.process.is_alive():
                     os.kill(worker.process.pid or 0, signal.SIGINT)
             for worker in self._workers:
@@ -70,10 +73,21 @@ class Workers:
 
     def _start(self, session: pytest.Session) -> None:
         connection, its_end = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=_serve, args=(session, its_end))
+        # A fork that kept these would not hear that this process has ended.
+        not_its = [connection, *(worker.connection for worker in self._workers)]
+        process = multiprocessing.get_context("fork").Process(target=_serve, args=(session, its_end, not_its))
         process.start()
         its_end.close()
-        self._workers.append(Worker(process, connection))
+        worker = Worker(process, connection)
+        self._workers.append(worker)
+        self._give(worker)
+
+    def _give(self, worker: Worker) -> None:
+        """Send the next share, or none; a worker that has just ended is heard next."""
+        share = self._waiting.popleft() if self._waiting else []
+        worker.under_way += share
+        with contextlib.suppress(BrokenPipeError):
+            worker.connection.send(share)
 
     def _hear(self, session: pytest.Session) -> None:
         """Answer those who ask for tests, and report those that ended."""
@@ -89,9 +103,9 @@ class Workers:
             if message == b"":
                 self._end(worker, session)
             elif message is None:
-                share = self._waiting.popleft() if self._waiting else []
-                worker.under_way += share
-                worker.connection.send(share)
+                self._give(worker)
+            elif isinstance(message, tuple):
+                pytest.exit(*message)
             else:
                 self._report(worker, session, message)
 
@@ -140,8 +154,17 @@ class _Reports:
         return reports
 
 
-def _serve(session: pytest.Session, connection: Connection) -> None:
-    """Be a worker."""
+def _interrupt(_number: int, _frame: object) -> None:
+    """End once: a terminal tells all processes, and the one that collected tells its workers again."""
+    signal.signal(signal.SIGINT, lambda *_: None)
+    raise KeyboardInterrupt
+
+
+def _serve(session: pytest.Session, connection: Connection, not_its: Sequence[Connection]) -> None:
+    """Be a worker; `not_its` are ends of pipes that it has by its fork alone."""
+    for end in not_its:
+        end.close()
+    signal.signal(signal.SIGINT, _interrupt)
     atexit._clear()  # what the process that collects has to do at its end
     manager = session.config.pluginmanager
     terminal = manager.unregister(name="terminalreporter")
@@ -159,7 +182,10 @@ def _serve(session: pytest.Session, connection: Connection) -> None:
                 item=session.items[index], nextitem=None if following is None else session.items[following]
             )
             connection.send(reports.taken())
-    except (KeyboardInterrupt, EOFError, BrokenPipeError):  # the last two: of the process that collected
+    except pytest.exit.Exception as ended:
+        connection.send((ended.msg, ended.returncode))
+        session._setupstate.teardown_exact(None)
+    except (KeyboardInterrupt, EOFError, ConnectionError):  # the last two: of the process that collected
         session._setupstate.teardown_exact(None)
     finally:
         atexit._run_exitfuncs()
@@ -168,12 +194,10 @@ def _serve(session: pytest.Session, connection: Connection) -> None:
 def _in_turn(connection: Connection) -> Iterator[tuple[int, int | None]]:
     """Each test of the shares, and the test that follows it: what both use is kept until then."""
 
-    def share() -> list[int]:
+    share = connection.recv()
+    while share:
+        yield from itertools.pairwise(share)
+        last = share[-1]
         connection.send(None)
-        return list(connection.recv())
-
-    asked = share()
-    while asked:
-        yield from itertools.pairwise(asked)
-        last, asked = asked[-1], share()
-        yield last, asked[0] if asked else None
+        share = connection.recv()
+        yield last, share[0] if share else None

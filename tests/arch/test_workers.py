@@ -38,7 +38,16 @@ def run(at: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (at / "pytest.ini").touch()
     command = [sys.executable, "-P", "-m", "pytest", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=at, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        cwd=at,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        start_new_session=True,
+    )
 
 
 def test_each_test_is_told_once_and_the_one_that_ends_its_worker_has_failed(tmp_path: Path) -> None:
@@ -66,3 +75,29 @@ def test_a_worker_that_ends_between_tests_is_an_error(tmp_path: Path) -> None:
     ended = run(tmp_path, "test_d.py")
     assert ended.returncode == 3, ended.stdout
     assert "a worker ended between two tests, with exit code 7" in ended.stdout + ended.stderr
+
+
+def test_a_test_that_hears_the_signal_itself_ends_with_the_run(tmp_path: Path) -> None:
+    hears = (
+        "import signal, time\ndef test_hears():\n    signal.signal(signal.SIGINT, lambda *_: None)\n    time.sleep(2)\n"
+    )
+    (tmp_path / "test_d.py").write_text(hears + "def test_more(): ...\n")
+    fails = "import time\ndef test_fails():\n    time.sleep(0.5)\n    assert False\n"
+    (tmp_path / "test_e.py").write_text(fails)
+    ended = run(tmp_path, "-x", "test_d.py", "test_e.py")
+    assert (ended.returncode, "1 failed in" in ended.stdout) == (1, True), ended.stdout
+
+
+def test_an_exit_keeps_its_sentence_and_code(tmp_path: Path) -> None:
+    (tmp_path / "test_d.py").write_text("import pytest\ndef test_exits(): pytest.exit('no device', returncode=4)\n")
+    ended = run(tmp_path, "test_d.py")
+    assert (ended.returncode, "Exit: no device" in ended.stdout) == (4, True), ended.stdout
+
+
+def test_a_terminals_interrupt_tears_fixtures_down(tmp_path: Path) -> None:
+    """All processes hear it, and the workers once more from the one that collected."""
+    interrupts = "def test_interrupts(kept):\n    os.killpg(0, signal.SIGINT)\n    time.sleep(20)\n"
+    (tmp_path / "test_d.py").write_text(f"import signal\n{ENDS.partition('def test_before')[0]}{interrupts}")
+    ended = run(tmp_path, "test_d.py")
+    assert ended.returncode == 2, ended.stdout
+    assert len(list(tmp_path.glob("torn-down-*"))) == 1

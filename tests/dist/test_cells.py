@@ -195,9 +195,9 @@ def test_curves_show_learning(cell: Cell) -> None:
 def test_dropout_is_there_and_off_in_evaluation(family: str) -> None:
     """Otherwise equal losses would say nothing about masks."""
     plain, dropped = one_process(Cell(family)), one_process(Cell(family, dropout=True))
-    is_cpu = os.environ.get("TEST_DEVICE", "cpu") == "cpu"
-    # On an H200 they differed in the last bit, for a reason that is not known.
-    assert dropped.before == (plain.before if is_cpu else pytest.approx(plain.before, rel=1e-6))
+    # Without dropout a block of GPT-NeoX adds its two outputs to each other first. On an H200 a loss differed too.
+    is_exact = family != "gpt_neox" and os.environ.get("TEST_DEVICE", "cpu") == "cpu"
+    assert dropped.before == (plain.before if is_exact else pytest.approx(plain.before, rel=1e-6))
     assert abs(dropped.losses[0] / plain.losses[0] - 1) > 1e-6, "the first loss is the one without dropout"
 
 

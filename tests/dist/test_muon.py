@@ -63,7 +63,10 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
     head_dim = config.known_shapes.head_dim
     before = canonical_weights(trainer.model, mesh.pp, optimizer=trainer.optimizer)
     parts = {
-        n: [nn.Parameter(m.clone()) for m in (matrices_of(n, t, head_dim, split_heads) if is_of_muon(n, t) else [t])]
+        n: [
+            nn.Parameter(m.clone(memory_format=torch.contiguous_format))
+            for m in (matrices_of(n, t, head_dim, split_heads) if is_of_muon(n, t) else [t])
+        ]
         for n, t in before.items()
     }
     matrices = [p for n, t in before.items() if is_of_muon(n, t) for p in parts[n]]
@@ -85,7 +88,7 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
         for n, t in before.items():
             of_parts = matrices_of(n, gradients[n], head_dim, split_heads) if is_of_muon(n, t) else [gradients[n]]
             for part, gradient in zip(parts[n], of_parts, strict=True):
-                part.grad = gradient.clone()
+                part.grad = gradient.clone(memory_format=torch.contiguous_format)
         for optimizer in optimizers:
             optimizer.step()
     worst = 0.0

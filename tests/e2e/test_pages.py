@@ -268,7 +268,9 @@ def test_a_block_that_another_test_runs_names_that_test(test: str) -> None:
     file, _, name = test.partition("::")
     assert (ROOT / file).exists(), f"{file} is named above a block of commands, and is not there"
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file} has no {name}"
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}, (
+        f"{file} has no {name}"
+    )
 
 
 def test_no_name_of_a_section_is_out_of_date() -> None:

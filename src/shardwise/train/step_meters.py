@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import starmap
+from operator import methodcaller
 from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -283,7 +284,7 @@ class StepMeters:
             mesh = self._training.mesh
             own_numbers = torch.tensor([*flags, *(() if self._stragglers is None else self._stragglers.numbers())])
             parts.append(collectives.all_reduce_(devices.to_device(own_numbers, mesh.device), mesh.world, op="max"))
-        read = list(map(Tensor.tolist, torch.cat(parts).cpu().split(list(map(len, parts)))))
+        read = list(map(methodcaller("tolist"), torch.cat(parts).cpu().split(list(map(len, parts)))))
         # The host has waited for the device, so the marks around the passes can be read without another wait.
         self.clock.read()
         agreed: tuple[float, ...] | None = None
