@@ -65,7 +65,7 @@ class PartSeconds:
         tensor: collectives of tensor and sequence parallelism.
         accumulation: additions of the gradients of weights to those of earlier micro-batches.
         context: collectives of context parallelism.
-        all_to_all: all-to-alls of rows.
+        all_to_all: all-to-alls of the rows of experts.
     """
 
     matmul: float = 0.0

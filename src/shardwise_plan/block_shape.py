@@ -28,13 +28,13 @@ class Weight(NamedTuple):
 
 
 class RowExchange(NamedTuple):
-    """The work of a pass that brings each token to the weights that a router chooses; an MLP for all tokens has none.
+    """The work of a pass that brings each token to the experts that its router chooses; a dense block has none.
 
     Attributes:
         scores: the weight of the router's product, which is in float32 on the tokens between the cut layers.
-        moved_bytes: bytes that are read and written to put rows in the order of their weights, and to sum them.
+        moved_bytes: bytes that are read and written to put rows in the order of their experts, and to sum them.
         sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
-        group: ranks that divide the weights among them.
+        group: ranks that divide the experts among them.
         kernels: number of kernels.
     """
 

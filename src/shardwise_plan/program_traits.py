@@ -45,7 +45,7 @@ class ProgramTraits:
         update_values: values of an element that the optimizer's step reads and writes; None: those of this package's.
         gathered_metrics: numbers that each rank gathers from all ranks at the end of a step. The host fills a tensor
             for each rank's number and copies it there, while the device waits.
-        travels_once: True if a token travels once to a rank that has several of the weights that its router chose,
+        travels_once: True if a token travels once to a rank that has several of its experts,
             False if to each of them.
         graphs: True if a CUDA graph starts the kernels, so that the device does not wait for the host.
     """

@@ -75,11 +75,11 @@ STEP_METRICS = (
 """The order is that of the JSON of `monitor`, of Prometheus, and of the charts in the report."""
 STEP_METRIC_NAMES = tuple(metric.name for metric in STEP_METRICS)
 REPORT_CURVES = tuple(metric for metric in STEP_METRICS if metric.title)
-OF_SOME_MODELS = {
+SPARSE_METRICS = {
     "expert_load_max": "largest load ×{:.2f}", "expert_idle": "{:.1%} idle", "expert_entropy": "entropy {:.3f}",
 }  # fmt: skip
-"""Metrics that only some models record → their words in the row of `top` that shows them."""
-ROW_OF_SOME_MODELS = "experts"
+"""Metrics that only sparse models record → their words in the row of `top` that shows them."""
+SPARSE_ROW = "experts"
 SCREEN_CURVES = ("loss", "tokens_per_second", "grad_norm")
 PARTS = ("data", "forward", "backward", "communication", "optimizer", "checkpoint", "other")
 """Parts of a step's time (`split_seconds`), in the order in which they are shown."""

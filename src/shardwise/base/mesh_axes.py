@@ -56,7 +56,7 @@ CHOSEN_DEGREES = (*CHOSEN_AXES, EXPERT)
 DIVIDING_KEYS = (TENSOR.key, EXPERT.key, PIPELINE.key)
 """The keys of the degrees that divide the weights of a model over ranks."""
 ALIKE = "experts"
-"""Name, within that of replicas, of the ranks that have the same tensors of those that ranks divide among them."""
+"""Name, within that of replicas, of the ranks that hold the same experts: `dp/experts`."""
 
 
 def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:

@@ -86,12 +86,12 @@ class Layout:
         return replicas_name(self.data, self.context)
 
     def alike_axis(self, parts: int) -> str:
-        """The name of the group of those ranks that have the same one of so many parts, of experts or of buckets."""
+        """The name of the group of ranks that hold the same experts, or the same one of so many parts of a bucket."""
         return f"{self.replicas_axis}/{ALIKE if parts == self.expert else 'copies'}"
 
     @property
     def exchanges_tokens(self) -> bool:
-        """True if ranks compute tokens of each other, and then unequal numbers of them."""
+        """True if ranks divide the experts of a block: tokens travel between them, and loads differ."""
         return self.expert > 1
 
     @cached_property

@@ -58,7 +58,7 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
-        early: likewise while the first gradients of weights of the last block are complete (`FeedForward.is_early`).
+        early: likewise while the gradients of the last block's experts are complete (`FeedForward.is_early`).
         later: likewise from the moment at which another gradient of a weight of the last block is complete.
     """
 

@@ -30,7 +30,7 @@ class FeedForward:
         at_work: at the last layer in the backward pass, but for gradients of weights and of the output.
         weight_gradients: new gradients of weights, the most at a time.
         holds_two: true if `at_work` is there twice at another moment.
-        is_early: true if the gradients of its weights are complete together, before others of the block.
+        is_early: true if it is experts, whose gradients are complete together, before others of the block.
         recorded: what full recompute keeps beside the block's input.
     """
 
@@ -151,7 +151,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForward:
 
 
 def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffic) -> int:
-    """Return the bytes that a router and its experts save, but for what stands in brackets.
+    """Return the bytes that a router and its experts save, but for what stands in parentheses.
 
     | part   | saved                                                                 | elements            |
     |--------|-----------------------------------------------------------------------|---------------------|

@@ -263,7 +263,7 @@ class _Reductions:
 def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
     """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
-    With those before it come those while its routed weights get their gradients, which the rest of a block gets later.
+    With those before it come those while its experts get their gradients, which the rest of a block gets later.
     At the embedding they are those beside its new gradient, which is free before a reduction begins; the unit of what
     no smaller unit has comes last, and has all that is held from then on.
 

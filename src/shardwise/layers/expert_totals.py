@@ -37,8 +37,8 @@ class ExpertTotals:
         self._mesh = mesh
 
     @staticmethod
-    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> list[ExpertTotals]:
-        """Return the totals of this rank's part of a model; none if the whole model has no experts."""
+    def of(model: nn.Module, config: ModelConfig, mesh: Mesh) -> ExpertTotals | None:
+        """Return the totals of this rank's part of a model; None if the whole model has no experts."""
         if config.is_own:
             layers = dict(enumerate(experts_of(model)))
             routings = {number: layer.router.routing for number, layer in layers.items()}
@@ -46,7 +46,7 @@ class ExpertTotals:
             # Another rank has other blocks: the name tells which these are.
             layers = {int(re.findall(r"\d+", layer.name)[0]): layer for layer in experts_of(model)}
             routings = config.routings
-        return [ExpertTotals(layers, routings, mesh)] if routings else []
+        return ExpertTotals(layers, routings, mesh) if routings else None
 
     def take(self) -> Tensor:
         """Return the totals of all blocks over all ranks, `[L, N + K]` in float32. Collective over all ranks.
@@ -67,7 +67,7 @@ class ExpertTotals:
             layer.loads_of_batch = totals[row, : len(layer.loads)].to(device)
         return torch.cat([totals[:, :most].float(), totals[:, most:].float() / _PARTS], dim=1).to(device)
 
-    def record(self, totals: Sequence[float], _position: int = 0) -> StepDetail | None:
+    def record(self, totals: Sequence[float], _position: int) -> StepDetail | None:
         """Return the record of the numbers of `take`, on the host; None if no token came by an expert.
 
         It has the largest load, which is the most rows of an expert over the mean of its block; the part of all experts

@@ -133,7 +133,7 @@ def balance_loads(rate: float, model: nn.Module, optimizer: torch.optim.Optimize
     balance_experts(model, optimizer, mesh.replicas, rate)
 
 
-def totals_of(settings: ModelConfig, model: nn.Module, mesh: Mesh) -> list[ExpertTotals]:
+def totals_of(settings: ModelConfig, model: nn.Module, mesh: Mesh) -> ExpertTotals | None:
     """Return what adds up in each step what parts of a model that may have experts count, such as their loads."""
     from shardwise.layers.expert_totals import ExpertTotals
 

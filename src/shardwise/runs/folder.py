@@ -5,7 +5,7 @@
         environment.json     versions, commit, command line, devices; environment-0001.json likewise
         run.json             the run's id, which its checkpoints have too, and the format of this folder (`FORMAT`)
         metrics.jsonl        one event a line
-        NAME.jsonl           what a part of the model counts, a logged step a line (`StepDetail.lines`)
+        experts.jsonl        loads of a sparse model's experts, a logged step a line (`StepDetail.lines`)
         ranks/rank-0000.jsonl
         traces/rank-0000.json of the steps of log.profile
         tensorboard/

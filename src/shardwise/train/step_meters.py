@@ -212,7 +212,7 @@ class Stragglers:
 
 
 class StepTotals(Protocol):
-    """What is added up on this rank."""
+    """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
 
     def take(self) -> Tensor:
         """Return the totals of all ranks, and begin anew. Collective."""
@@ -258,8 +258,8 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        if training.config.may_have_experts:
-            self.totals += totals_of(training.config.model, training.model, mesh)
+        if training.config.may_have_experts and (experts := totals_of(training.config.model, training.model, mesh)):
+            self.totals.append(experts)
         self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(

@@ -499,15 +499,11 @@ def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], i
     """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
     plan = stage_plan(config, layout)
     model = config.shapes
-    by_rank = []
-    for rank in range(layout.pipeline):
-        stages = [stage for stage in plan if stage.rank == rank]
-        count = None
-        if model is not None:
-            local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
-            count = elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()
-        by_rank.append((stages, count))
-    return by_rank
+    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
+    if model is None:
+        return [(stages, None) for stages in by_rank]
+    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
+    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
 
 
 def _named(stages: list[Stage]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
-from shardwise.config.learning_rates import LEARNING_RATES
+from shardwise.optim.learning_rate import learning_rate
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
@@ -45,7 +45,6 @@ class Trainer(Training):
         self.meters = StepMeters(self)
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
-        self._rate = LEARNING_RATES[self.config.optimizer.schedule].rate
         self._last_step = self.config.last_step
         self._last = min(self._last_step, end_of_run(self.config.train, 0))
         self._stage_starts = {stage.at for stage in self.config.data.stages}
@@ -116,7 +115,7 @@ class Trainer(Training):
             micro_batches = self.feed.at(self.progress.position, following=self._last_step - step)
         # A caller who reads each record may read all of it.
         reads_all = self.log_every is None or is_logged
-        lr = self._rate(self.config.optimizer, self.config.train.steps, step)
+        lr = learning_rate(self.config.optimizer, self.config.train.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         is_ahead = "update_in_backward" in self.config.train.switches

@@ -47,7 +47,7 @@ class Reference:
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
         states: texts of the training's state after its middle and after its end (`state_texts`).
-        choices: those of routers; empty for a dense model, and in bit-equal training.
+        choices: experts that routers chose; empty for a dense model, and in bit-equal training.
     """
 
     losses: Sequence[float]

@@ -41,7 +41,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class ChoiceDifferences:
-    """The choices of routers that differ from those of one process.
+    """The experts that routers chose and that differ from those of one process.
 
     Attributes:
         differing: number of choices for a token that one process did not make.
@@ -65,7 +65,7 @@ class Differences:
         gradient: tensor with the largest difference of a gradient.
         state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
         resumed_state: likewise at the end, after another layout's checkpoint was read.
-        choices: of routers. Where some differ, the other differences are those with the choices of one process.
+        choices: experts that routers chose. Where some differ, the other differences are those with one process' choices.
     """
 
     weights: float

@@ -57,7 +57,7 @@ class Verification:
 
     Attributes:
         outcomes: outcomes of all layouts, then of one process that read the last layout's checkpoint.
-        choices: those of all routers for each token and step that were compared; 0 for a dense model.
+        choices: tokens times experts of each, of all routers and steps, that were compared; 0 for a dense model.
     """
 
     losses: Sequence[float]

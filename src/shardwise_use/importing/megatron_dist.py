@@ -5,7 +5,7 @@
     SOURCE/iter_0000100/.metadata, *.distcp        a folder of torch.distributed.checkpoint
 
 As megatron/core/dist_checkpointing writes them. Tensors are whole, whatever the layout was. Those of the layers, and of
-several MLPs in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
+the experts in them, are stacked on a leading axis, or numbered where layers differ; gates of SwiGLU stand above its up
 projections; Q, K and V are fused by groups as in version 3. Moments have the names of their weights after
 `optimizer.state.exp_avg.`, and masters after `optimizer.state.fp32_param.` or `….param.`. The distributed optimizer
 writes its own buffers in their place, unless it is told to be `fully_reshardable`: for each rank of TP and PP
@@ -56,7 +56,7 @@ _ALIGNMENT = 64
 _SHOWN = 6
 _RESHARDABLE = "save it again by Megatron-LM with --dist-ckpt-optim-fully-reshardable for its moments"
 _ORDER = ("qkv", "q_norm", "k_norm", "post_norm", "fc1", "fc2", "router")
-"""Roles of a layer's tensors in the order of its modules, between the first two and those of several MLPs."""
+"""Roles of a layer's tensors in the order of its modules, between the first two and the experts."""
 _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
@@ -143,7 +143,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
 
 
 def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of layers, and of MLPs in them, by their numbers: without one in the name they are stacked."""
+    """The tensors of layers, and of experts in them, by their numbers: without one in the name they are stacked."""
     if stacked := sparse_models.MEGATRON_STACKED.fullmatch(name):
         for i in range(len(tensor)):
             yield from _unstacked(f"{stacked[1]}{i}.{stacked[2]}", tensor[i])

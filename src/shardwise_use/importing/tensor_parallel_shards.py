@@ -61,7 +61,7 @@ def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], 
     """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
 
     Raises:
-        ConfigError: there is no such folder, or it has files of further ranks.
+        ConfigError: there is no such folder, or it is of a model with experts.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")

@@ -167,7 +167,7 @@ def _by_name(
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
-    # Some families have the router of a layer before what it chooses.
+    # Some families have the router of a layer before its experts.
     for router_first in (True, False):
         parameters = _parameters(shapes, opened.config.family, router_first=router_first)
         if len(groups) > 1:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import OF_SOME_MODELS, ROW_OF_SOME_MODELS, Curve, column_width
+from shardwise_watch.step_metrics import SPARSE_METRICS, SPARSE_ROW, Curve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -210,7 +210,7 @@ def percent(value: object, digits: int = 1) -> str:
 
 def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return names and texts of what only some models record in a step."""
-    values = {words: last.get(name) for name, words in OF_SOME_MODELS.items()}
+    values = {words: last.get(name) for name, words in SPARSE_METRICS.items()}
     if next(iter(values.values())) is None:
         return []
     losses = last.get("balance_losses")
@@ -219,7 +219,7 @@ def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
         words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", plain(value), words)
         for words, value in values.items()
     ]
-    return [(ROW_OF_SOME_MODELS, ", ".join(texts + shown))]
+    return [(SPARSE_ROW, ", ".join(texts + shown))]
 
 
 def plain(value: object, form: str = ".4g") -> str:

@@ -17,9 +17,9 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
-from shardwise.checkpoint.format.block_parts import PART_NUMBER, differing_parts, single_parts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
+from shardwise.checkpoint.format.sparse_blocks import NUMBER_IN_BLOCK, differing_blocks, unfused
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, number_runs, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
@@ -76,7 +76,7 @@ class StoredTensors:
         if damage:
             raise DamageError("; ".join(damage))
         weights |= _whole(folder, parts)
-        return StoredTensors(folder, {MODEL: single_parts(folder, weights)}, None, files)
+        return StoredTensors(folder, {MODEL: unfused(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
         """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
@@ -229,7 +229,9 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
     """
     ranks = []
     for name, shape in shapes.items():
-        for entry in (stored[source] for source in sources[name] if len(shape) > 1 and not PART_NUMBER.search(name)):
+        for entry in (
+            stored[source] for source in sources[name] if len(shape) > 1 and not NUMBER_IN_BLOCK.search(name)
+        ):
             sizes = zip(shape, entry.shape, entry.pieces[0].box.size, strict=False)
             cut = [-(-full // max(1, part)) for full, length, part in sizes if length < full]
             ranks += cut if len(cut) == 1 else [0]
@@ -274,15 +276,15 @@ def mismatches(
         if tensor.dtype not in FLOATING:
             wrong_dtypes.append((name, tensor.dtype))
     prefix = "" if state == MODEL else f"the {state} of "
-    parts: list[str] = []
+    blocks: list[str] = []
     if state == MODEL:
-        parts, is_explained = differing_parts(where, needed_names, canonical_names.values())
+        blocks, is_explained = differing_blocks(where, needed_names, canonical_names.values())
         lacks, unknown, wrong_shapes = (
             [fact for fact in facts if not is_explained(fact[0])] for facts in (lacks, unknown, wrong_shapes)
         )
     quantized = f": dtype of {{}} ({{}}) must be {TRAINABLE}: quantized weights cannot be trained"
     return [
-        *parts,
+        *blocks,
         *lines_of_layers(where, " lacks {} {}", lacks, prefix),
         *lines_of_layers(where, " has {} {}, which the model lacks", unknown, prefix),
         *lines_of_layers(where, ": shape of {} {}", wrong_shapes, prefix),
@@ -315,12 +317,11 @@ def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], 
     Args:
         where: subject of the lines.
         text: format of the name and the fact.
-        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`, and numbered parts of a
-            block likewise.
+        facts: (name, fact); `h.0.ln.bias` … `h.11.ln.bias` are shown as `h.{0…11}.ln.bias`, and experts likewise.
         prefix: text before each name.
     """
     texts = [(name, str(fact)) for name, fact in facts]
-    for part in (PART_NUMBER, _LAYER):
+    for part in (NUMBER_IN_BLOCK, _LAYER):
         layers: dict[tuple[str, str], list[int]] = {}
         for name, fact_text in texts:
             numbers = layers.setdefault((part.sub("*", name, count=1), fact_text), [])

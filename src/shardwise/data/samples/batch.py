@@ -163,10 +163,12 @@ class Batches(ABC):
         The samples are the first ones in their own order, cut over ranks as by `local_batch`. So that all ranks have
         equal shapes, samples that count nothing are added: one micro-batch, or all of a rank's, may count nothing.
         """
+        # Samples that only fill up must not hide a global batch that cannot be cut.
+        self.places_of_rank(global_batch, dp_rank, dp_size, micro_batch)
         real = min(count * global_batch, self.num_samples)
         portion = dp_size * micro_batch
         total = eval_micro_batches(self.num_samples, count, global_batch, portion) * portion
-        for samples in self.places_of_rank(total, dp_rank, dp_size, micro_batch):
+        for samples in self.places_of_rank(total, dp_rank, dp_size, micro_batch) if total else ():
             indices = np.where(samples < real, self.evaluated(np.minimum(samples, real - 1)), -1)
             # Epoch 0 each time: every evaluation sees the same samples.
             yield self.collate(indices, np.zeros_like(samples), samples)

@@ -152,6 +152,10 @@ def test_an_evaluation_has_each_sample_once(
     assert sum(part.counts for part in parts).tolist() == samples.counts.tolist()
 
 
+def test_an_evaluation_of_no_batches_has_none(make: Make) -> None:
+    assert [*make(0).eval_batches(0, 8, 0, 2, 2)] == []
+
+
 def test_arrays_are_int64_contiguous_and_their_own(make: Make) -> None:
     batches = make(1)
     trained = batches.local_batch(0, 6, 0, 1, 3)[0]
@@ -177,5 +181,7 @@ def test_a_blank_sample_counts_nothing(make: Make) -> None:
 def test_what_cannot_be_cut_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"train\.global_batch \(6\) must be a multiple .* \(2 × 2\)"):
         make(0).local_batch(0, 6, 0, 2, 2)
+    with pytest.raises(ConfigError, match=r"train\.global_batch \(6\) must be a multiple .* \(2 × 2\)"):
+        next(make(0).eval_batches(1, 6, 0, 2, 2))
     with pytest.raises(ConfigError, match=r"data-parallel rank \(2\) must be in 0 … 1"):
         make(0).local_batch(0, 8, 2, 2, 2)
