@@ -65,7 +65,7 @@ class Differences:
         gradient: tensor with the largest difference of a gradient.
         state: in bit-equal training, first gradient norm or tensor of the state whose bits differ in the middle.
         resumed_state: likewise at the end, after another layout's checkpoint was read.
-        choices: experts that routers chose. Where some differ, the other differences are those with one process' choices.
+        choices: experts that routers chose. Where some differ, the others are those with one process' choices.
     """
 
     weights: float
