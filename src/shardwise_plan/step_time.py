@@ -47,6 +47,8 @@ _HOST_BANDWIDTH = 100e9
 """Bytes a second of a machine's memory, which its ranks share as they update offloaded state: assumed, not measured."""
 HOST_LINK_BANDWIDTH = 25e9
 """Bytes a second between a device and its host, of PCIe 4.0 with 16 lanes: assumed, not measured."""
+COMMUNICATION = ("tensor", "context", "experts", "messages", "reduction", "gather")
+"""Parts of `StepTime` in which data travel."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class StepTime:
     @property
     def communication(self) -> float:
         """Seconds that nothing hides."""
-        return self.tensor + self.context + self.experts + self.messages + self.reduction + self.gather
+        return sum(seconds for part, seconds in self.rows() if part in COMMUNICATION)
 
     def scaled(self, ratio: float) -> StepTime:
         return StepTime(**{part: ratio * seconds for part, seconds in self.rows()})

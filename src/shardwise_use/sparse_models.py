@@ -96,7 +96,7 @@ def megatron_section(
 
 
 def megatron_module(name: str, config: FamilyConfig) -> tuple[str, str, int]:
-    """Of a module of a layer: what its role begins with, its name as a module of an MLP, and the width of this MLP."""
+    """The beginning of the role of a layer's module, its name as a module of an MLP, and the width of this MLP."""
     plain, number = without_number(name)
     if number is None:
         return "", name, config.intermediate_size

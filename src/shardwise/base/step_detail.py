@@ -1,4 +1,4 @@
-"""What a part of a training tells of a step that is logged: a record, so that what writes it need not know the part."""
+"""The record of a logged step that a part of a training gives to those who write it and need not know the part."""
 
 from __future__ import annotations
 

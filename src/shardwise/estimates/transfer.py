@@ -40,11 +40,11 @@ def over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, coun
 
 
 def gathered(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """What a region of tensor parallelism begins with: without sequence parallelism each rank has all of it already."""
+    """The start of a region of tensor parallelism; without sequence parallelism each rank has all of it already."""
     return over_tensor(workload, "all_gather", size if workload.layout.sequence_parallel else 0, tensor, count)
 
 
 def summed(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """What such a region ends with; under sequence parallelism each rank gets its part of the sum."""
+    """The end of such a region; under sequence parallelism each rank gets its part of the sum."""
     kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
     return over_tensor(workload, kind, size, tensor, count)

@@ -6,7 +6,6 @@ import datetime
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,17 @@ from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from, stages_of
 from shardwise_plan import device_seconds, device_specs
 from shardwise_plan.plan import Plan, predicted
-from shardwise_plan.step_time import StepTime
+from shardwise_plan.step_time import COMMUNICATION
 from shardwise_watch.run import RunView, open_run
 
 Pair = Mapping[str, float | None]
 """An amount as `predicted` and as `measured`, which is None where the run did not record it."""
 
 _COMPUTATION = ("matmul", "attention", "memory_bound", "accumulation", "launch", "head", "recompute")
-_OTHERS = tuple(part.name for part in fields(StepTime) if part.name not in (*_COMPUTATION, "optimizer"))
 # By part of a step: the parts of a prediction, and the keys of a run's `split_seconds`.
 PARTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "computation": (_COMPUTATION, ("forward", "backward")),
-    "communication": (_OTHERS, ("communication",)),
+    "communication": ((*COMMUNICATION, "bubble"), ("communication",)),
     "optimizer": (("optimizer",), ("optimizer",)),
     "data and other": ((), ("data", "checkpoint", "other")),
 }
