@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, config_from
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.models.flops import flops_per_token
 from shardwise_plan.device_seconds import Constants, fitted
 from shardwise_plan.device_specs import Cluster, Device, Link, load_device
 from shardwise_plan.program_traits import ProgramTraits

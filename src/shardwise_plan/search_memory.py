@@ -12,8 +12,9 @@ from shardwise.estimates.activations import kept_and_work
 from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import candidates
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.step_peak import blocks_in_flight
 from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
-from shardwise.pipeline.partition import blocks_in_flight, stage_plan
+from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import Choice, compiled
 

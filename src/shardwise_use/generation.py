@@ -27,10 +27,10 @@ from shardwise.data.formats.common import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.units import stages_of
-from shardwise.models.blocks import KeyValueCache, Stages, gives_losses
+from shardwise.layers.units import unit_roots
+from shardwise.models.blocks import KeyValueCache, gives_losses
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.stages import relay
+from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.rank_agreement import agree_to_stop
 
 PREFILL_CHUNK = 1024
@@ -111,7 +111,7 @@ def open_reader(
 ) -> Reader:
     """The reader of a model: with a cache of keys and values for `room` tokens, where the model can have one."""
     module = cast(nn.Module, model)
-    if isinstance(stages_of(module)[0], CausalLM):
+    if isinstance(unit_roots(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)
     return _Uncached(module, mesh, parallel)
 
@@ -124,7 +124,7 @@ class _Cached:
         self._mesh = mesh
         self._chunk = chunk
         self._parallel = parallel
-        self._caches = {part: KeyValueCache(room) for part in stages_of(model)}
+        self._caches = {part: KeyValueCache(room) for part in unit_roots(model)}
         self._known: list[int] = []
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:

@@ -13,8 +13,8 @@ from shardwise.config import FamilyConfig, config_from
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
-from shardwise.models.blocks import Stages
 from shardwise.models.build import build_model
+from shardwise.pipeline.stages import Stages
 
 
 @dataclass(frozen=True, order=True)

@@ -34,7 +34,7 @@ def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
         problems = list(differences(config, folder).problems)
     except ConfigError as error:
         problems = error.problems
-    collectives.agree(problems, group)
+    collectives.raise_on_all_ranks(problems, group)
 
 
 def load_hugging_face(
@@ -58,7 +58,7 @@ def load_hugging_face(
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored, tensors.files)
     # Weights of another configuration have other shapes: its keys tell why.
-    collectives.agree(config_problems or problems, mesh.world)
+    collectives.raise_on_all_ranks(config_problems or problems, mesh.world)
     requests: list[ReadRequest] = []
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
         request = ReadRequest(MODEL, piece.name, piece_box, target)
@@ -74,7 +74,7 @@ def load_hugging_face(
                 request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
-    collectives.agree(problems, mesh.world)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     for bucket in [] if optimizer is None else optimizer.buckets:
         bucket.adopt_values()
     require_finite(model, mesh, folder, optimizer)
@@ -96,7 +96,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
         problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
         problems = [str(error)]
-    collectives.agree(problems, world)
+    collectives.raise_on_all_ranks(problems, world)
     assert tensors is not None
     return tensors, config_problems
 
@@ -116,7 +116,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
     _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh), stored)
-    collectives.agree(problems, mesh.world)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
     for piece, target in local_pieces(model):

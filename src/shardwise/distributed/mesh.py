@@ -518,15 +518,15 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
     bound_device = device if device.type != "cpu" and not devices.is_neuron(backend) else None
     # Costly to import, for the ranks of a job.
-    from shardwise.distributed import rendezvous
+    from shardwise.distributed import rendezvous, wait_limit
 
     with _while_ranks_meet():
         store = rendezvous.meet(job_rank(), job_size(), limit)
         options: dict[str, Any] = {}
         if store is not None:
             options = {"store": store, "rank": job_rank(), "world_size": job_size()}
-        if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
-            limit = rendezvous.NEVER
+        if backend == dist.Backend.GLOO and wait_limit.start_wait_limit(timeout):
+            limit = wait_limit.NEVER
         set_default_timeout(limit)
         dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
     devices.begin_use(device)

@@ -24,7 +24,8 @@ from shardwise.estimates.activations import (
 from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import InFlight, StageInFlight, whole_gradient_bytes
-from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, rounding_chunk_elements
+from shardwise.estimates.step_peak import PassBytes, StepPeak, step_peak
+from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
@@ -35,9 +36,8 @@ from shardwise.models.parameter_counts import (
     local_parameters,
     parameter_count,
 )
-from shardwise.optim.bucket_layout import matrix_chunk_elements
+from shardwise.optim.bucket_layout import matrix_chunk_elements, rounding_chunk_elements
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.partition import PassBytes, StepPeak, step_peak
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3

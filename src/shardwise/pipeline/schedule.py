@@ -24,10 +24,9 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
-from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
 from shardwise.pipeline.clock import Clock, StepTiming, name_messages
-from shardwise.pipeline.stages import Compute
+from shardwise.pipeline.stages import Compute, Stages
 
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,

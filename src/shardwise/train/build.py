@@ -26,12 +26,12 @@ from shardwise.distributed.placement import of_or_whole, placements
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
-from shardwise.models.blocks import Stages, block_matrices
-from shardwise.models.build import balance_loads, products_add, products_add_in_graphs
+from shardwise.models.blocks import block_matrices
+from shardwise.models.build import products_add, products_add_in_graphs
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.stages import build_stages
+from shardwise.pipeline.stages import Stages, build_stages
 from shardwise.train.checkpoint_choice import steps_between, went_back
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
@@ -294,7 +294,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
     if config.may_have_experts:
-        balance_loads(settings.router_bias_rate, model, optimizer, mesh)
+        from shardwise.layers.experts import balance_experts
+
+        balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
     return optimizer
 
 

@@ -27,7 +27,8 @@ from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.launch import notices
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
+from shardwise.models.flops import flops_per_token, model_flops_utilization
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks

@@ -31,6 +31,7 @@ from shardwise.estimates.memory import (
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
+from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import LocalWidths, OwnShapes, elements_by_ranks
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
@@ -525,7 +526,7 @@ def blocks_of(stage: Stage) -> str:
 def _token_flops(config: Config) -> float | None:
     """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
-    return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
+    return flops_per_token(config.model, length, config.data.predictions(length))
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
@@ -536,7 +537,7 @@ def _recompute(workload: RankWorkload, token_flops: float) -> str:
     if config.recompute == "selective" and fused:
         return f"{cheap}, no matrix product"
     part = "each block" if config.recompute == "full" else f"{cheap}, and the attention core"
-    flops = parameter_counts.recomputed_flops_per_token(
+    flops = recomputed_flops_per_token(
         config.model, config.train.sequence_length, config.recompute, fused_attention=fused
     )
     assert flops is not None, "the shapes of the model are known"

@@ -17,7 +17,7 @@ from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.config.learning_rates import LEARNING_RATES
 from shardwise.config.stand_in import asked_of
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.models.flops import flops_per_token
 from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
 from shardwise_plan.device_specs import Cluster, cluster
 from shardwise_plan.layout_choices import number_of_choices

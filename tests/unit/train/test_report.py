@@ -23,7 +23,8 @@ from shardwise.checkpoint.save import Saved
 from shardwise.config import Config, Layout, check_layout, config_from, stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
-from shardwise.models.parameter_counts import flops_per_token, parameter_count
+from shardwise.models.flops import flops_per_token
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report

@@ -29,7 +29,7 @@ from shardwise.launch.rank_process import die_with_parent
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model, products_add_in_graphs
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE
 from shardwise.train.compile.units import HEAD, Compilation, unit_of_layer
@@ -106,12 +106,12 @@ def play(
     return compilation
 
 
-def _part(model: FamilyConfig, unit: str) -> Part:
+def _part(model: FamilyConfig, unit: str) -> ModelPart:
     """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
     if unit == HEAD:
-        return Part(range(0), is_first=False, is_last=True)
+        return ModelPart(range(0), is_first=False, is_last=True)
     layer = next(layer for layer in range(model.num_hidden_layers) if unit_of_layer(model, layer) == unit)
-    return Part(range(layer, layer + 1), is_first=False, is_last=False)
+    return ModelPart(range(layer, layer + 1), is_first=False, is_last=False)
 
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:

@@ -16,11 +16,12 @@ from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, memory_by_rank
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.models.blocks import Part
+from shardwise.estimates.step_peak import PassBytes, step_peak
+from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters
 from shardwise.pipeline.action_order import Action, action_order, with_whole_backward_passes
-from shardwise.pipeline.partition import PassBytes, stage_plan, step_peak
+from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import simulate
 from tests.unit.estimates.families import MODELS, family, make_config, section
 
@@ -53,7 +54,7 @@ def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[
     ends = Group() if whole else Group(dist.new_group([0, 1]))
     stored, seen, embeddings = [], set[int](), dict[str, Any]()
     for stage in stages:
-        part = Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
+        part = ModelPart(stage.layers, stage.is_first, stage.is_last, ends, embeddings)
         model = build_model(chosen, group, sequence_parallel=False, device="meta", part=part)
         for _, parameter, record in placements(model):
             if id(parameter) not in seen:

@@ -4,12 +4,8 @@ import pytest
 
 from shardwise.config import BertConfig, GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config
-from shardwise.models.parameter_counts import (
-    flops_per_token,
-    matmul_parameter_count,
-    model_flops_utilization,
-    recomputed_flops_per_token,
-)
+from shardwise.models.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
+from shardwise.models.parameter_counts import matmul_parameter_count
 from tests.unit.estimates.families import OWN
 
 LLAMA2_7B = LlamaConfig(
