@@ -277,11 +277,11 @@ class Cluster:
 
 
 def device_names() -> list[str]:
-    """The devices that are described here."""
+    """The names of the devices whose files the planner has."""
     return sorted(path.stem for path in DEVICE_FILES.glob("*.yaml"))
 
 
-def cluster(text: str, nodes: int = 1) -> Cluster:
+def parse_cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
     match = re.fullmatch(r"(.+?)(?::(\d{1,9}))?", text)
     if match is None:
@@ -325,7 +325,7 @@ def load_device(name: str) -> Device:
     return _shipped(_shipped_key(name))
 
 
-def shipped_text(name: str) -> str:
+def shipped_device_text(name: str) -> str:
     """The file of a device of that name, as it is shipped; ConfigError: there is no such device."""
     return (DEVICE_FILES / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
 
@@ -345,7 +345,7 @@ def _shipped_key(name: str) -> str:
 
 @cache
 def _shipped(key: str) -> Device:
-    return parse_device(key, shipped_text(key), f"{key}.yaml")
+    return parse_device(key, shipped_device_text(key), f"{key}.yaml")
 
 
 def parse_device(device_key: str, text: str, where: str) -> Device:
@@ -414,7 +414,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _with_base(_flat(shipped_text(name), name), name, name)
+        base = _with_base(_flat(shipped_device_text(name), name), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     if not changes.keys() <= _BESIDE_STEPS:
@@ -438,19 +438,19 @@ def _flat(text: str, where: str) -> dict[str, Any]:
 # ---- files that are written
 
 
-def described(device: Device, constants: Mapping[str, float], source: str) -> str:
-    """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
+def changed_device_text(device: Device, constants: Mapping[str, float], source: str) -> str:
+    """The file of a device with other constants, which have this source; its own ones stay where none replaces them."""
     flat = {key: value for key, value in device.figures.items() if key not in _COMPARED}
-    flat |= {f"constants.{name}": figure(value, source) for name, value in constants.items()}
-    return dump(flat)
+    flat |= {f"constants.{name}": sourced_figure(value, source) for name, value in constants.items()}
+    return device_yaml(flat)
 
 
-def figure(value: float, source: str) -> dict[str, Any]:
-    """A figure to four digits, with its source."""
+def sourced_figure(value: float, source: str) -> dict[str, Any]:
+    """A figure of a device file to four digits, with its source."""
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def dump(flat: Mapping[str, Any]) -> str:
+def device_yaml(flat: Mapping[str, Any]) -> str:
     """Figures by the keys of `FIGURES` as a device file, each on a line."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
@@ -460,7 +460,7 @@ def dump(flat: Mapping[str, Any]) -> str:
     return f"# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes.\n{text}"
 
 
-def require_suffix(path: Path, option: str) -> None:
+def require_device_suffix(path: Path, option: str) -> None:
     """Refuse a name by which `--device` would not know a file; ConfigError: it has another ending than .yaml."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")

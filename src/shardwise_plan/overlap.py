@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise_plan import device_seconds
-from shardwise_plan.device_seconds import Constants, RankGroup
+from shardwise_plan.device_seconds import DeviceConstants, LinkedRanks
 from shardwise_plan.device_specs import Device
 
 TensorOverlap = Literal["pieces", "symmetric_memory", "user_buffers"]
@@ -43,8 +43,8 @@ class TensorCollectives:
     """
 
     device: Device
-    constants: Constants
-    group: RankGroup
+    constants: DeviceConstants
+    group: LinkedRanks
     gathered: float
     summed: float
     sequence_parallel: bool

@@ -27,7 +27,7 @@ def update_bytes(
     frees_gradients: bool,
     values: int | None = None,
 ) -> float:
-    """Return the bytes of a step on a rank: norm of the gradients, update, rounded weights, and zeroed gradients.
+    """Predict the memory traffic of a rank's update: norm of the gradients, update, rounded weights, zeroed gradients.
 
     Args:
         precision: dtypes, resolved.

@@ -27,7 +27,7 @@ _STEPS_AT_THE_END = 64
 
 
 class GrowingFile:
-    """A file of JSON lines that another process appends to.
+    """A file of a run's JSON lines that is read while another process appends to it.
 
     Args:
         all_steps: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each

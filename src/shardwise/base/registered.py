@@ -25,10 +25,10 @@ COMMAND_MODULES = {
 }
 """Modules of the commands, and of the actions of commands, that are not in `shardwise.cli`."""
 _FUNCTIONS = {
-    "cluster": "shardwise_plan.device_specs:cluster",
+    "cluster": "shardwise_plan.device_specs:parse_cluster",
     "plot_runs": "shardwise_watch.plot:plot_runs",
-    "sized_own": "shardwise_plan.own_model:sized_own",
-    "predicted_step": "shardwise_plan.plan_text:predicted_step",
+    "sized_own": "shardwise_plan.own_model:own_model_stand_in",
+    "predicted_step": "shardwise_plan.prediction_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "gguf_export": "shardwise_use.gguf_file:GGUFExport",
     "require_readable": "shardwise_use.readers:require_readable",

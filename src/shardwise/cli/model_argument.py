@@ -20,7 +20,7 @@ from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_u
 from shardwise.base.mesh_axes import DIVIDING_KEYS
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat, values_of_step
@@ -170,7 +170,7 @@ def open_folder(
         if is_url(target):
             target = str(folder.root.local())
     # Otherwise the name of a checkpoint would be looked for on the hub.
-    if step_of(Path(target).name) is not None and not user_path(target).exists():
+    if parse_step(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
         path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)

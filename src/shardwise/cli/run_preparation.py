@@ -136,9 +136,9 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
         load_is_url = is_url(load)
         weights = Root.of(load if load_is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
     if weights is not None:
-        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+        from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
-        config = with_model_tokenizer(config, weights)
+        config = with_loaded_tokenizer(config, weights)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint.save import KeptCheckpoints, Saver
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.optimizers import OptimizerSpec
@@ -112,21 +112,21 @@ def _load_weights(
 ) -> None:
     """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
     # Costly to import, for a run that begins with weights alone.
-    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite_weights, require_model_weights
+    from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_hugging_face(model, config, mesh, weights.local(), optimizer)
         return
-    require_model(config, weights, mesh.world)
+    require_model_weights(config, weights, mesh.world)
     try:
-        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+        restore_checkpoint(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     except StoreError as error:
         if error.is_damage or isinstance(error, ManifestError):
             raise ConfigError(f"checkpoint.load: {error}") from None
         raise  # the store did not answer: the configuration may be right
-    require_finite(model, mesh, weights, optimizer)
+    require_finite_weights(model, mesh, weights, optimizer)
 
 
 def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
@@ -197,7 +197,7 @@ def build_checkpoints(
         companions=opened.companions,
         base_model=opened.base_model,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
-        keeping=Keeping(settings.keep, settings.keep_every),
+        keeping=KeptCheckpoints(settings.keep, settings.keep_every),
         find_root=None if opened.followed is None else opened.followed.follow,
     )
     return Checkpoints(

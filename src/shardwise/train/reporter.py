@@ -22,7 +22,7 @@ from shardwise.base import units
 from shardwise.base.errors import see, visible
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
@@ -234,7 +234,7 @@ class Reporter:
         for change in changes:
             self.message(f"changed: {change}")
 
-    def saved(self, saved: Saved, *, continues: bool = True) -> None:
+    def saved(self, saved: SavedCheckpoint, *, continues: bool = True) -> None:
         """Record a complete checkpoint, or warn that saving failed."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")

@@ -13,10 +13,10 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.hub import is_url
-from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
 from shardwise.data import EvaluationSets, PreparedData, prepare_sets
 from shardwise.data.open_data import prepare
@@ -97,9 +97,9 @@ def open_run(
     def prepared() -> PreparedData:
         if model is None:
             return prepare(config)
-        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+        from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
-        return prepare(with_model_tokenizer(config, model))
+        return prepare(with_loaded_tokenizer(config, model))
 
     data = while_others_wait(prepared, mesh.world)
     sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
@@ -183,7 +183,7 @@ def _open(
     if REPLAY not in os.environ:
         directory.mark_latest()
     try:
-        record_owner(checkpoints.root, Owner.here(run_id, directory.path))
+        record_owner(checkpoints.root, RunOwner.here(run_id, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
     return folder, companions
@@ -205,4 +205,4 @@ def _companions(
         for candidate in checkpoints.candidates:
             with suppress(ConfigError, StoreError):
                 return resumed_companions(candidate.folder, tokenizer)
-    return find_companions(config, weights, tokenizer)
+    return find_checkpoint_companions(config, weights, tokenizer)

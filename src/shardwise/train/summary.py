@@ -27,7 +27,7 @@ from shardwise.estimates.memory import (
     memory_of_machine,
     neediest_rank,
     offloaded_bytes,
-    sized_own,
+    own_model_stand_in,
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
@@ -91,7 +91,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if own is not None:
-        sized = _Summary(sized_own(config, own, accelerator), layout, accelerator, own)
+        sized = _Summary(own_model_stand_in(config, own, accelerator), layout, accelerator, own)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
@@ -256,7 +256,7 @@ class _Summary:
 
     def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
-        from shardwise.estimates.unequal_loads import load_rows
+        from shardwise.estimates.unequal_loads import unequal_load_rows
 
         config = self.config
         train = config.train
@@ -284,7 +284,7 @@ class _Summary:
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),
-            *load_rows(config, self.layout, self.accelerator),
+            *unequal_load_rows(config, self.layout, self.accelerator),
             (
                 "precision",
                 f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "

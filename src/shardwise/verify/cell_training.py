@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import RunError, listing
-from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
@@ -116,7 +116,7 @@ def resume(config: Config, cell: Cell, folder: Path, choices: Choices | None = N
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)
-    restore(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
+    restore_checkpoint(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
     for key in ("step", *_PROGRESS_KEYS):
         setattr(trainer.progress, key, getattr(manifest, key))
     return trainer

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.model_files import validated
+from shardwise.checkpoint.format.model_files import validated_model
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config, Qwen3Config
 from shardwise.config.sparse import MixtralConfig, Qwen3MoeConfig
@@ -61,7 +61,7 @@ def read_args(
     """
     require_known(args, where)
     section, notes = _section(args, vocab_size, where, legacy)
-    config = validated(section, where)
+    config = validated_model(section, where)
     assert isinstance(config, MegatronConfig)
     return config, notes
 

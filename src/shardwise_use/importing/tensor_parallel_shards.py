@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, tensor_mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
@@ -257,7 +257,7 @@ class Shards:
         problems = [
             *lines_of_layers(self.where, drift_line, self._refused_drifts),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
-            *mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
+            *tensor_mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
         ]
         if problems:
             raise ConfigError(problems)

@@ -13,7 +13,7 @@ _FEW_PERCENT = 0.5
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Say how far a run came, how long it took, at which loss it is, and how much of its time was lost.
+    """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost.
 
     Args:
         report: result of `report_of`.

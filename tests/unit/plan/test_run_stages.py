@@ -5,13 +5,13 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, check_layout, largest_stage, load_config, stages_of
 from shardwise.estimates.memory import expected_memory, neediest_stage
-from shardwise_plan.device_specs import cluster
-from shardwise_plan.plan import predicted
-from shardwise_plan.run_stages import check_other_stages, stages_with_layout
-from shardwise_plan.search import search
+from shardwise_plan.data_stages import check_other_stages, stages_with_layout
+from shardwise_plan.device_specs import parse_cluster
+from shardwise_plan.plan import predict_layout
+from shardwise_plan.search import search_layouts
 from shardwise_plan.step_time import step_time
 
-MACHINES = cluster("h100:8", 1)
+MACHINES = parse_cluster("h100:8", 1)
 
 
 def config(stage: str, *keys: str) -> Config:
@@ -35,7 +35,7 @@ def test_the_time_of_a_run_is_that_of_the_steps_of_each_stage() -> None:
     )
     layout = check_layout(run, 8)
     short, long = stages_of(run)
-    plan = predicted(long, layout, MACHINES)
+    plan = predict_layout(long, layout, MACHINES)
     before = step_time(stages_with_layout(plan.config, layout)[0], layout, MACHINES) if plan else None
     assert plan.seconds == pytest.approx(18 * before.total + 2 * plan.time.total)
     assert plan.calendar.steps == pytest.approx(plan.seconds)
@@ -49,6 +49,6 @@ def test_a_layout_must_suit_every_stage() -> None:
     check_other_stages(long, check_layout(long, 4))
     with pytest.raises(ConfigError, match=r"train.global_batch \(12\) must be a multiple"):
         check_other_stages(long, check_layout(long, 8))
-    result = search(long, MACHINES, best=3)
+    result = search_layouts(long, MACHINES, best=3)
     assert result.refused["train.global_batch"]
     assert all(plan.layout.data < 8 for plan in result.plans)

@@ -13,9 +13,9 @@ import pytest
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.config import Config, check_changes
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
@@ -129,7 +129,7 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     assert partial.is_dir()
     (found,) = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
     assert (found.step, found.folder.local(), found.problem) == (100, name, None)
-    assert verify(found.folder).sound
+    assert verify_checkpoint(found.folder).sound
     assert not partial.exists()
 
 
@@ -171,7 +171,7 @@ def test_a_run_goes_on_where_it_was(
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
     monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", lambda folder, _world: Manifest.read(folder))
-    monkeypatch.setattr("shardwise.checkpoint.restore.restore", lambda *_: SimpleNamespace(damage=()))
+    monkeypatch.setattr("shardwise.checkpoint.restore.restore_checkpoint", lambda *_: SimpleNamespace(damage=()))
     candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
     progress = Progress()
     resume.restore_first(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
     at = config(path=str(tmp_path / "place"))
     root = find_checkpoints(at, theirs, None).root
-    record_owner(root, Owner.here(theirs.id(), theirs.path))
+    record_owner(root, RunOwner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
         found_by(at, ours, None)
     found_by(at, ours, None)  # the other has saved nothing, and is gone
@@ -251,7 +251,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         found_by(at, ours)
     assert found_by(at, theirs) == [100]
     (root / "run.json").remove()
-    record_owner(root, Owner.here(ours.id(), ours.path))
+    record_owner(root, RunOwner.here(ours.id(), ours.path))
     assert found_by(at, ours), "a place of an older version is nobody's"
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
@@ -262,7 +262,7 @@ def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path
     run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
     for root in (Root.of(run.checkpoints), Root.of(place)):
         write_checkpoint(root, 100)
-        record_owner(root, Owner.here(run.id(), run.path))
+        record_owner(root, RunOwner.here(run.id(), run.path))
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
     for at in ({}, {"path": str(place)}):
         with pytest.raises(ConfigError, match=rf"is a copy of {run.path}: .* `shardwise branch {run.path}`"):

@@ -32,7 +32,7 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     place = place_in_training(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
     stored = StoredTensors(folder, manifest.tensors, manifest)
     computed = StateHash(
-        place, {state: {name: stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
+        place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
     )
     found_sums = computed.recorded()["sums"]
     differing = [
@@ -47,7 +47,7 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     ]
 
 
-def stored_sum(stored: StoredTensors, state: str, name: str) -> int:
+def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
     """The sum of a stored tensor by `state_digest.box_sum`, read a segment at a time."""
     shape = stored.states[state][name].shape
     boxes = segments(shape, _ELEMENTS_AT_ONCE)

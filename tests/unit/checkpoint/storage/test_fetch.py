@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.checkpoint.storage.fetch import Fetched, fetch, find
 from shardwise.checkpoint.storage.root import Root, StoreError
+from shardwise.cli.data.remote_files import FetchedFile, fetch_remote_file, find_remote_files
 from tests.loopback_files import Server, serve
 
 CONTENT = np.random.default_rng(0).bytes(5_000_000)
@@ -27,18 +27,18 @@ def server() -> Iterator[Server]:
         yield started
 
 
-def get(url: str, target: Path, *arguments: Any, **options: Any) -> Fetched:
-    (remote,) = find(url)
-    return fetch(remote, target, *arguments, **options)
+def get(url: str, target: Path, *arguments: Any, **options: Any) -> FetchedFile:
+    (remote,) = find_remote_files(url)
+    return fetch_remote_file(remote, target, *arguments, **options)
 
 
 def test_a_file_comes_whole_and_once(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "new" / "data.bin"
     came: list[int] = []
-    assert get(server.url, target, progress=came.append) == Fetched(target, len(CONTENT), DIGEST, True)
+    assert get(server.url, target, progress=came.append) == FetchedFile(target, len(CONTENT), DIGEST, True)
     assert target.read_bytes() == CONTENT
     assert sum(came) == len(CONTENT)
-    assert get(server.url, target) == Fetched(target, len(CONTENT), DIGEST, False)
+    assert get(server.url, target) == FetchedFile(target, len(CONTENT), DIGEST, False)
     assert server.requests.count("GET") == 1, "it is fetched again though it is there"
     assert sorted(path.name for path in target.parent.iterdir()) == [".data.bin.lock", "data.bin"]
 
@@ -71,10 +71,10 @@ def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
 
 def test_a_length_that_a_server_reports_and_does_not_send(server: Server, tmp_path: Path) -> None:
     server.reported = len(CONTENT)
-    (remote,) = find(server.url)
+    (remote,) = find_remote_files(server.url)
     server.content = CONTENT[:-10]
     with pytest.raises(ConfigError, match=r"its size \(4,999,990 bytes\) must be that which http.* \(5,000,000\)"):
-        fetch(remote, tmp_path / "data.bin")
+        fetch_remote_file(remote, tmp_path / "data.bin")
     assert not (tmp_path / "data.bin").exists()
 
 
@@ -102,12 +102,12 @@ def test_what_is_wrong_is_said_before_anything_comes(server: Server, tmp_path: P
     (tmp_path / "empty").mkdir()
     for place, (kind, text) in BAD_PLACES.items():
         with pytest.raises(kind, match=text):
-            find(place.format(server=server.address, folder=tmp_path))
+            find_remote_files(place.format(server=server.address, folder=tmp_path))
     with pytest.raises(ConfigError, match=r"--anonymous must be left out with https://x/y: it is for s3, s3a, "):
-        find("https://x/y", anonymous=True)
+        find_remote_files("https://x/y", anonymous=True)
     server.status = 403
     with pytest.raises(StoreError, match=r"data\.bin cannot be read: its server answers 403 \(Forbidden\)"):
-        find(server.url)
+        find_remote_files(server.url)
     server.status = 200
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for target, kind in ((tmp_path, "folder"), (tmp_path / "link", "link")):
@@ -129,10 +129,10 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (folder / "deep").mkdir(parents=True)
     for name in ("b.txt", "a.txt", "deep/c.txt", "d.bin"):
         (folder / name).write_text(name)
-    assert [remote.name for remote in find(str(folder))] == ["a.txt", "b.txt", "d.bin", "deep/c.txt"]
-    found = find(f"{folder}/*.txt")
+    assert [remote.name for remote in find_remote_files(str(folder))] == ["a.txt", "b.txt", "d.bin", "deep/c.txt"]
+    found = find_remote_files(f"{folder}/*.txt")
     assert [(remote.name, remote.size) for remote in found] == [("a.txt", 5), ("b.txt", 5)]
-    assert fetch(found[1], tmp_path / "to" / "b.txt").path.read_text() == "b.txt"
+    assert fetch_remote_file(found[1], tmp_path / "to" / "b.txt").path.read_text() == "b.txt"
 
 
 @pytest.mark.parametrize("pattern", ["s3://bucket/data", "s3://bucket/data/**"])
@@ -145,14 +145,14 @@ def test_no_key_of_an_object_store_leads_out_of_the_folder(pattern: str, monkeyp
     root = Root("bucket/data" + pattern.removeprefix("s3://bucket/data"), pattern, "s3", store)
     monkeypatch.setattr(Root, "of", staticmethod(lambda url, anonymous: root))
     with pytest.raises(ConfigError) as caught:
-        find(pattern)
+        find_remote_files(pattern)
     (problem,) = caught.value.problems
     assert "'..' leads out of its folder" in problem or "'../../x.txt' leads out of its folder" in problem
     assert "must lie in the folder that it is fetched to: nothing was fetched" in problem
     assert "\0" not in problem
     for key in keys[2:]:
         del infos[f"bucket/data/{key}"]
-    assert [remote.name for remote in find(pattern)] == ["a.txt"], "the marker of a folder is no file"
+    assert [remote.name for remote in find_remote_files(pattern)] == ["a.txt"], "the marker of a folder is no file"
 
 
 @pytest.mark.parametrize("kind", ["fetch", "lock"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise_watch.rank_views import NodeView, RankView
-from shardwise_watch.run import RunView, Unreadable
+from shardwise_watch.run import RunView, UnreadableRun
 from shardwise_watch.step_metrics import STEP_METRIC_NAMES
 
 SCHEMA = 1
@@ -27,9 +27,9 @@ _RANK_FIELDS = (
 )  # fmt: skip
 
 
-def row(run: RunView | Unreadable) -> dict[str, Any]:
+def run_row(run: RunView | UnreadableRun) -> dict[str, Any]:
     """Summarize a run for a line of `ls`. The row of an unreadable run has the same fields, most of them None."""
-    if isinstance(run, Unreadable):
+    if isinstance(run, UnreadableRun):
         return {
             **dict.fromkeys(_ROW_FIELDS),
             "run": run.name,
@@ -68,7 +68,7 @@ def _parent(run: RunView) -> dict[str, Any] | None:
     }
 
 
-def snapshot(run: RunView) -> dict[str, Any]:
+def run_snapshot(run: RunView) -> dict[str, Any]:
     """Describe a run at this moment, as `monitor` prints it."""
     last = run.last
     lost = run.lost
@@ -79,7 +79,7 @@ def snapshot(run: RunView) -> dict[str, Any]:
         "schema": SCHEMA,
         "time": _stamp(time.time()),
         "id": run.id,
-        **row(run),
+        **run_row(run),
         "train": {name: last.get(name) for name in STEP_METRIC_NAMES},
         "split_seconds": last.get("split_seconds"),
         "communication_bytes": last.get("communication_bytes"),

@@ -10,7 +10,7 @@ from shardwise.base.errors import listing
 from shardwise.base.terminal import wrapped
 from shardwise.cli import output
 from shardwise_plan.device_specs import pipeline_warnings
-from shardwise_plan.goodput import best_interval
+from shardwise_plan.goodput import best_checkpoint_interval
 from shardwise_plan.plan import Plan
 
 _COLUMNS = 80
@@ -30,14 +30,14 @@ _SPARSE_ACCURACY = (
 _NOT_COMPARED = "no published run on this device was compared; `shardwise plan RUN` compares one of yours"
 
 
-def prose(text: str, indent: str = "") -> None:
-    """Print a sentence in lines of 80 columns; `indent` begins all of them but the first."""
+def print_prose(text: str, indent: str = "") -> None:
+    """Print a sentence of a plan in lines of 80 columns; `indent` begins all of them but the first."""
     for line in wrapped(text, _COLUMNS, indent):
         output.line(line)
 
 
-def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str, indent: int) -> None:
-    """Print lines of 80 columns: a title with figures to its right, and below it what else there is to say.
+def print_blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], title: str, indent: int) -> None:
+    """Print plans in lines of 80 columns: a title with figures to its right, and below it what else there is to say.
 
     Args:
         head: names of the figures.
@@ -54,7 +54,7 @@ def blocks(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str], str]], 
         figures = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         output.line(f"{text:<{room}}{figures}")
         margin = " " * indent
-        prose(f"{margin}{further}", margin)
+        print_prose(f"{margin}{further}", margin)
 
 
 # ---- cells
@@ -64,8 +64,8 @@ def duration(seconds: float) -> str:
     return units.duration(seconds) if math.isfinite(seconds) else "forever"
 
 
-def cost(plan: Plan) -> str:
-    """The price of the training as a cell; empty if that of the device is unknown."""
+def _cost_cell(plan: Plan) -> str:
+    """The price of a planned training as a cell; empty if that of the device is unknown."""
     if plan.cost is None:
         return ""
     return f"{plan.cost:,.0f}" if plan.cost >= _LEAST_WHOLE_COST else f"{plan.cost:,.2f}"
@@ -77,22 +77,22 @@ def _currency(plan: Plan) -> str:
 
 
 def cost_text(plan: Plan) -> str:
-    """The price of the training with its currency; empty if that of the device is unknown."""
-    return f"{cost(plan)} {_currency(plan)}".strip()
+    """The price of a planned training with its currency; empty if that of the device is unknown."""
+    return f"{_cost_cell(plan)} {_currency(plan)}".strip()
 
 
-def figures(plan: Plan) -> tuple[str, ...]:
-    """The cells of a plan, under the head of `figure_names`."""
+def plan_cells(plan: Plan) -> tuple[str, ...]:
+    """The cells of a plan, under the head of `plan_columns`."""
     cells = (
         units.step_duration(plan.time.total),
         "" if plan.mfu is None else f"{plan.mfu:.1%}",
         f"{'!' if plan.is_tight else ''}{units.size(plan.headroom)}",
         duration(plan.calendar.seconds),
     )
-    return cells if plan.cost is None else (*cells, cost(plan))
+    return cells if plan.cost is None else (*cells, _cost_cell(plan))
 
 
-def figure_names(plan: Plan) -> tuple[str, ...]:
+def plan_columns(plan: Plan) -> tuple[str, ...]:
     names = ("step", "MFU", "free", "time")
     return names if plan.cost is None else (*names, _currency(plan))
 
@@ -105,7 +105,7 @@ def hours_text(plan: Plan) -> str:
 
 
 def price_text(plan: Plan) -> str:
-    """Return what the price is for; empty if it is unknown."""
+    """Return what the price of a plan is for; empty if it is unknown."""
     machines = plan.cluster
     price = machines.device.price
     if price is None:
@@ -126,14 +126,14 @@ def network_text(plan: Plan) -> str:
 
 
 def calendar_text(plan: Plan) -> str:
-    """Return the assumptions of the time on the calendar: checkpoints and failures."""
+    """Return the assumptions of a plan's time on the calendar: checkpoints and failures."""
     calendar = plan.calendar
     source = "as the recipe says" if calendar.is_given else "the interval that costs least"
     if calendar.write > calendar.interval + calendar.stall:
         source += f"; storing one takes {units.duration(calendar.write)}, for which the next one waits"
     has_failures = math.isfinite(calendar.between_failures)
     if has_failures and calendar.is_given:
-        least = best_interval(calendar.stall, calendar.write, calendar.between_failures)
+        least = best_checkpoint_interval(calendar.stall, calendar.write, calendar.between_failures)
         source += f"; every {units.duration(least)} costs least"
     text = f"checkpoints every {units.duration(calendar.interval)} ({source})"
     if calendar.interval >= calendar.steps + calendar.evaluations:
@@ -146,7 +146,7 @@ def calendar_text(plan: Plan) -> str:
     )
 
 
-def warnings(plans: Iterable[Plan]) -> list[str]:
+def plan_warnings(plans: Iterable[Plan]) -> list[str]:
     """Return what the marks of some plans mean, and what published runs with their sharding took."""
     sentences = []
     if any(plan.is_tight for plan in plans):
@@ -156,38 +156,38 @@ def warnings(plans: Iterable[Plan]) -> list[str]:
     return sentences
 
 
-def pipelines(plans: Iterable[Plan]) -> list[str]:
+def pipeline_sentences(plans: Iterable[Plan]) -> list[str]:
     """Return warnings of pipelines that the devices of proposed plans may refuse."""
     told = [row for plan in plans for row in pipeline_warnings(str(plan.cluster), plan.layout.pipeline)]
     return [text for _, text in dict.fromkeys(told)]
 
 
-def has_range(plan: Plan) -> bool:
+def has_published_error(plan: Plan) -> bool:
     """Return whether the accuracy of a plan is that of published runs, and not that of one device alone."""
     device = plan.cluster.device
     is_sparse = plan.config.known_shapes.any_routing is not None
     return device.compared_runs > 0 and not is_sparse and not (device.accuracy and plan.cluster.world == 1)
 
 
-def range_text(plan: Plan) -> str:
+def time_range_text(plan: Plan) -> str:
     """Return times and prices of a training with the error of published runs; empty if these do not count."""
-    if not has_range(plan):
+    if not has_published_error(plan):
         return ""
-    least, most = ratios(plan)
+    least, most = published_error_ratios(plan)
     text = f"{duration(plan.calendar.seconds * least)} to {duration(plan.calendar.seconds * most)}"
     if plan.cost is None:
         return text
     return f"{text} and {plan.cost * least:,.0f} to {plan.cost * most:,.0f} {_currency(plan)}"
 
 
-def error_text(plan: Plan) -> str:
-    """Return the error of published runs, such as `-12% to +16%`."""
-    least, most = ratios(plan)
+def published_error_text(plan: Plan) -> str:
+    """Return the error of a prediction for published runs, such as `-12% to +16%`."""
+    least, most = published_error_ratios(plan)
     return f"{least - 1:+.0%} to {most - 1:+.0%}"
 
 
-def ratios(plan: Plan) -> tuple[float, float]:
-    """Return the ratios of the measured to the predicted time at the two ends of the error of published runs."""
+def published_error_ratios(plan: Plan) -> tuple[float, float]:
+    """Return the ratios of the measured to the planned time at the two ends of the error of published runs."""
     error = plan.cluster.device.compared_error or _PUBLISHED_ERROR
     return 1 / (1 + error), 1 / (1 - error)
 
@@ -207,8 +207,8 @@ def accuracy_text(plan: Plan) -> str:
     return device.accuracy if plan.cluster.world == 1 else f"{device.accuracy}; {published}"
 
 
-def accuracy(plans: Iterable[Plan], consequence: str = "", source: str = _ACCURACY_PAGE) -> list[str]:
-    """Sentences on how far predictions for the devices can be trusted, with the page that says more.
+def accuracy_sentences(plans: Iterable[Plan], consequence: str = "", source: str = _ACCURACY_PAGE) -> list[str]:
+    """Sentences on how far plans for the devices can be trusted, with the page that says more.
 
     Args:
         consequence: what the accuracy means for the plans.

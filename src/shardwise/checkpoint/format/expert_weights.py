@@ -11,7 +11,7 @@ from shardwise.base.parsing import json_object
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES
-from shardwise.checkpoint.storage.chunks import number_runs
+from shardwise.checkpoint.storage.chunks import chunk_numbers_text
 from shardwise.checkpoint.storage.root import Root
 
 _FUSED = re.compile(r"(.+\.experts)\.(gate_up|down)_proj")
@@ -23,7 +23,7 @@ _OF_MLP = re.compile(r"(?:.*\.)?(\d+)\.(?:mlp|block_sparse_moe)\.")
 _FIX = "save the model with one tensor for each expert, as transformers does by default"
 
 
-def unfused(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def unfused_experts(folder: Root, weights: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Name → tensor of a Hugging Face folder, where each fused tensor is replaced by the weights of single experts.
 
     With `save_original_format=False`, transformers 5 writes the experts of a block as `experts.gate_up_proj`
@@ -87,7 +87,7 @@ def _require_orientation(folder: Root, layer: str, gate_up: tuple[int, ...], dow
         )
 
 
-def differing_blocks(
+def differing_expert_blocks(
     where: str, needed: Iterable[str], stored: Iterable[str]
 ) -> tuple[list[str], Callable[[str], bool]]:
     """The ways in which the experts of a folder are not the model's, and a rule for the names that they explain.
@@ -130,4 +130,4 @@ def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:
 
 def _counted(what: str, numbers: Collection[int]) -> str:
     """`block 3`, `blocks 0…3`, or `no block`."""
-    return f"{what}{'s' * (len(numbers) > 1)} {number_runs(numbers)}" if numbers else f"no {what}"
+    return f"{what}{'s' * (len(numbers) > 1)} {chunk_numbers_text(numbers)}" if numbers else f"no {what}"

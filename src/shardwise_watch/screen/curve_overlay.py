@@ -8,19 +8,19 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.overlay import Points
-from shardwise_watch.screen.drawing import FAINT, RULE, TEXT, drawn, heading, resampled
-from shardwise_watch.step_metrics import Column, Curve
+from shardwise_watch.curve_points import Points
+from shardwise_watch.screen.drawing import FAINT, RULE, TEXT, dot_bits, heading, resampled_curve
+from shardwise_watch.step_metrics import CurveColumn, StepCurve
 
 COLOURS = ("#6cb6d9", "#e39a5f", "#8cc084", "#d98fc0", "#e3d05f", "#9f8fe0", "#ef6f6c", "#c9d1d9")
 _HEIGHT = 14
 
 
-def overlaid(title: str, curves: Mapping[str, Points], width: int, x: str, log: str) -> list[Text]:
+def draw_curve_overlay(title: str, curves: Mapping[str, Points], width: int, x: str, log: str) -> list[Text]:
     """Draw curves by their letters, which stand at the end of each, under a heading.
 
     Args:
-        x: axis of `overlay.AXES`.
+        x: axis of `curve_points.AXES`.
         log: axes that are logarithmic; what has no logarithm is left out.
     """
     on_x, on_y = (math.log10 if axis in log else float for axis in "xy")
@@ -44,12 +44,12 @@ def overlaid(title: str, curves: Mapping[str, Points], width: int, x: str, log: 
     dots = [[(0, RULE)] * cells for _ in range(_HEIGHT)]
     ends = [""] * _HEIGHT
     for number, (name, points) in enumerate(placed.items()):
-        columns: list[Column | None] = [None] * (2 * cells)
+        columns: list[CurveColumn | None] = [None] * (2 * cells)
         for place, value in points.items():
             at = round((place - first) / (last - first) * (2 * cells - 1)) if last > first else 0
-            seen = columns[at] or Column(place, value, value, value)
-            columns[at] = Column(place, min(seen.least, value), value, max(seen.largest, value))
-        for row, bits in enumerate(drawn(resampled(Curve(columns), 2 * cells), cells, _HEIGHT, low, high)):
+            seen = columns[at] or CurveColumn(place, value, value, value)
+            columns[at] = CurveColumn(place, min(seen.least, value), value, max(seen.largest, value))
+        for row, bits in enumerate(dot_bits(resampled_curve(StepCurve(columns), 2 * cells), cells, _HEIGHT, low, high)):
             for cell, bit in enumerate(bits):
                 dots[row][cell] = (
                     dots[row][cell][0] | bit,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import NoLocksError, lock, name_problem, new_file, open_lock, require_replaceable, to_disk
 from shardwise.base.units import size as size_text
-from shardwise.checkpoint.storage.root import ANONYMOUS, WEB_SCHEMES, Root, StoreError, in_time
+from shardwise.checkpoint.storage.root import ANONYMOUS, WEB_SCHEMES, Root, StoreError, answer_in_time
 
 _ABSENT_STATUSES = (HTTPStatus.NOT_FOUND, HTTPStatus.GONE)
 _PATTERN_CHARACTERS = frozenset("*?[")
@@ -26,8 +26,8 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A file that can be fetched.
+class RemoteFile:
+    """A file at a URL that `data fetch` can copy.
 
     Attributes:
         name: path relative to the folder or pattern that was named.
@@ -40,8 +40,8 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A file on this machine.
+class FetchedFile:
+    """A file that `data fetch` has on this machine.
 
     Attributes:
         is_new: this call fetched it.
@@ -53,13 +53,13 @@ class Fetched:
     is_new: bool
 
     @staticmethod
-    def of(path: Path, *, is_new: bool) -> Fetched:
+    def of(path: Path, *, is_new: bool) -> FetchedFile:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return Fetched(path, path.stat().st_size, sha256, is_new)
+        return FetchedFile(path, path.stat().st_size, sha256, is_new)
 
 
-def find(url: str, *, anonymous: bool = False) -> list[Remote]:
+def find_remote_files(url: str, *, anonymous: bool = False) -> list[RemoteFile]:
     """The files that a URL or a path names: one file, those of a folder, or what a pattern matches.
 
     Args:
@@ -71,7 +71,7 @@ def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     """
     root = Root.of(url, anonymous=anonymous)
     try:
-        remotes = in_time(root, lambda: _listed(root))
+        remotes = answer_in_time(root, lambda: _listed(root))
     except StoreError as error:
         if error.missing:
             raise ConfigError(str(error)) from None
@@ -86,16 +86,16 @@ def find(url: str, *, anonymous: bool = False) -> list[Remote]:
     return remotes
 
 
-def fetch(
-    remote: Remote,
+def fetch_remote_file(
+    remote: RemoteFile,
     target: Path,
     sha256: str | None = None,
     *,
     force: bool = False,
     progress: Callable[[int], None] = lambda _: None,
     announce: Callable[[str], None] | None = None,
-) -> Fetched:
-    """Copy one file to `target`, unless a file of its length, or of that SHA-256, is there.
+) -> FetchedFile:
+    """Copy one file from a URL to `target`, unless a file of its length, or of that SHA-256, is there.
 
     Any number of processes may call it at once: one fetches. The file gets its name when it is whole and on the disk.
 
@@ -122,7 +122,7 @@ def fetch(
         require_replaceable(target, "DEST")
         if target.exists():
             with target_root.store_errors("read"):
-                present = Fetched.of(target, is_new=False)
+                present = FetchedFile.of(target, is_new=False)
             problem = _problem(present, remote, sha256)
             if problem is None:
                 return present
@@ -136,7 +136,7 @@ def fetch(
             _copy(remote, part, progress)
             with part.open("rb") as file:
                 to_disk(file)
-            fetched = Fetched.of(part, is_new=True)
+            fetched = FetchedFile.of(part, is_new=True)
             if problem := _problem(fetched, remote, sha256):
                 raise ConfigError(f"{remote.root}: {problem}: it is another file, or changed on its way")
             part.replace(target)
@@ -144,7 +144,7 @@ def fetch(
         return replace(fetched, path=target)
 
 
-def _problem(file: Fetched, remote: Remote, sha256: str | None) -> str | None:
+def _problem(file: FetchedFile, remote: RemoteFile, sha256: str | None) -> str | None:
     """The reason why a file is not the one that is to be fetched; None where it is, as far as that can be told."""
     if sha256 is not None and file.sha256 != sha256:
         return f"its SHA-256 ({file.sha256}) must be that which was asked for ({sha256})"
@@ -153,7 +153,7 @@ def _problem(file: Fetched, remote: Remote, sha256: str | None) -> str | None:
     return None
 
 
-def _listed(root: Root) -> list[Remote]:
+def _listed(root: Root) -> list[RemoteFile]:
     """The files that a place names."""
     is_pattern = root.scheme not in WEB_SCHEMES and not _PATTERN_CHARACTERS.isdisjoint(root.path)
     if not is_pattern and (root.scheme in WEB_SCHEMES or not root.is_folder()):
@@ -163,17 +163,17 @@ def _listed(root: Root) -> list[Remote]:
             # The query of a URL is no part of the file's name.
             parts = urlsplit(root.path)
             name = parts.path.rstrip("/").rpartition("/")[2] or parts.hostname or name
-        return [Remote(root, name, info.get("size"))]
+        return [RemoteFile(root, name, info.get("size"))]
     with root.store_errors("read"):
         infos = root.fs.glob(root.path, detail=True) if is_pattern else root.fs.find(root.path, detail=True)
-    remotes: list[Remote] = []
+    remotes: list[RemoteFile] = []
     for path, info in sorted(infos.items()):
         name = path.rpartition("/")[2] if is_pattern else path.removeprefix(root.path.rstrip("/") + "/")
         # An object store lists markers of folders.
         is_marker = path.endswith("/") and not info.get("size")
         if info["type"] == "file" and not is_marker:
             shown = path if root.is_local else f"{root.scheme}://{path}"
-            remotes.append(Remote(replace(root, path=path, shown=shown), name, info.get("size")))
+            remotes.append(RemoteFile(replace(root, path=path, shown=shown), name, info.get("size")))
     if not remotes:
         lacks = "match a file or more, and it matches none" if is_pattern else "hold files, and the folder has none"
         raise ConfigError(f"{root} must {lacks}")
@@ -197,7 +197,7 @@ def _info(root: Root) -> dict[str, Any]:
             raise root.failure(cause, "read") from None
 
 
-def _copy(remote: Remote, part: Path, progress: Callable[[int], None]) -> None:
+def _copy(remote: RemoteFile, part: Path, progress: Callable[[int], None]) -> None:
     from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 
     class Told(Callback):  # type: ignore[misc]
@@ -208,7 +208,7 @@ def _copy(remote: Remote, part: Path, progress: Callable[[int], None]) -> None:
         remote.root.fs.get_file(remote.root.path, str(part), callback=Told())
 
 
-def _require_room(remote: Remote, target: Path) -> None:
+def _require_room(remote: RemoteFile, target: Path) -> None:
     """Raise ConfigError where the disk has no room for the file."""
     free = Root.of(target.parent).free_bytes()
     if remote.size is not None and free is not None and remote.size > free:

@@ -8,7 +8,7 @@ from shardwise.config import Config, Layout, check_layout, stages_of
 
 
 def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
-    """Return all stages of a run with the layout of `config`, which is one of them and stays as it is.
+    """Return all stages of a run's data with the layout planned for `config`, which is one of them and stays as it is.
 
     The others keep their micro-batches, lowered where the data-parallel ranks have fewer samples.
     """
@@ -21,7 +21,7 @@ def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
 
 
 def run_with_layout(config: Config, layout: Layout) -> Config:
-    """Return the whole run with the layout of `config`, one of its stages, and the micro-batch of each stage."""
+    """Return the whole run with the layout planned for `config`, one of its stages, and each stage's micro-batch."""
     stages = stages_with_layout(config, layout)
     if len(stages) == 1:
         return config
@@ -39,7 +39,7 @@ def run_with_layout(config: Config, layout: Layout) -> Config:
 
 
 def check_other_stages(config: Config, layout: Layout) -> None:
-    """Raise ConfigError if the rules forbid the layout of `config` in another stage of its run."""
+    """Raise ConfigError if the rules forbid the layout planned for `config` in another stage of its run's data."""
     for stage in stages_with_layout(config, layout):
         if stage is not config:
             check_layout(stage, layout.world)

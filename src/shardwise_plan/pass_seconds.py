@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shardwise.models.flops import attended_tokens
 from shardwise_plan import device_seconds
 from shardwise_plan.block_shape import BlockShape
-from shardwise_plan.device_seconds import Constants
+from shardwise_plan.device_seconds import DeviceConstants
 from shardwise_plan.device_specs import Device
 from shardwise_plan.overlap import Product, TensorCollectives, ring_seconds
 from shardwise_plan.program_traits import ProgramTraits
@@ -54,7 +54,7 @@ _LOGITS_BACKWARD_BYTES = 8
 
 
 @dataclass(frozen=True)
-class PartSeconds:
+class _PartSeconds:
     """Seconds of a pass, by what they are spent on.
 
     Attributes:
@@ -82,17 +82,17 @@ class PartSeconds:
         computation = self.matmul + self.attention + self.memory_bound + self.launch + self.accumulation
         return computation + self.tensor + self.context + self.all_to_all
 
-    def plus(self, term: PartSeconds, times: float = 1) -> PartSeconds:
+    def plus(self, term: _PartSeconds, times: float = 1) -> _PartSeconds:
         """Return the sum of these seconds and `times` those of `term`."""
-        return PartSeconds(*(getattr(self, name) + times * getattr(term, name) for name in _PARTS))
+        return _PartSeconds(*(getattr(self, name) + times * getattr(term, name) for name in _PARTS))
 
 
-_PARTS = tuple(part.name for part in fields(PartSeconds))
+_PARTS = tuple(part.name for part in fields(_PartSeconds))
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of one micro-batch in a block, in the embedding or in the head.
+    """Predicted seconds of one micro-batch in a block, in the embedding or in the head.
 
     Attributes:
         forward: seconds of the forward pass.
@@ -101,31 +101,31 @@ class PassSeconds:
         recompute: seconds of what is computed a second time, a part of `backward`.
     """
 
-    forward: PartSeconds
-    backward: PartSeconds
+    forward: _PartSeconds
+    backward: _PartSeconds
     weight: float
-    recompute: PartSeconds = PartSeconds()
+    recompute: _PartSeconds = _PartSeconds()
 
 
-def summed(terms: Iterable[tuple[PartSeconds, float]]) -> PartSeconds:
-    """Return the sum of seconds, each so many times."""
-    total = PartSeconds()
+def weighted_seconds(terms: Iterable[tuple[_PartSeconds, float]]) -> _PartSeconds:
+    """Return the sum of predicted seconds of passes, each so many times."""
+    total = _PartSeconds()
     for seconds, times in terms:
         total = total.plus(seconds, times)
     return total
 
 
-def mean(blocks: Sequence[tuple[PassSeconds, int]]) -> PassSeconds:
-    """Return the mean of blocks of several kinds, so many of each."""
+def mean_pass_seconds(blocks: Sequence[tuple[PassSeconds, int]]) -> PassSeconds:
+    """Return the mean predicted seconds of blocks of several kinds, so many of each."""
     shares = [(block, number / sum(number for _, number in blocks)) for block, number in blocks]
     forward, backward, recompute = (
-        summed((getattr(block, name), share) for block, share in shares)
+        weighted_seconds((getattr(block, name), share) for block, share in shares)
         for name in ("forward", "backward", "recompute")
     )
     return PassSeconds(forward, backward, sum(share * block.weight for block, share in shares), recompute)
 
 
-def _with_launch(parts: PartSeconds, kernels: float, c: Constants, program: ProgramTraits) -> PartSeconds:
+def _with_launch(parts: _PartSeconds, kernels: float, c: DeviceConstants, program: ProgramTraits) -> _PartSeconds:
     """Return these seconds with the time that the device waits for the host, which starts kernel after kernel.
 
     If one of the two is much slower, it alone counts; if they are alike, each waits for the other at times. A host that
@@ -140,8 +140,8 @@ def _with_launch(parts: PartSeconds, kernels: float, c: Constants, program: Prog
 
 
 @lru_cache(maxsize=2**14)
-def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
-    """Return the seconds of a transformer block.
+def block_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> PassSeconds:
+    """Return the predicted seconds of both passes of a transformer block.
 
     Its backward pass has two matrix products for each of the forward pass: the gradient of the input and that of the
     weight. The latter are `weight`, with the time to add them to earlier gradients.
@@ -155,7 +155,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     weight_seconds = sum(product(1) for product in weight_gradients)
     elements = sum(n * k * count for n, k, _, count in weights)
     accumulated = s.accumulation_bytes(elements, device, program, program.adds_products)
-    accumulation = device_seconds.passes(device, c, accumulated)
+    accumulation = device_seconds.memory_passes(device, c, accumulated)
     core = _attention_core(s, device, c, program)
     if s.passes_keys and device.is_accelerator and program.recomputes_ring:
         core = core._replace(backward=core.forward + core.backward)  # computed again, for the keys of each rank
@@ -171,7 +171,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
     kernels = program.kernels + core.kernels + exchange.kernels
     rounding = _ROUNDING_KERNELS * len(weights) if s.matmul is not None and program.separate_kernels else 0
     forward = _with_launch(
-        PartSeconds(
+        _PartSeconds(
             matmul=sum(product(1) for product in outputs) + router,
             attention=core.forward,
             memory_bound=passes.forward,
@@ -184,7 +184,7 @@ def block(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -
         program,
     )
     backward = _with_launch(
-        PartSeconds(
+        _PartSeconds(
             matmul=sum(product(1) for product in input_gradients) + weight_seconds + 2 * router,
             attention=core.backward,
             memory_bound=passes.backward,
@@ -217,18 +217,18 @@ class _Work(NamedTuple):
     kernels: int = 0
 
 
-def _memory_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
+def _memory_passes(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> _Work:
     """Return the seconds of a block's passes over activations, without those of the attention core."""
     passes = _separate_passes(s, device, c, program) if program.separate_kernels else _fused_passes(s, device, c)
     forward, backward = (0, 0) if s.matmul is None else _rounding_bytes(s, program)
-    moved = device_seconds.passes(device, c, s.exchange(program).moved_bytes)
+    moved = device_seconds.memory_passes(device, c, s.exchange(program).moved_bytes)
     return passes._replace(
-        forward=passes.forward + moved + device_seconds.passes(device, c, forward),
-        backward=passes.backward + moved + device_seconds.passes(device, c, backward),
+        forward=passes.forward + moved + device_seconds.memory_passes(device, c, forward),
+        backward=passes.backward + moved + device_seconds.memory_passes(device, c, backward),
     )
 
 
-def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _Work:
+def _fused_passes(s: BlockShape, device: Device, c: DeviceConstants) -> _Work:
     """Return the seconds of passes where functions one after the other are one kernel."""
     query_key_value = s.local.query + 2 * s.local.key_value
     # Two norms read and write x. Attention and MLP are each added to x: two tensors are read, one is written, and with
@@ -244,13 +244,13 @@ def _fused_passes(s: BlockShape, device: Device, c: Constants) -> _Work:
     if s.model.rotary_dim:
         cheap_bytes += 2 * s.a * s.tokens * (s.local.query + s.local.key_value)
     return _Work(
-        device_seconds.passes(device, c, norm_bytes + add_bytes + activation_bytes),
-        device_seconds.passes(device, c, backward_bytes),
-        device_seconds.passes(device, c, cheap_bytes),
+        device_seconds.memory_passes(device, c, norm_bytes + add_bytes + activation_bytes),
+        device_seconds.memory_passes(device, c, backward_bytes),
+        device_seconds.memory_passes(device, c, cheap_bytes),
     )
 
 
-def _separate_passes(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
+def _separate_passes(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> _Work:
     """Return the seconds of passes where each function is a kernel that reads its inputs and writes its output.
 
     | function                | forward                  | backward                                              |
@@ -281,8 +281,8 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants, program: Progr
         activation = device_seconds.strided_passes(device, c, 2 * feed_elements, 5 * s.a * feed_elements)
         activation_backward = device_seconds.strided_passes(device, c, 4 * feed_elements, 11 * s.a * feed_elements)
     else:
-        activation = device_seconds.passes(device, c, 2 * s.a * feed_elements)
-        activation_backward = device_seconds.passes(device, c, 3 * s.a * feed_elements)
+        activation = device_seconds.memory_passes(device, c, 2 * s.a * feed_elements)
+        activation_backward = device_seconds.memory_passes(device, c, 3 * s.a * feed_elements)
     backward_bytes = 2 * 5 * norm_bytes + add_bytes + s.a * (2 * query_key_value + s.bias_elements)
     forward_bytes = add_bytes
     if program.unpads_attention:
@@ -290,10 +290,10 @@ def _separate_passes(s: BlockShape, device: Device, c: Constants, program: Progr
         attended = s.tokens * s.local.query
         forward_bytes += s.a * (2 * query_key_value + 3 * attended)
         backward_bytes += s.a * (3 * query_key_value + 2 * attended)
-    cheap = device_seconds.passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
+    cheap = device_seconds.memory_passes(device, c, 2 * 2 * norm_bytes) + rotation + activation
     return _Work(
-        cheap + device_seconds.passes(device, c, forward_bytes),
-        device_seconds.passes(device, c, backward_bytes) + rotation + activation_backward,
+        cheap + device_seconds.memory_passes(device, c, forward_bytes),
+        device_seconds.memory_passes(device, c, backward_bytes) + rotation + activation_backward,
         cheap,
     )
 
@@ -319,8 +319,8 @@ def _rounding_bytes(s: BlockShape, program: ProgramTraits) -> tuple[int, int]:
 
 
 def _recomputed(
-    s: BlockShape, device: Device, program: ProgramTraits, forward: PartSeconds, cheap: float, last_product: float
-) -> PartSeconds:
+    s: BlockShape, device: Device, program: ProgramTraits, forward: _PartSeconds, cheap: float, last_product: float
+) -> _PartSeconds:
     """Return the seconds of what is computed again.
 
     Args:
@@ -333,15 +333,15 @@ def _recomputed(
         launch = forward.launch * (1 if device.is_accelerator else 2)
         return replace(forward, matmul=forward.matmul - last_product * program.stops_recompute, launch=launch)
     if s.recompute == "none":
-        return PartSeconds()
+        return _PartSeconds()
     if program.recomputes_core:
-        return PartSeconds(attention=forward.attention)
+        return _PartSeconds(attention=forward.attention)
     attention = 0.0 if program.fused_attention else forward.attention
     launch = forward.launch * cheap / forward.memory_bound
-    return PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
+    return _PartSeconds(attention=attention, memory_bound=cheap, launch=launch)
 
 
-def _attention_core(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> _Work:
+def _attention_core(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> _Work:
     """Return the seconds of softmax(q kᵀ) v.
 
     The fused core does no work on masked tokens. Step by step, softmax reads and writes the probabilities, and dropout
@@ -364,15 +364,15 @@ def _attention_core(s: BlockShape, device: Device, c: Constants, program: Progra
     transposed = device_seconds.matmul(device, c, peak, head_dim, s.length, s.queries, heads)
     probabilities = heads * s.queries * s.length
     dropout_bytes = 2 * s.a + 1 if s.has_dropout else 0
-    softmax_forward = device_seconds.passes(device, c, probabilities * (2 * s.a + dropout_bytes))
-    softmax_backward = device_seconds.passes(device, c, probabilities * (3 * s.a + dropout_bytes))
+    softmax_forward = device_seconds.memory_passes(device, c, probabilities * (2 * s.a + dropout_bytes))
+    softmax_backward = device_seconds.memory_passes(device, c, probabilities * (3 * s.a + dropout_bytes))
     # Four products, the gradients of q, k, v and the probabilities, each as long as the mean of the three shapes.
     products_backward = 4 * (scores + values + transposed) / 3
     backward = products_backward + softmax_backward
     return _Work(scores + values + softmax_forward, backward, kernels=_STEPWISE_ATTENTION_KERNELS)
 
 
-def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, count: int) -> Product:
+def _product(device: Device, c: DeviceConstants, peak: float, m: int, n: int, k: int, count: int) -> Product:
     """Return the seconds of a piece of `count` products [m, k] × [k, n]."""
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k, count)
 
@@ -380,7 +380,7 @@ def _product(device: Device, c: Constants, peak: float, m: int, n: int, k: int, 
 def _tensor_seconds(
     s: BlockShape,
     device: Device,
-    c: Constants,
+    c: DeviceConstants,
     program: ProgramTraits,
     outputs: Sequence[Product],
     input_gradients: Sequence[Product],
@@ -410,7 +410,7 @@ def _tensor_seconds(
 
 
 def _context_seconds(
-    s: BlockShape, device: Device, c: Constants, program: ProgramTraits, core: _Work
+    s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits, core: _Work
 ) -> tuple[float, float]:
     """Return what it adds, forward and backward, to get keys and values of all tokens, and to send their gradients.
 
@@ -429,8 +429,8 @@ def _context_seconds(
 
 
 @lru_cache(maxsize=2**12)
-def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
-    """Return the seconds of the last norm, the output head, and the loss over its logits in float32."""
+def head_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> PassSeconds:
+    """Return the predicted seconds of the last norm, the output head, and the loss over its logits in float32."""
     rows = s.local.vocabulary
     hidden = s.model.hidden_size
     peak = device.peak(s.dtype)
@@ -443,42 +443,42 @@ def head(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) ->
     logits_bytes = program.logits_bytes or (2 * s.a + _LOGITS_FORWARD_BYTES, 2 * s.a + _LOGITS_BACKWARD_BYTES)
     forward_bytes = logits * logits_bytes[0] + 4 * s.gathered_bytes
     backward_bytes = logits * logits_bytes[1] + 6 * s.gathered_bytes
-    memory_forward = device_seconds.passes(device, c, forward_bytes)
-    accumulation = device_seconds.passes(device, c, s.accumulation_bytes(rows * hidden, device, program))
-    memory_backward = device_seconds.passes(device, c, backward_bytes) + accumulation
+    memory_forward = device_seconds.memory_passes(device, c, forward_bytes)
+    accumulation = device_seconds.memory_passes(device, c, s.accumulation_bytes(rows * hidden, device, program))
+    memory_backward = device_seconds.memory_passes(device, c, backward_bytes) + accumulation
     # The ranks agree on the largest logit, the sum of exponentials and the target's logit of each token, in float32.
     loss_sums = 3 * device_seconds.collective(device, c, s.tensor_group, 4.0 * s.tokens, reduces_all=True)
     x_gradient = device_seconds.collective(
         device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
-    forward = _with_launch(PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c, program)
+    forward = _with_launch(_PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c, program)
     backward = _with_launch(
-        PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient),
+        _PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient),
         _HEAD_KERNELS,
         c,
         program,
     )
     if program.loss_ahead:
         # The loss and its gradients come chunk by chunk, so that a schedule cannot put off the gradient of the weight.
-        return PassSeconds(forward.plus(backward), PartSeconds(), 0.0)
+        return PassSeconds(forward.plus(backward), _PartSeconds(), 0.0)
     return PassSeconds(forward, backward, weight_gradient + accumulation)
 
 
 @lru_cache(maxsize=2**12)
-def embedding(s: BlockShape, device: Device, c: Constants, program: ProgramTraits) -> PassSeconds:
-    """Return the seconds of the embedding.
+def embedding_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: ProgramTraits) -> PassSeconds:
+    """Return the predicted seconds of the embedding.
 
     Rows are looked up; in the backward pass the table's gradient is made and added to the earlier one.
     """
     # A row is read and written, and a sum or a mask reads two tensors and writes one.
-    lookup = device_seconds.passes(device, c, 5.0 * s.gathered_bytes)
+    lookup = device_seconds.memory_passes(device, c, 5.0 * s.gathered_bytes)
     output_sum = device_seconds.collective(
         device, c, s.tensor_group, float(s.gathered_bytes), reduces_all=not s.sequence_parallel
     )
     table = s.local.vocabulary * s.model.hidden_size
-    table_gradient = device_seconds.passes(device, c, s.accumulation_bytes(table, device, program) + s.a * table)
-    forward = PartSeconds(memory_bound=lookup, tensor=output_sum)
-    backward = PartSeconds(
+    table_gradient = device_seconds.memory_passes(device, c, s.accumulation_bytes(table, device, program) + s.a * table)
+    forward = _PartSeconds(memory_bound=lookup, tensor=output_sum)
+    backward = _PartSeconds(
         memory_bound=2 * lookup + table_gradient,
         tensor=output_sum if s.sequence_parallel else 0.0,  # otherwise each rank has the whole gradient already
     )

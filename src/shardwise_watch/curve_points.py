@@ -19,8 +19,8 @@ Points = Mapping[float, float]
 """Finite values by their places on the axis, which grow."""
 
 
-def require_choices(x: object, smoothing: object, scale: str | None, names: Mapping[str, str]) -> None:
-    """Refuse an axis, a smoothing or a logarithmic scale that there is not.
+def require_curve_options(x: object, smoothing: object, scale: str | None, names: Mapping[str, str]) -> None:
+    """Refuse an axis, a smoothing or a logarithmic scale of drawn curves that there is not.
 
     Args:
         names: what the caller's user calls `x`, `smoothing` and `scale`.
@@ -35,27 +35,27 @@ def require_choices(x: object, smoothing: object, scale: str | None, names: Mapp
         raise ConfigError(f"{names['scale']} ({scale}) must be {listing(SCALES, 'or')}, the logarithmic axes")
 
 
-def require_distinct(paths: Sequence[object], runs: Sequence[object]) -> None:
+def require_distinct_runs(paths: Sequence[object], runs: Sequence[object]) -> None:
     """Refuse a run that is named twice; `runs`: the same for two names of one run."""
     twice = next((path for number, path in enumerate(paths) if runs[number] in runs[:number]), None)
     if twice is not None:
         raise ConfigError(f"RUN ({twice}) must be named once: it is there twice")
 
 
-def places_of(series: StepSeries, x: str) -> Sequence[float]:
-    """Return the place of each step on an axis; NaN where it is unknown."""
+def axis_places(series: StepSeries, x: str) -> Sequence[float]:
+    """Return the place of each step of a run on the axis of a curve; NaN where it is unknown."""
     if x == "step":
         return series.steps
     return series.elapsed if x == "time" else series.numbers["tokens"]
 
 
-def points_of(series: StepSeries, metric: str, x: str) -> dict[float, float]:
+def metric_points(series: StepSeries, metric: str, x: str) -> dict[float, float]:
     """Return the finite values of a metric over an axis; those at unknown places are left out."""
-    pairs = zip(places_of(series, x), series.numbers[metric], strict=True)
+    pairs = zip(axis_places(series, x), series.numbers[metric], strict=True)
     return {place: value for place, value in pairs if math.isfinite(place) and math.isfinite(value)}
 
 
-def smoothed(curves: Mapping[str, Points], smoothing: float) -> dict[str, Points]:
+def smoothed_curves(curves: Mapping[str, Points], smoothing: float) -> dict[str, Points]:
     """Return the exponential moving mean of each curve that TensorBoard shows, divided by the sum of its weights.
 
     A value weighs `smoothing` times less at each further step of the first curve, as long as it is on the axis: curves
@@ -78,7 +78,7 @@ def smoothed(curves: Mapping[str, Points], smoothing: float) -> dict[str, Points
     return result
 
 
-def differences(points: Points, first: Points, x: str) -> dict[float, float]:
+def curve_differences(points: Points, first: Points, x: str) -> dict[float, float]:
     """Return `points` minus the first curve where both are.
 
     Over steps these are the steps of both. Over another axis few places are in both: there the first curve is the line
@@ -97,6 +97,6 @@ def differences(points: Points, first: Points, x: str) -> dict[float, float]:
     return signed
 
 
-def label(number: int) -> str:
+def curve_label(number: int) -> str:
     """Return the letters of a curve: A to Z, then AA, AB and so on."""
-    return (label(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+    return (curve_label(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)

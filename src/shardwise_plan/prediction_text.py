@@ -10,12 +10,12 @@ from shardwise.config import Config, Layout, tokens_of_run
 from shardwise.estimates.memory import RESERVED, too_large_text
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
-from shardwise_plan.plan import Plan, predicted
+from shardwise_plan.plan import Plan, predict_layout
 
 
 def predicted_step(config: Config, layout: Layout, cluster: Cluster) -> PredictedStep:
     """Return the prediction of a dry run for a layout on a cluster, whether or not it fits."""
-    plan = predicted(config, layout, cluster)
+    plan = predict_layout(config, layout, cluster)
     seconds, facts = (None, None) if plan is None else (plan.time.total, plan_facts(plan))
     rows = predicted_rows(plan) + pipeline_warnings(str(cluster), layout.pipeline)
     device = cluster.device
@@ -40,11 +40,11 @@ def predicted_rows(plan: Plan | None) -> list[tuple[str, str]]:
             f"{units.duration(plan.calendar.seconds)} with evaluations, checkpoints and failures (goodput "
             f"{plan.calendar.goodput:.1%}), {plan.device_hours:,.0f} device-hours",
         ),
-        ("  memory", memory_text(plan)),
+        ("  memory", memory_fit_text(plan)),
     ]
 
 
-def memory_text(plan: Plan) -> str:
+def memory_fit_text(plan: Plan) -> str:
     """Return whether a layout fits on each device of its cluster."""
     state = f"{units.size(plan.headroom)} free{' (tight)' if plan.is_tight else ''}"
     if plan.headroom < 0:
