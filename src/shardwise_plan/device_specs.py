@@ -104,7 +104,7 @@ _TYPES = ("cpu", _CUDA, "accelerator")
 
 @dataclass(frozen=True)
 class Reliability:
-    """The failures of a cluster of such devices, and what a failure and a checkpoint cost.
+    """The assumed failures of a planned cluster, and what a failure and a checkpoint cost.
 
     The defaults are assumptions. Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100
     (arXiv:2407.21783, section 3.3.4), which is 0.17 for each device and year; OPT-175B had about 105 restarts in two
@@ -132,7 +132,7 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Link:
-    """A link from a device to another one.
+    """A planned device's link to another one: bandwidth, latency and topology.
 
     Attributes:
         bandwidth: bytes a second in one direction.
@@ -147,7 +147,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The device that one rank computes with.
+    """The figures of a device to plan for, with which one rank computes.
 
     Attributes:
         key: name that the user gave.
@@ -297,7 +297,7 @@ def parse_cluster(text: str, nodes: int = 1) -> Cluster:
 
 
 def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
-    """A row if the devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
+    """A row of a plan if devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
     if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
         return []
     text = (
@@ -308,7 +308,7 @@ def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
 
 
 def load_device(name: str) -> Device:
-    """The device of that name, or of that YAML file.
+    """The planner's device of that name, or of that YAML file.
 
     Raises:
         ConfigError: there is no such device or file, or the file is wrong.

@@ -143,7 +143,7 @@ def layout_choices(
     refused: Counter[str] | None = None,
     looked: Callable[[int], object] = int,
 ) -> Iterator[tuple[list[list[LayoutChoice]], Layout]]:
-    """Yield every layout on `world` devices, with lists of shardings, of each of which the first that fits is taken.
+    """Yield every layout to search on `world` devices, with lists of shardings, whose first that fits is taken.
 
     Tensor parallelism stays within a node, unless the recipe's own degree is larger.
 

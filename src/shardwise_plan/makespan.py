@@ -188,7 +188,7 @@ class _PassLevels:
 
 
 def level_program(parallel: ParallelConfig, micro_batches: int, recompute: Recompute) -> _LevelProgram:
-    """Return the levels of a step on at least two ranks whose forward passes do not all come first."""
+    """Return the levels of a step to simulate, on at least two ranks whose forward passes do not all come first."""
     p = parallel.pipeline
     m = micro_batches
     if _has_rounds(parallel):
@@ -254,7 +254,7 @@ def _program(parallel: ParallelConfig, m: int, period: int, repeats: int, whole_
 
 
 def pass_levels(parallel: ParallelConfig, micro_batches: int, period: int) -> _PassLevels:
-    """Return the levels of the passes of a step.
+    """Return the levels of the passes of a step to simulate.
 
     period: micro-batches of a round, of a schedule that has rounds.
     """

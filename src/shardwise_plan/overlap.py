@@ -30,7 +30,7 @@ _SUM_PROCESSORS = 16
 
 @dataclass(frozen=True)
 class TensorCollectives:
-    """The collectives of a block over tensor parallelism.
+    """The predicted seconds of a block's collectives over tensor parallelism.
 
     Attributes:
         device: the device.
@@ -123,7 +123,7 @@ class TensorCollectives:
 
 
 def ring_seconds(computed: float, sent: float, ranks: int) -> float:
-    """Return the seconds beyond those of a computation whose operand goes round a ring of ranks beside it."""
+    """Predict the seconds beyond those of a computation whose operand goes round a ring of ranks beside it."""
     if ranks == 1:
         return 0.0
     return (ranks - 1) * max(0.0, sent / (ranks - 1) - computed / ranks)

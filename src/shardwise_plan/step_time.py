@@ -190,7 +190,7 @@ def _counting_seconds(m: int, settings: OptimizerConfig, layout: Layout, works: 
 def least_step_times(
     configs: Sequence[Config], layout: Layout, cluster: Cluster, *, simulated: bool = False
 ) -> list[float]:
-    """Return seconds that no sharding can beat: those of the passes, and the update.
+    """Predict seconds that no sharding can beat: those of the passes, and the update.
 
     The configurations differ only in how data parallelism is sharded. Passes that are not simulated take as long as
     those of the rank that ends last, at least (`_StepInputs.passes`).
@@ -201,7 +201,7 @@ def least_step_times(
 
 
 def model_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds of both passes of a micro-batch through all stages, but for messages."""
+    """Predict the seconds of both passes of a micro-batch through all stages, but for messages."""
     works = stage_works(config, layout, cluster, shardwise_traits(config, cluster), device_constants(cluster.device))
     return sum(work.times.forward + work.times.backward for work in works)
 
@@ -215,7 +215,7 @@ def predicted_timeline(config: Config, layout: Layout, cluster: Cluster) -> Time
 
 
 def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
-    """Return the traits of this package's training there."""
+    """Return the traits of this package's training on a planned device."""
     model = config.known_shapes
     on_accelerator = cluster.device.is_accelerator
     # A fused kernel drops probabilities by masks of its own, which only an accelerator's has.
@@ -247,7 +247,7 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
 def stage_works(
     config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: DeviceConstants
 ) -> list[_StageWork]:
-    """Return the work of each stage, in the order of the model."""
+    """Predict the work of each stage, in the order of the model."""
     model = config.known_shapes
     shape = BlockShape.of(config, layout, cluster, program)
     arguments = cluster.device, constants, program

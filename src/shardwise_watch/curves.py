@@ -56,7 +56,7 @@ def read_loss_curve(path: Path, name: str | None, x: str, shift: int = 0) -> tup
 
 
 def read_curve_file(path: Path, name: str | None = None) -> dict[int, float]:
-    """The loss of each step, in their order; where a step occurs twice, the last one counts, and none that was undone.
+    """The loss of each step in a curve's file; of a step that is there twice the last one, and none that was undone.
 
     Args:
         path: a run's folder, a file, or TensorBoard's events.

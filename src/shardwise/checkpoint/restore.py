@@ -52,7 +52,7 @@ class _Restored:
 
 
 def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:
-    """Do some work on the first rank, and return its result, or raise its ShardwiseError, on every rank. Collective."""
+    """Do work on a checkpoint on the first rank; return its result or raise its error on every rank. Collective."""
     result: _Result | None = None
     problem: ShardwiseError | None = None
     if world.rank == 0:

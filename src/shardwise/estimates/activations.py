@@ -58,7 +58,7 @@ class BlockStack:
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
-        early: likewise while the gradients of the last block's experts are complete (`FeedForward.is_early`).
+        early: likewise while the gradients of the last block's experts are complete (`FeedForwardBytes.is_early`).
         later: likewise from the moment at which another gradient of a weight of the last block is complete.
     """
 
@@ -141,7 +141,7 @@ def block_activations(workload: RankWorkload, layer: int) -> _BlockActivations:
     |           | norms of q and k: statistics                         | see `_head_norms` |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
-    | MLP       | see `FeedForward.saved`                              |                   |
+    | MLP       | see `FeedForwardBytes.saved`                         |                   |
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
 
     With `precision.matmul` fp8 the inputs of the four linear layers are rounded copies, of one byte an element or, by
@@ -375,7 +375,7 @@ def _mlp_gradients(workload: RankWorkload, feed: FeedForwardBytes) -> int:
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
-    Where `FeedForward.holds_two`: two of its inner width, [2·T·F/t].
+    Where `FeedForwardBytes.holds_two`: two of its inner width, [2·T·F/t].
 
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.

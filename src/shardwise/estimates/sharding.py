@@ -80,7 +80,7 @@ class _StageGathers:
 
     @property
     def whole(self) -> Counter[int]:
-        """Bytes of all whole values, as in `GatherPass.sent`."""
+        """Bytes of all whole values, as in `_GatherPass.sent`."""
         total: Counter[int] = Counter()
         for number, size in self.sizes.items():
             total[self._divided[number]] += size

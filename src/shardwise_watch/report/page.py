@@ -42,8 +42,8 @@ def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any
     """Make the HTML report of one run, or of several that are laid over each other.
 
     Args:
-        reports: results of `report_of`.
-        compared: result of `comparison` for several runs.
+        reports: results of `report_numbers`.
+        compared: result of `compare_runs` for several runs.
     """
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.

@@ -16,7 +16,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost.
 
     Args:
-        report: result of `report_of`.
+        report: result of `report_numbers`.
     """
     done = _steps_text(report)
     seconds = report["seconds"]

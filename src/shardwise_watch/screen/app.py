@@ -61,7 +61,7 @@ class TopScreen(App[None]):
     """The screen of a run, which can be changed for another one.
 
     Args:
-        read: `Reader.read`; called in a thread, never twice at once.
+        read: `FrameReader.read`; called in a thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
         behind: folder of a run whose curves are shown behind.
     """

@@ -158,7 +158,7 @@ class _RunReader:
         self._frame: Frame | None = None
 
     def read(self, columns: int, span: Span, still: bool) -> Frame:
-        """Read the run, as `Reader.read` says."""
+        """Read the run, as `FrameReader.read` says."""
         if still and self._frame is not None and self._has_history:
             return replace(self._frame, curves=_curves(self._run, columns, span))
         if self._frame is not None and not self._has_history:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardwise.base.parsing import by_dotted_key, json_value
 from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.safetensors import CODED, Values, cast_tensor_bytes
+from shardwise.checkpoint.format.safetensors import CODED, Values, cast_values
 from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -159,7 +159,7 @@ def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
     # numpy has no bfloat16: its bits become those of a float32.
     flat = bits.reshape(-1)
     if dtype == "BF16":
-        flat = cast_tensor_bytes(flat, dtype, "F32")
+        flat = cast_values(flat, dtype, "F32")
     return flat.astype(np.float64)
 
 

@@ -18,7 +18,7 @@ from shardwise.base.tensor_box import segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.model_files import validated_model, with_readable_tokenizer
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_tensor_bytes
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.writing import (
     CONFIG,
@@ -118,7 +118,7 @@ class Export:
                     f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
                     f"{see('checkpoints#beyond-float16')}"
                 )
-            yield cast_tensor_bytes(values, entry.dtype, target).tobytes()
+            yield cast_values(values, entry.dtype, target).tobytes()
 
     @cached_property
     def described(self) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
 
 
 def validated_model(section: Mapping[str, Any], where: str) -> FamilyConfig:
-    """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
+    """The model of a stored `model` section; ConfigError, with every problem, where `where` describes none."""
     try:
         return model_from(section)
     except ConfigError as error:

@@ -3,7 +3,7 @@
 https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
 streamed into the file; of a file that exists only the header is read here.
 
-`cast_tensor_bytes` gives values in another floating-point format, as numpy has their bits.
+`cast_values` gives values in another floating-point format, as numpy has their bits.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def cast_tensor_bytes(values: Values, source: str, target: str) -> Values:
-    """Values of the format `source` in the format `target`; each is a name of safetensors in `FLOATING`.
+def cast_values(values: Values, source: str, target: str) -> Values:
+    """Values of a tensor's dtype `source` in the dtype `target`; each is a name of safetensors in `FLOATING`.
 
     Rounded to the nearest, ties to even; by way of float32, as torch casts.
     """
@@ -222,7 +222,7 @@ def cast_tensor_bytes(values: Values, source: str, target: str) -> Values:
 
 
 def cast_overflows(values: Values, source: str, target: str) -> bool:
-    """True if a finite value becomes infinite by the cast: float16 ends at 65,504."""
+    """True if a finite weight becomes infinite by a cast: float16 ends at 65,504."""
     with np.errstate(over="ignore", invalid="ignore"):
         wide = _widen(values, source)
         return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.safetensors import (
     DTYPES,
     FLOATING,
     Values,
-    cast_tensor_bytes,
+    cast_values,
     parse_safetensors_header,
 )
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
@@ -311,7 +311,7 @@ def differing_tied_copies(
     for canonical_name, box in boxes:
         first, *copies = sources[canonical_name]
         for copy in copies:
-            values = cast_tensor_bytes(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
+            values = cast_values(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
             if not np.array_equal(tensors.read(MODEL, first, box), values):
                 problems[f"{where}: {copy} must equal {first}: the model has one weight for both"] = None
     return list(problems)

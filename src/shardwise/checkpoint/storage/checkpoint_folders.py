@@ -158,7 +158,7 @@ def checkpoint_steps(root: Root) -> list[int]:
 
 
 def abandoned_checkpoints(root: Root) -> list[Root]:
-    """Checkpoints that were set aside."""
+    """The checkpoints of a folder that were set aside."""
     return [root / name for name in root.names() if _SET_ASIDE.fullmatch(name)]
 
 

@@ -89,7 +89,7 @@ def record_owner(root: Root, run: RunOwner) -> None:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The configuration of the run in `directory` that `config` continues; None where none took a step.
+    """The stored configuration of the run that `config` continues in `directory`; None where none took a step.
 
     A run that took steps can only be continued with the same model and data.
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.format.safetensors import DTYPES, cast_overflows, cast_tensor_bytes
+from shardwise.checkpoint.format.safetensors import DTYPES, cast_overflows, cast_values
 from shardwise.checkpoint.format.writing import staged_folder, write_small_file
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
@@ -57,7 +57,7 @@ def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
         wide = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
         with np.errstate(invalid="ignore"):  # some of the bits are signalling NaNs
             values = np.concatenate([wide, np.array(edges, np.float32)]).astype(DTYPES[source])
-    found = as_torch(target, cast_tensor_bytes(values, source, target))
+    found = as_torch(target, cast_values(values, source, target))
     wanted = as_torch(source, values).to(torch.float32).to(TORCH[target])
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
