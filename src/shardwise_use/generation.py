@@ -23,7 +23,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
 from shardwise.config.layout import rank_of
-from shardwise.data.formats.common import PreparedData
+from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh

@@ -14,9 +14,9 @@ from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, ParallelConfig, check_layout
-from shardwise.data.evaluation_sets import byte_counts
-from shardwise.data.formats.common import make_evaluation
-from shardwise.data.open_data import prepare
+from shardwise.data.evaluation_sets import vocabulary_byte_counts
+from shardwise.data.formats.prepared_data import make_evaluation_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
@@ -36,8 +36,8 @@ def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = F
     """
     with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
-        data = prepare(config, any_size=True)
-        batches = make_evaluation(config, data, part)
+        data = prepare_data(config, any_size=True)
+        batches = make_evaluation_batches(config, data, part)
         if batches is None:
             least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
             raise DataError(
@@ -45,7 +45,7 @@ def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = F
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
         model = load_model(config, weights, mesh)
-        bytes_V = byte_counts(config.model, data.tokenizer_path)
+        bytes_V = vocabulary_byte_counts(config.model, data.tokenizer_path)
         return evaluate(model, batches, mesh, config.train.micro_batch, shown, config.parallel, bytes_V)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_input, without_bars
+from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_task_input, quiet_libraries
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Stages
@@ -158,14 +158,14 @@ def evaluate_tasks(
     settings = config.evaluation
 
     def score() -> dict[str, Any]:
-        with _own_random_numbers(), without_bars():
+        with _own_random_numbers(), quiet_libraries():
             tasks = find_tasks(settings).load(list(settings.tasks))
             for task in tasks["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             results: dict[str, Any] = evaluate(
-                ShardedLM(answering, longest_input(config.model, config.train)),
+                ShardedLM(answering, longest_task_input(config.model, config.train)),
                 tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,

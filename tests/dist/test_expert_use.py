@@ -10,7 +10,7 @@ import torch
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout, config_from
-from shardwise.data.formats.common import make_evaluation
+from shardwise.data.formats.prepared_data import make_evaluation_batches
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import build_stages
@@ -67,7 +67,7 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
     answers = tasks.while_others_answer(lambda: (tasks.scores(REQUESTS), tasks.texts(TEXTS)))
     scores, texts = answers or ([], [])
     data = make_data(V, 5)  # the last portion is filled up
-    batches: Batches | None = make_evaluation(config, data, "train")
+    batches: Batches | None = make_evaluation_batches(config, data, "train")
     assert batches is not None
     loss = evaluate(model, batches, mesh, 2, parallel=config.parallel).loss
     return likeliest, drawn, scores, texts, loss

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout
-from shardwise.data.evaluation_tasks import longest_input
+from shardwise.data.evaluation_tasks import longest_task_input
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_optimizer
@@ -163,7 +163,7 @@ def answers(model: Path, parallel: dict[str, Any], ask: Callable[[Any], Any]) ->
     stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
     load_hugging_face(stages, config.model, ranks, model)
     answering = TaskModel(stages.eval(), ranks, config.parallel, Tokenizer.load(model), frozenset(), 1)
-    lm = task_evaluation.ShardedLM(answering, longest_input(config.model, config.train))
+    lm = task_evaluation.ShardedLM(answering, longest_task_input(config.model, config.train))
     return answering.while_others_answer(lambda: ask(lm))
 
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.format.verify import verify
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
-from shardwise_use.importing.trainer import with_progress
+from shardwise_use.importing.hugging_face_trainer import with_progress
 from tests.dist.checkpoints import make_trainer, run
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config

@@ -31,7 +31,7 @@ _FUNCTIONS = {
     "predicted_step": "shardwise_plan.plan_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "gguf_export": "shardwise_use.gguf_file:GGUFExport",
-    "require_readable": "shardwise_use.readers:require_readable",
+    "require_readable": "shardwise_use.other_readers:require_readable",
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
     "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",

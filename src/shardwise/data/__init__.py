@@ -23,16 +23,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
-    from shardwise.data.formats.common import PreparedData, make_batches, random_text
+    from shardwise.data.evaluation_sets import EvaluationSets, prepare_evaluation_sets
+    from shardwise.data.formats.prepared_data import PreparedData, make_batches, random_tokens
     from shardwise.data.reading.dataset_tables import fetch_dataset
     from shardwise.data.request import continued_stages
     from shardwise.data.tokens.tokenizer import Tokenizer
 
 # Loaded when they are first used, as most commands import this package and need none of them.
 _NAMES = {
-    "shardwise.data.evaluation_sets": "EvaluationSets prepare_sets",
-    "shardwise.data.formats.common": "PreparedData make_batches random_text",
+    "shardwise.data.evaluation_sets": "EvaluationSets prepare_evaluation_sets",
+    "shardwise.data.formats.prepared_data": "PreparedData make_batches random_tokens",
     "shardwise.data.reading.dataset_tables": "fetch_dataset",
     "shardwise.data.reading.megatron_files": "IndexedFile IndexedWriter",
     "shardwise.data.request": "continued_stages",
@@ -42,7 +42,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = [
     "EvaluationSets", "PreparedData", "Tokenizer", "continued_stages", "fetch_dataset",
-    "make_batches", "prepare_sets", "random_text",
+    "make_batches", "prepare_evaluation_sets", "random_tokens",
 ]  # fmt: skip
 
 

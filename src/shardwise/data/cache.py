@@ -42,7 +42,7 @@ from shardwise.base.files import (
 )
 from shardwise.base.parsing import json_value
 from shardwise.base.progress import progress
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -54,7 +54,7 @@ _CHECKED_BLOCKS = 256
 
 
 @contextlib.contextmanager
-def writing(root: Path) -> Iterator[None]:
+def write_errors(root: Path) -> Iterator[None]:
     """Turns a failure to write under `root` into a DataError."""
     try:
         yield
@@ -66,9 +66,9 @@ def writing(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(root: Path, key: str) -> Iterator[bool]:
+def lock_entry(root: Path, key: str) -> Iterator[bool]:
     """Waits for the only lock on `key`; False if the file system has no locks (then several may build at once)."""
-    with writing(root):
+    with write_errors(root):
         path = root / "locks" / f"{key}.lock"
         make_folder(path.parent)
         file = open_lock(path)
@@ -155,7 +155,7 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry],
         DataError: another user may have put it there.
     """
     path = root / kind / key
-    with writing(root):
+    with write_errors(root):
         require_trusted(path)
     try:
         entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
@@ -174,10 +174,10 @@ def open_tokens(root: Path, key: str) -> CacheEntry | None:
 def _are_sound_tokens(entry: CacheEntry) -> bool:
     rows = entry.manifest
     has_tokens = all(spread_digest(entry.path / f"{part}.bin") == rows[part]["checked"] for part in PARTS)
-    return has_tokens and has_its_bounds(entry) and (rows["tokenizer"] is None or has_its_tokenizer(entry))
+    return has_tokens and has_sound_bounds(entry) and (rows["tokenizer"] is None or has_sound_tokenizer(entry))
 
 
-def has_its_bounds(entry: CacheEntry) -> bool:
+def has_sound_bounds(entry: CacheEntry) -> bool:
     return all(
         spread_digest(entry.path / f"{part}.{name}.bin") == row["checked"]
         for part in PARTS
@@ -185,7 +185,7 @@ def has_its_bounds(entry: CacheEntry) -> bool:
     )
 
 
-def has_its_tokenizer(entry: CacheEntry) -> bool:
+def has_sound_tokenizer(entry: CacheEntry) -> bool:
     """True if the tokenizer is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
@@ -205,11 +205,11 @@ def open_or_build(
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
-    with locked(root, key) as exclusive:
+    with lock_entry(root, key) as exclusive:
         # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-        with writing(root):
+        with write_errors(root):
             _build(root / kind / key, build, exclusive)
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
@@ -250,17 +250,17 @@ def open_or_build_tokens(
         return build(folder)
 
     if announce is not None and open_tokens(root, key) is None:
-        with progress("waiting for another process"), locked(root, key):
+        with progress("waiting for another process"), lock_entry(root, key):
             pass  # it is done, or has ended
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 
-def key_of(described: dict[str, Any]) -> str:
+def cache_key(described: dict[str, Any]) -> str:
     """The key of the entry that these facts decide."""
-    return digest_of({"format": FORMAT, **described})[:32]
+    return json_digest({"format": FORMAT, **described})[:32]
 
 
-def fingerprint_of(digests: Sequence[str]) -> str:
+def data_fingerprint(digests: Sequence[str]) -> str:
     """The digest of digests that belongs to prepared data."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
@@ -274,7 +274,7 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def known_content(root: Path, stamp: str | None) -> str | None:
+def known_text_digest(root: Path, stamp: str | None) -> str | None:
     """The content digest that a text with this stamp had."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
@@ -284,7 +284,7 @@ def known_content(root: Path, stamp: str | None) -> str | None:
     return None
 
 
-def remember_content(root: Path, stamp: str | None, content: str) -> None:
+def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
     """Keeps the content digest of a text for its next use, if the cache can be written: it only saves time."""
     if stamp is not None:
         with contextlib.suppress(OSError):
@@ -293,15 +293,15 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
             write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
-def entry_key(root: Path, key: str) -> str:
+def token_entry_key(root: Path, key: str) -> str:
     """The key of the entry that holds the tokens of `key`: that of `remember_same_tokens`, else `key` itself."""
-    return known_content(root, f"tokens-{key}") or key
+    return known_text_digest(root, f"tokens-{key}") or key
 
 
 def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
     """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
-    if entry_key(root, other_key) == other_key != key:
-        remember_content(root, f"tokens-{other_key}", key)
+    if token_entry_key(root, other_key) == other_key != key:
+        remember_text_digest(root, f"tokens-{other_key}", key)
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

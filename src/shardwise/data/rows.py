@@ -58,7 +58,7 @@ class PairTokens:
     mask: int
 
 
-def digest_of(described: Any) -> str:
+def json_digest(described: Any) -> str:
     """A digest of a value that JSON can describe."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -72,6 +72,6 @@ def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
     return [0, *(round(share * number) for share in accumulate(weight / total for weight in weights))]
 
 
-def describe_sizes(sizes: Mapping[Part, int]) -> str:
+def part_sizes_text(sizes: Mapping[Part, int]) -> str:
     """The size of each part, such as "1.2 M training and 40 k evaluation"; an empty test part is left out."""
     return listing([f"{count(size)} {PART_NAMES[part]}" for part, size in sizes.items() if part != "test" or size])

@@ -45,9 +45,9 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
 
 
 def _load_reader(path: str) -> object:
-    from shardwise.data.formats.user_samples import load_reader
+    from shardwise.data.formats.user_samples import load_user_samples
 
-    return load_reader(path)
+    return load_user_samples(path)
 
 
 # ---- the loss

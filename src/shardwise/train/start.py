@@ -18,8 +18,8 @@ from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import EvaluationSets, PreparedData, prepare_sets
-from shardwise.data.open_data import prepare
+from shardwise.data import EvaluationSets, PreparedData, prepare_evaluation_sets
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import checkpoint_bytes
@@ -96,13 +96,13 @@ def open_run(
 
     def prepared() -> PreparedData:
         if model is None:
-            return prepare(config)
+            return prepare_data(config)
         from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 
-        return prepare(with_model_tokenizer(config, model))
+        return prepare_data(with_model_tokenizer(config, model))
 
     data = while_others_wait(prepared, mesh.world)
-    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
+    sets = while_others_wait(lambda: prepare_evaluation_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load
     base_model = load if load is not None and hub.is_hub_id(load) else None

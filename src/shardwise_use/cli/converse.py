@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         with as_rank(place) as ending:
             from shardwise.base import hub
             from shardwise.data.tokens.chat_template import ChatTemplate
-            from shardwise_use.conversation import Transcript, run_conversation
+            from shardwise_use.chat_session import Transcript, run_conversation
 
             template = None
             assert config.data.tokenizer is not None

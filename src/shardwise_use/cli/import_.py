@@ -244,12 +244,12 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint.storage.root import Root
     from shardwise_use.importing.hugging_face import open_hugging_face
+    from shardwise_use.importing.hugging_face_trainer import with_progress
     from shardwise_use.importing.megatron import open_megatron
     from shardwise_use.importing.nemo import open_nemo
     from shardwise_use.importing.neuronx import open_neuronx
     from shardwise_use.importing.olmo_core import open_olmo_core
     from shardwise_use.importing.torchtitan import open_torchtitan
-    from shardwise_use.importing.trainer import with_progress
 
     ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:

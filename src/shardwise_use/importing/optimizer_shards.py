@@ -26,8 +26,8 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
+from shardwise_use.importing.hugging_face_trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.importing.trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 
 _MASTERS = "sharded_master_weights"
 _RULES = (("bias", "norm"), ("bias",), ("bias", "LayerNorm"))

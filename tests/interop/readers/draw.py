@@ -25,7 +25,7 @@ from shardwise.config.model import FAMILIES
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
 from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
-from shardwise_use.readers import PLAIN, lines_of
+from shardwise_use.other_readers import PLAIN, lines_of
 
 TOKENS = 48
 SIZES: dict[str, Any] = {

@@ -10,7 +10,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise_use.conversation import Conversation, Transcript
+from shardwise_use.chat_session import Conversation, Transcript
 from shardwise_use.generation import open_reader
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}a:"

@@ -128,9 +128,9 @@ _PACKINGS: Mapping[str, _Packing] = {
 
 
 @contextmanager
-def opened(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
+def open_unpacked(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
     """The content of a file, unpacked, from byte `start` on; DataError if it cannot be read, is cut off or damaged."""
-    with readable(path), ExitStack() as files:
+    with read_errors(path), ExitStack() as files:
         file = files.enter_context(path.open("rb"))
         packing = _packing_of(file.read(HEAD))
         file.seek(start if packing is None else 0)
@@ -179,7 +179,7 @@ def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
 
 
 @contextmanager
-def readable(path: object) -> Iterator[None]:
+def read_errors(path: object) -> Iterator[None]:
     """Turns a refusal of the system into a DataError about the file that it names, or about `path`."""
     try:
         yield
@@ -220,9 +220,9 @@ def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading
     """
     if kind == "parquet":
         return FileReading(kind)
-    with readable(path), path.open("rb") as file:
+    with read_errors(path), path.open("rb") as file:
         packing = _packing_of(file.read(HEAD))
-    with opened(path) as content:
+    with open_unpacked(path) as content:
         head = content.read(HEAD)
     name = unpacked_name(str(path))
     if kind is not None:
@@ -260,12 +260,12 @@ def _is_table(name: str, text: str, key: str) -> bool:
     return has_key or name.endswith(_TABLES)
 
 
-def chosen_kind(format: str) -> Kind | None:
+def chosen_file_kind(format: str) -> Kind | None:
     """The kind that `data.format` chooses for all files; None if their content decides."""
     return cast(Kind, format) if format in _SHOWN else None
 
 
-def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
+def described_readings(readings: Sequence[tuple[Path, FileReading]]) -> str:
     """The readings of files, for the user; if there are several, each with its file or the number of its files."""
     groups: dict[FileReading, list[Path]] = {}
     for path, reading in readings:

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.order import SampleOrder, SourceOrder, Stage
+from shardwise.data.samples.order import MixtureStage, SampleOrder, SourceOrder
 
 IGNORE = -100
 """The target of a position that is not counted: the `ignore_index` of torch's cross-entropy unless it is given."""
 
 
-class Tokens(Protocol):
+class TokenSource(Protocol):
     """A row of tokens: an array, or an object that checks the tokens that it returns."""
 
     def __len__(self) -> int: ...
@@ -32,7 +32,7 @@ class Tokens(Protocol):
         ...
 
 
-class TokenRow(Tokens, Protocol):
+class TokenRow(TokenSource, Protocol):
     """A row of tokens of which slices are read too."""
 
     def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
@@ -188,7 +188,7 @@ class BlendedBatches(Batches):
         together: samples of a block, which are of one source.
     """
 
-    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[Stage], together: int = 1) -> None:
+    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[MixtureStage], together: int = 1) -> None:
         self.order = SourceOrder([*sources], stages)
         self.together = together
         self.batches = [*sources.values()]
@@ -251,12 +251,12 @@ class BlendedBatches(Batches):
             chosen = np.flatnonzero(sources == source)
             parts.append(self.batches[source].collate(source_indices[chosen], epochs[chosen], samples[chosen]))
             places.append(chosen)
-        return joined(parts, places, samples)
+        return join_batches(parts, places, samples)
 
     def blank(self, micro_batch: int) -> Batch:
         return self.batches[0].blank(micro_batch)
 
-    def set_stages(self, stages: Sequence[Stage]) -> None:
+    def set_stages(self, stages: Sequence[MixtureStage]) -> None:
         """Replace the stages; those of samples that were drawn must stay."""
         self.order = SourceOrder(self.order.names, stages)
 
@@ -278,7 +278,7 @@ class BlendedBatches(Batches):
             batches.close()
 
 
-def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
+def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
     """One batch of the samples of several, each at its `places`. Samples are the last dimension of all inputs."""
     inputs: dict[str, IntArray] = {}
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)

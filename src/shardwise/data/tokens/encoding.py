@@ -88,7 +88,7 @@ def document_tokens(
         begun = not ends[-1]
 
 
-def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_Key, PieceTexts]]:
+def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_Key, _PieceTexts]]:
     """The documents of `pieces`, each with their key; one of more than a million characters is cut where a piece ends.
 
     That is after a word if possible, where most tokenizers cut as well: others may give a few other tokens there.
@@ -97,15 +97,15 @@ def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_
     last: _Key | None = None
     for key, piece in pieces:
         if blocks and last is not None and (key != last or sum(map(len, blocks)) >= _LONGEST):
-            yield last, PieceTexts(["".join(blocks)], ends_document=False)
+            yield last, _PieceTexts(["".join(blocks)], ends_document=False)
             blocks = []
         blocks.append(piece.text)
         last = key
         if piece.ends_document:
-            yield key, PieceTexts(["".join(blocks)], ends_document=True)
+            yield key, _PieceTexts(["".join(blocks)], ends_document=True)
             blocks = []
     if blocks and last is not None:
-        yield last, PieceTexts(["".join(blocks)], ends_document=False)
+        yield last, _PieceTexts(["".join(blocks)], ends_document=False)
 
 
 def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
                     has_sentences[part] = False
-    return facts_with_bounds(writers, bounds)
+    return part_facts(writers, bounds)
 
 
 def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict[Part, dict[str, ArrayWriter]]:
@@ -152,9 +152,7 @@ def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict
     }
 
 
-def facts_with_bounds(
-    writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]
-) -> dict[str, Any]:
+def part_facts(writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]) -> dict[str, Any]:
     """The manifest's record of each part, once its files are closed."""
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
@@ -162,7 +160,7 @@ def facts_with_bounds(
     }
 
 
-def digests_of(parts: Mapping[str, Any]) -> list[str]:
+def part_digests(parts: Mapping[str, Any]) -> list[str]:
     return [row["sha256"] for facts in parts.values() for row in (facts, *facts.get("bounds", {}).values())]
 
 
@@ -179,7 +177,7 @@ _AFTER_A_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<!\s)[^\S\n]*\n\s*")
 
 
 @dataclass(frozen=True)
-class PieceTexts:
+class _PieceTexts:
     """Texts of a document, each of which is tokenized by itself: its sentences, or all of it.
 
     The next texts continue the document unless `ends_document`.
@@ -206,7 +204,7 @@ def cut_sentences(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True) if end > start]
 
 
-def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, PieceTexts]]:
+def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, _PieceTexts]]:
     """The documents of each part in sentences.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document
@@ -226,8 +224,8 @@ def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[P
         unfinished = None if piece.ends_document else part
 
 
-def _cut_piece(sentences: list[str], ends_document: bool) -> PieceTexts:
-    return PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
+def _cut_piece(sentences: list[str], ends_document: bool) -> _PieceTexts:
+    return _PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
 
 
 def group_by_size(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:

@@ -18,7 +18,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
-from shardwise_use.importing.trainer import curve_points, with_progress
+from shardwise_use.importing.hugging_face_trainer import curve_points, with_progress
 from tests.hugging_face import CASES
 from tests.sweeps import few
 from tests.unit.use.importing.checks import assert_equal, changed, problems, states_of

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shardwise.data.rows import IntArray, TokenArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.order import SampleOrder, mix_integer
-from shardwise.data.samples.packing import Packs, best_fit, packed_batch
+from shardwise.data.samples.packing import Packs, best_fit_packs, packed_batch
 
 WINDOW = 4096
 """Conversations that are packed together: their lengths fill sequences nearly as well as those of all."""
@@ -156,7 +156,7 @@ class ConversationBatches(Batches):
         sizes: list[IntArray] = []
         for start in range(0, number, WINDOW):
             order = self._order.indices(epoch * number + start, min(WINDOW, number - start))
-            packs = best_fit(self._sizes[order], self.sequence_length)
+            packs = best_fit_packs(self._sizes[order], self.sequence_length)
             members.append(self._usable[order[packs.members]])
             sizes.append(packs.sizes)
         # Packs of a window are sorted by the length of their longest conversation.
