@@ -36,22 +36,22 @@ TORCHTITAN_NAMES = {
     f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
 }
-"""Canonical modules `without_number` → torchtitan's tensors of all experts."""
+"""Canonical modules `without_expert_number` → torchtitan's tensors of all experts."""
 TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
-def without_number(name: str) -> tuple[str, int | None]:
+def without_expert_number(name: str) -> tuple[str, int | None]:
     """A canonical name without the number of its expert, and this number; None where it is of no expert."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 
 
-def in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+def place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
     """The parameter of transformers 5 that has a weight: a name, its shape up to this weight, and the weight's place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """
-    plain, number = without_number(name)
+    plain, number = without_expert_number(name)
     if number is None:
         return name, shape, ()
     layer_experts, leaf, _ = plain.rsplit(".", 2)
@@ -60,7 +60,7 @@ def in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], t
     return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
 
 
-def refuse_divided(folder: Path, file: str) -> None:
+def refuse_divided_experts(folder: Path, file: str) -> None:
     """Raise ConfigError for a file of ranks that divide experts among them."""
     if _DIVIDED_FILES.fullmatch(file):
         raise ConfigError(f"{folder} is of a model with experts ({file}): save it again as torch_dist")
@@ -97,7 +97,7 @@ def megatron_section(
 
 def megatron_module(name: str, config: FamilyConfig) -> tuple[str, str, int]:
     """The beginning of the role of a layer's module, its name as a module of an MLP, and the width of this MLP."""
-    plain, number = without_number(name)
+    plain, number = without_expert_number(name)
     if number is None:
         return "", name, config.intermediate_size
     return f"experts.{number}.", f"mlp.{plain.rpartition('.')[2]}", config.expert_width

@@ -26,14 +26,14 @@ from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, lo
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.blocks import Stages
-from shardwise_use.generation import Generator
+from shardwise_use.generation import GenerativeModel
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 
 BOOTSTRAPS = 100_000
 """The number of resamples of `lm_eval`."""
 
 
-class ShardedLM(TemplateLM):  # type: ignore[misc]
+class _ShardedLM(TemplateLM):  # type: ignore[misc]
     """A model as `lm_eval` calls it, on rank 0.
 
     Args:
@@ -148,7 +148,7 @@ def evaluate_tasks(
         ConfigError: the model does not predict the next token; a task cannot be found, or needs something else.
     """
     family = config.model
-    if not family.causal or not isinstance(model, Generator | Stages):
+    if not family.causal or not isinstance(model, GenerativeModel | Stages):
         raise ConfigError(
             f"model.family ({family.family}) must be a causal language model with evaluation.tasks, which need logits "
             "of the next token"
@@ -165,7 +165,7 @@ def evaluate_tasks(
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             results: dict[str, Any] = evaluate(
-                ShardedLM(answering, longest_task_input(config.model, config.train)),
+                _ShardedLM(answering, longest_task_input(config.model, config.train)),
                 tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,

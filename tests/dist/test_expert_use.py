@@ -17,7 +17,7 @@ from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_trainer
 from shardwise.train.evaluation import evaluate
 from shardwise.train.model_checks import check_replicas
-from shardwise_use.generation import Sampler, generate
+from shardwise_use.generation import TokenSampler, generate_tokens
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 from tests.dist.dense import run
 from tests.dist.test_expert_files import written
@@ -60,7 +60,7 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
     load_hugging_face(model, config.model, mesh, path)
     model.eval()
     likeliest, drawn = (
-        list(generate(model, mesh, PROMPT, 6, Sampler(heat, seed=4), chunk=3, parallel=config.parallel))
+        list(generate_tokens(model, mesh, PROMPT, 6, TokenSampler(heat, seed=4), chunk=3, parallel=config.parallel))
         for heat in (0.0, 1.0)
     )
     tasks = TaskModel(model, mesh, config.parallel, Numbers(), frozenset(), 2)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ _RULE = (
 )
 
 
-def target_problem(target: str) -> str | None:
+def notice_target_problem(target: str) -> str | None:
     """Return why a target cannot be used, without the secrets in it; None for one that can."""
     if target.startswith(VARIABLE):
         name = target.removeprefix(VARIABLE)

@@ -18,7 +18,7 @@ _given: dict[str, object] = {}
 
 
 @contextmanager
-def given(objects: Mapping[str, object]) -> Iterator[None]:
+def given_objects(objects: Mapping[str, object]) -> Iterator[None]:
     """Inside, these names stand for these objects: a program gives a hook that no module need have."""
     before = dict(_given)
     _given.update(objects)
@@ -29,7 +29,7 @@ def given(objects: Mapping[str, object]) -> Iterator[None]:
         _given.update(before)
 
 
-def name_of(value: object) -> str:
+def object_name(value: object) -> str:
     """The name that a configuration records for an object that a program gives: module:Name of it, or of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     name = re.sub(r"\W+", "_", named.__qualname__)
@@ -40,7 +40,7 @@ def name_of(value: object) -> str:
     return f"{module}:{name}"
 
 
-def load(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -> Any:
+def load_user_object(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -> Any:
     """The object that `package.module:Name` names, from the current directory or an installed package.
 
     Args:

@@ -173,7 +173,9 @@ def open_folder(
     if step_of(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
-        path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
+        path = hub.resolve_weights(
+            target, None if revision is None else str(revision), cached=cached, announce=announce
+        )
     return _open_hugging_face(path, user_model)
 
 

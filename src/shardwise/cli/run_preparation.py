@@ -134,7 +134,9 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
         load_is_url = is_url(load)
-        weights = Root.of(load if load_is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
+        weights = Root.of(
+            load if load_is_url else hub.resolve_weights(load, config.checkpoint.revision, announce=announce)
+        )
     if weights is not None:
         from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
 

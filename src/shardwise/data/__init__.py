@@ -3,7 +3,6 @@
 In the order in which data flow:
 
     rows.py                 the words of all modules: rows of tokens, parts, bounds of sentences
-    hub.py                  files of data sets, tokenizers and models that are named by a hub id, fetched once
     cache.py                tokens that were made once, with their tokenizer
     reading/                the files: their kinds, and the text or the tokens in them
     tokens/                 text → tokens: tokenizers, windows of long documents, sentences, chat templates
@@ -12,7 +11,7 @@ In the order in which data flow:
     formats/                a module for each format of data, which puts these steps together for a run
     open_data.py            data of any format, opened for a run
     evaluation_sets.py      further texts of evaluations
-    describe.py             what a dry run and `shardwise data inspect` say of data
+    preview.py              what a dry run and `shardwise data inspect` say of data
     prepare/                `shardwise data prepare`: text → files of tokens that runs read as they are
 
 Imports go up this list only, and nothing here imports torch. A training imports all that it needs of its data from

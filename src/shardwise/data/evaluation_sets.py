@@ -26,7 +26,7 @@ class EvaluationSets:
 
     Attributes:
         batches: samples of each text by its name; an evaluation predicts each token once.
-        bytes_V: `byte_counts` of the run's tokenizer, [vocabulary of the model].
+        bytes_V: `vocabulary_byte_counts` of the run's tokenizer, [vocabulary of the model].
     """
 
     batches: Mapping[str, Batches] = field(default_factory=dict)

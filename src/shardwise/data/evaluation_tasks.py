@@ -136,7 +136,7 @@ class ContinuationSettings:
     Attributes:
         until: texts that end a continuation.
         draws: True if tokens are drawn; otherwise each is the likeliest.
-        temperature, top_p, top_k: as `train.generation.Sampler` has them.
+        temperature, top_p, top_k: as `TokenSampler` has them.
         unknown: names of others.
     """
 

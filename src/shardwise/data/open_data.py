@@ -1,4 +1,4 @@
-"""Data of any format, opened for a run. What a user is told of data is in `describe.py`."""
+"""Data of any format, opened for a run. What a user is told of data is in `preview.py`."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _tokenizer_text(request: DataRequest, contents: DataContents, warnings: list
 
 def _user_tokenizer_text(request: DataRequest, name: str, contents: DataContents, warnings: list[str]) -> str:
     place = hub.place_of_tokenizer(name)
-    if not isinstance(place, Path) and (location := hub.find(place)) != "cache":
+    if not isinstance(place, Path) and (location := hub.find_on_hub(place)) != "cache":
         return f"{name}: {hub.FOUND[location]}"
     problems: list[str] = []
     manifests = data_format_of(request.data).manifests(request.data)

@@ -2,7 +2,7 @@
 
 Megatron data and HDF5 shards are cut at cumulative shares of their documents or rows (`part_bounds`). Of text,
 documents are held out by a hash of their number, or its end if that comes too far from the share asked for
-(`formats.text.plan_split`). A stream holds documents out by where they begin (`samples.streaming.HeldOut`).
+(`formats.text.plan_text_split`). A stream holds documents out by where they begin (`samples.text_stream.HeldOut`).
 """
 
 from __future__ import annotations

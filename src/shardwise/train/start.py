@@ -142,7 +142,7 @@ def _find_weights(checkpoint: CheckpointConfig, run_path: Path | None, mesh: Mes
     if is_url(load):
         return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
-        folder = hub.resolve(load, checkpoint.revision, cached=True)
+        folder = hub.resolve_weights(load, checkpoint.revision, cached=True)
     if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
         commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(

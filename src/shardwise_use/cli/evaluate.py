@@ -164,10 +164,10 @@ def _evaluate_on_tasks(
         if world > 1:
             return launch_command("evaluate", arguments, folder, world)
     with as_rank(place) as ending:
-        from shardwise_use.inference_jobs import run_tasks
+        from shardwise_use.inference_jobs import run_evaluation_tasks
 
         with folder, keys_renamed(_TASK_OPTIONS):
-            results = run_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
+            results = run_evaluation_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
         if results is not None:
             _print_tasks(arguments, folder, config, layout, results)
     return ending.code

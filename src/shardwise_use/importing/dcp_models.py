@@ -33,7 +33,7 @@ _MAKERS = (
 """Value of --from → names in its folders."""
 
 
-def newest_step(source: Path, inside: str = METADATA) -> Path:
+def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
     """The folder of a step, which has a file or folder `inside`: SOURCE, or the newest in it or in its `checkpoint`."""
     if (source / inside).exists():
         return source
@@ -47,7 +47,7 @@ def newest_step(source: Path, inside: str = METADATA) -> Path:
     return steps[max(steps)] if steps else source
 
 
-def open_folder(folder: Path, maker: str) -> DcpFolder:
+def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
     """Open the folder of a maker.
 
     Raises:
@@ -102,7 +102,7 @@ def named_weights(
     return [tensors[name].streamed(name, state) for name in shapes if name in tensors]
 
 
-def renamed(name: str, layers: str, modules: Mapping[str, str]) -> str:
+def foreign_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
     """A canonical name in a folder that has layers under `layers`, by its names of modules; as it is without one."""
     match = _CANONICAL.fullmatch(name)
     if match is None or match[2] not in modules:
@@ -110,7 +110,7 @@ def renamed(name: str, layers: str, modules: Mapping[str, str]) -> str:
     return f"{f'{layers}.{match[1]}.' if match[1] else ''}{modules[match[2]]}.{match[3]}"
 
 
-def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:
+def drop_tied_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:
     """Remove the second copy of a tied weight, which must equal the first; ConfigError where it does not."""
     if copy in stored and name in stored:
         pairs = zip(stored[name].segments(), stored.pop(copy).segments(), strict=True)
@@ -118,7 +118,7 @@ def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str
             raise ConfigError(f"{where}: {copy} must equal {name}: the model has one weight for both")
 
 
-def halves(head: Tensor) -> Tensor:
+def pairs_to_halves(head: Tensor) -> Tensor:
     """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
     return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 

@@ -46,7 +46,7 @@ _LARGEST = 10**9
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_args(
+def read_megatron_arguments(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
     """The model, and notes on arguments that have no counterpart.
@@ -59,15 +59,15 @@ def read_args(
     Raises:
         ConfigError: every argument that makes another model, and every one that is missing.
     """
-    require_known(args, where)
+    require_known_arguments(args, where)
     section, notes = _section(args, vocab_size, where, legacy)
     config = validated(section, where)
     assert isinstance(config, MegatronConfig)
     return config, notes
 
 
-def require_known(args: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, as `read_args` does, for arguments that make another model, or are missing."""
+def require_known_arguments(args: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, as `read_megatron_arguments` does, for arguments that make another model, or are missing."""
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
         "makes a model that no family here has"

@@ -41,17 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(7200)
 def test_the_record_is_what_programs_compute(folder: Path) -> None:
-    known = {family: dict(lines) for family, lines in other_readers.record()["lines"].items()}
+    known = {family: dict(lines) for family, lines in other_readers.reader_record()["lines"].items()}
     for name in NAMES:
         subprocess.run([OTHERS.get(name, sys.executable), HERE / "read.py", name, folder], check=True)
     record.main(folder)
-    other_readers.record.cache_clear()
-    found = other_readers.record()["lines"]
+    other_readers.reader_record.cache_clear()
+    found = other_readers.reader_record()["lines"]
     changed = {
         (family, line, name): (known.get(family, {}).get(line, {}).get(name), result)
         for family, lines in found.items()
         for line, results in lines.items()
         for name, result in results.items()
-        if other_readers.is_right(result) != other_readers.is_right(known.get(family, {}).get(line, {}).get(name))
+        if other_readers.is_computed_right(result)
+        != other_readers.is_computed_right(known.get(family, {}).get(line, {}).get(name))
     }
     assert not changed, f"the record was written again, run `make pages`: {changed}"

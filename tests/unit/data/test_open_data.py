@@ -138,7 +138,7 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
 def test_the_held_out_part_has_a_row(
     data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "find", lambda wanted: "hub")
+    monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
     (row,) = [row for name, row in look(**data).rows if name == "held out"]
     assert row.startswith(text)
     evaluating = config(eval_every=1, steps=2, **data)
@@ -153,7 +153,7 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
             raise found
         return found
 
-    monkeypatch.setattr(hub, "find", find)
+    monkeypatch.setattr(hub, "find_on_hub", find)
     seen = look(dataset="wikitext", tokenizer="gpt2")
     if isinstance(found, ConfigError):
         assert (seen.rows, seen.problems) == ([], ["no such repository"]), "told once, of data and tokenizer"

@@ -11,7 +11,7 @@ import pytest
 
 import shardwise
 from shardwise.base.errors import ConfigError, DataError, RunError, StoppedError
-from shardwise.base.user_code import given
+from shardwise.base.user_code import given_objects
 from shardwise.cli import main
 from shardwise.config import check_layout
 from shardwise.config.rules import resume_problems
@@ -99,7 +99,7 @@ def test_a_callback_stops_by_true_alone(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
-    with given({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
+    with given_objects({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
         m.write({"event": "start"})
     assert bool(asked) == stops
 

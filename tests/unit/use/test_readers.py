@@ -28,31 +28,31 @@ def model(family: str, **keys: Any) -> Any:
 
 
 def test_every_family_was_tried_with_five_programs() -> None:
-    record = other_readers.record()
+    record = other_readers.reader_record()
     assert set(record["lines"]) == set(FAMILIES)
     assert {"transformers", "gguf", "llama.cpp", "mlx-lm", "ctranslate2", "vllm"} <= set(record["readers"])
     for family, of_family in record["lines"].items():
         assert len(of_family[other_readers.PLAIN]) >= 5, family
-        assert all(other_readers.is_right(results.get("transformers", {"by": 0})) for results in of_family.values()), (
-            family
-        )
+        assert all(
+            other_readers.is_computed_right(results.get("transformers", {"by": 0})) for results in of_family.values()
+        ), family
 
 
 def test_a_model_is_described_by_the_lines_of_its_values() -> None:
-    assert other_readers.lines_of(model("llama")) == {}
+    assert other_readers.model_lines(model("llama")) == {}
     scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    lines = other_readers.lines_of(
+    lines = other_readers.model_lines(
         model("llama", rope_scaling=scaled | {"original_max_position_embeddings": 16}, head_dim=64)
     )
     assert set(lines) == {"rope_scaling=llama3", "head_dim"}
-    assert set(other_readers.lines_of(model("mistral", sliding_window=8))) == {"sliding_window"}
-    assert other_readers.lines_of(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
-    assert set(other_readers.lines_of(model("gpt", activation_function="relu"))) == {
+    assert set(other_readers.model_lines(model("mistral", sliding_window=8))) == {"sliding_window"}
+    assert other_readers.model_lines(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
+    assert set(other_readers.model_lines(model("gpt", activation_function="relu"))) == {
         "activation_function=relu",
         "intermediate_size",
     }
     sparse = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    assert set(other_readers.lines_of(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, (
+    assert set(other_readers.model_lines(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, (
         "published models have the other"
     )
 
@@ -61,7 +61,7 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
     assert other_readers.require_readable(model("mistral"), "mlx-lm") == ()
     with pytest.raises(ConfigError) as caught:
         other_readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
-    by = other_readers.record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
+    by = other_readers.reader_record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
     assert str(caught.value).startswith(
         "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with "
         f"model.sliding_window (8) are off by {by:.2g}; right with it: transformers"
@@ -74,7 +74,7 @@ def test_what_a_program_computes_wrongly_is_refused() -> None:
 
 def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"readers": {"x": {"title": "X", "version": "1"}}, "lines": {"llama": {"defaults": {"x": {"by": 0.0}}}}}
-    monkeypatch.setattr(other_readers, "record", lambda: record)
+    monkeypatch.setattr(other_readers, "reader_record", lambda: record)
     (note,) = other_readers.require_readable(model("llama", rope_theta=5.0), "x")
     assert note == "X 1 was not tried with family llama and model.rope_theta (5.0)"
 

@@ -60,7 +60,7 @@ _BATCH_CHARACTERS = 1 << 20
 class _PreparedChat(prepared_data.PreparedData):
     """Tokenized conversations of each part."""
 
-    conversations_of_file: Mapping[Part, Conversations]
+    conversations: Mapping[Part, Conversations]
 
     def count(self, part: Part) -> int:
         return len(self.conversations[part].tokens)
@@ -175,7 +175,7 @@ class _ChatDigest(ContentDigest):
 
 
 def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
-    """True for each conversation that is evaluated: those that `plan_split` holds out, or whole ones at the end."""
+    """True for each conversation that is evaluated: those that `plan_text_split` holds out, or whole ones at the end."""
     split = plan_text_split(scan.characters, weights)
     if split.held_out is not None:
         return split.held_out

@@ -128,7 +128,7 @@ def _build(folder: Path, dataset: TokenRowSource, request: DataRequest) -> dict[
 
 
 def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
-    """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
+    """The split of rows by their tokens, as `plan_text_split` makes it of documents by their characters."""
     end = _appended(request)
     lengths = [rows.ended(end).lengths for name in dataset.splits for rows in dataset.rows(name)]
     return plan_text_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
@@ -214,7 +214,7 @@ def preview(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
     if request.data.is_hub_dataset:
         require_datasets_library(request.data)
-        return hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
+        return hub.FOUND[hub.find_on_hub(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(request.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))

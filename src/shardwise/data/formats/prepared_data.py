@@ -357,7 +357,7 @@ def too_few_samples(
 
 
 def too_short_parts(request: DataRequest, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
-    """The problems (`shortage`) of these parts of an entry of the cache."""
+    """The problems (`too_few_samples`) of these parts of an entry of the cache."""
     problems = []
     for part in parts:
         sentences = entry.sentences(part) if request.in_pairs else None

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.base.errors import RAISED, DataError, error_text
-from shardwise.base.user_code import accepts, load
+from shardwise.base.user_code import accepts, load_user_object
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
 from shardwise.data.request import DataRequest
@@ -138,7 +138,7 @@ def preview_user_samples(request: DataRequest) -> str:
 
 def load_user_samples(path: str) -> Any:
     """The function or class that opens a part; ConfigError if it cannot be imported, or not be called as it will be."""
-    return load(
+    return load_user_object(
         "hooks.data",
         path,
         lambda value: callable(value) and accepts(value, None, "train"),

@@ -1,6 +1,6 @@
 """Text becomes tokens: an unfinished Megatron data set in the work folder.
 
-`text_batches` cuts text into batches, each with its position in the source; `Workers`, threads of this process or other
+`text_batches` cuts text into batches, each with its position in the source; `TokenizingWorkers`, threads of this process or other
 processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
 """
 
@@ -131,7 +131,7 @@ class TokenizingWorkers:
 
     @classmethod
     def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> TokenizingWorkers:
-        """Workers for `tokenize` on all cores: this process, unless there are many cores and the text is not small.
+        """Workers for `tokenize_batch` on all cores: this process, unless there are many cores and the text is not small.
 
         Args:
             path: file or folder from which other processes open `tokenizer`.

@@ -127,7 +127,7 @@ class _HubTables:
         builder = self._builder(datasets_library())
         if not Path(builder.cache_dir, "dataset_info.json").is_file():
             # The library makes its tables of the files in the hub's cache, whatever became of these.
-            hub.drop_damaged(self.folder)
+            hub.drop_damaged_files(self.folder)
         try:
             builder.download_and_prepare()
         except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
@@ -399,7 +399,7 @@ def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> N
 def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _HubTables:
     """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
     files = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
-    folder = hub.obtain(files, cached=cached, announce=announce)
+    folder = hub.fetch_or_open(files, cached=cached, announce=announce)
     key = f"data.dataset ({data.name})"
     converted = files.revision == _CONVERTED
     has_loading_script = (folder / files.patterns[-1]).exists()
@@ -419,7 +419,7 @@ def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str],
             "data.path to a copy of its data"
         )
         files = replace(files, revision=_CONVERTED, no_revision=lacks)
-        folder = hub.obtain(files, cached=cached, announce=announce)
+        folder = hub.fetch_or_open(files, cached=cached, announce=announce)
         converted = True
     return _HubTables(files.repository, data.config, folder, converted)
 

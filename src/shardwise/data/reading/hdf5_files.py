@@ -7,7 +7,7 @@
 N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
 
 Rows are read in random order. In an array that is stored in chunks, as all compressed ones are, reading one row means
-decompressing every chunk that it crosses, which hold thousands of rows. `unpack` copies such arrays into the cache, row
+decompressing every chunk that it crosses, which hold thousands of rows. `unpack_hdf5_shards` copies such arrays into the cache, row
 after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
 
 Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.

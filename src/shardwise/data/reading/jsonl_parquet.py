@@ -319,7 +319,7 @@ def with_nested_column(table: Any, key: str) -> Any:
 def require_sound_array(array: Any, where: str, key: str) -> None:
     """Raises DataError if values of a mapped arrow array lie beyond it, as reading them would end the process."""
     arrow = _arrow("pyarrow")
-    # As text, the values would be checked for UTF-8 too: `row_text` does that, and names the row.
+    # As text, the values would be checked for UTF-8 too: `arrow_text` does that, and names the row.
     binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
         if array.type in binary:

@@ -75,7 +75,7 @@ class ConversationBatches(Batches):
     """Batches of conversations, each of which attends to itself alone and has positions from 0 on.
 
     In each epoch the conversations come in another order, keyed by (seed, epoch); each `WINDOW` of them is packed by
-    `best_fit` into samples of S tokens, and the samples are shuffled. So a batch is a function of (seed, samples
+    `best_fit_packs` into samples of S tokens, and the samples are shuffled. So a batch is a function of (seed, samples
     consumed). The number of samples differs a little between epochs, and is found by packing all epochs before.
 
     A conversation of n tokens reads n - 1 of them, as the last one is a target alone. One that is longer than S + 1 is

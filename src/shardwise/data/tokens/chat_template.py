@@ -96,7 +96,7 @@ class _EncodedChat(NamedTuple):
 
     Attributes:
         answers: first and next token of each answer, [answers, 2].
-        left_out: as of `RenderedChat`.
+        left_out: as of `_RenderedChat`.
     """
 
     ids: IntArray

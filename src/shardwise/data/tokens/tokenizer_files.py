@@ -27,8 +27,8 @@ from shardwise.base.hub import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     TOKENIZERS,
+    no_tokenizer_text,
     tokenizer_names,
-    without_tokenizer,
 )
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
@@ -106,7 +106,7 @@ class TokenizerFiles:
         for names in TOKENIZERS:
             if present.issuperset(names):
                 return cls.find(folder / names[0])
-        raise DataError(without_tokenizer(f"the folder {folder}", present))
+        raise DataError(no_tokenizer_text(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
