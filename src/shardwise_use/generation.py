@@ -39,7 +39,7 @@ PREFILL_CHUNK = 1024
 
 @runtime_checkable
 class GenerativeModel(Protocol):
-    """A causal language model; a user's own model needs no other method."""
+    """A causal language model that generates text; a user's own model needs no other method."""
 
     def logits(self, ids_SB: Tensor, *x: Tensor) -> Tensor:
         """Token ids `[S, B]` → `[S, B, V]`, on every rank; x is the output of an earlier pipeline stage."""
@@ -94,7 +94,7 @@ def generate_tokens(
 
 
 class TokenReader(Protocol):
-    """Reads tokens by a model, on each rank."""
+    """Reads tokens by a model that generates text, on each rank."""
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
         """Logits `[V]` of the token that follows `tokens`; None on a rank that lacks the last stage."""
@@ -109,7 +109,7 @@ def open_token_reader(
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
 ) -> TokenReader:
-    """The reader of a model: with a cache of keys and values for `room` tokens, where the model can have one."""
+    """The reader of a model that generates text, with a cache of keys and values for `room` tokens where it can have one."""
     module = cast(nn.Module, model)
     if isinstance(stages_of(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)
@@ -196,7 +196,7 @@ class _Uncached:
 
 @contextmanager
 def without_sequence_parallelism(model: nn.Module) -> Iterator[None]:
-    """Switch sequence and context parallelism off inside: one token cannot be cut. The weights stay the same."""
+    """Generate text inside without sequence and context parallelism: one token cannot be cut. The weights stay."""
     switches = [
         (module, name)
         for module in model.modules()
@@ -332,7 +332,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A continuation.
+    """The continuation of a prompt.
 
     Attributes:
         text: the new text, without the token that ends it.

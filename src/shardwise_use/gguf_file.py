@@ -52,7 +52,7 @@ _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 class GGUFExport:
-    """An export into one file, planned before anything is written.
+    """An export of a model into one GGUF file, planned before anything is written.
 
     Args:
         folder, dtype: as those of `Export`; vectors and routers stay in float32.

@@ -54,7 +54,7 @@ class GGUFVocabulary:
 
 
 def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabulary:
-    """The vocabulary of a `tokenizer.json`.
+    """The GGUF vocabulary of a `tokenizer.json`.
 
     Args:
         described: the file.

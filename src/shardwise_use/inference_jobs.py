@@ -103,7 +103,7 @@ def join_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
 
 
 def load_generator(config: Config, weights: Root, mesh: Mesh) -> GenerativeModel | Stages:
-    """The model of `_load_model`; ConfigError: it gives no logits."""
+    """A loaded model that generates text; ConfigError: it gives no logits."""
     model = _load_model(config, weights, mesh)
     if not isinstance(model, GenerativeModel | Stages):
         raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")

@@ -33,7 +33,7 @@ _PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}}
 
 
 def model_lines(model: FamilyConfig) -> dict[str, Any]:
-    """The lines of the record that describe a model, beside `PLAIN`: key, or key=word → the model's value."""
+    """The lines of the record of readers that describe a model, beside `PLAIN`: key, or key=word → its value."""
     values = vars(model)
     lines: dict[str, Any] = {}
     for key, info in type(model).model_fields.items():
@@ -58,7 +58,7 @@ def model_lines(model: FamilyConfig) -> dict[str, Any]:
 
 @cache
 def reader_record() -> dict[str, Any]:
-    """The record: `readers` (name → title and version) and `lines` (family → line → name → result).
+    """The record of programs that read models: `readers` (name → title, version), `lines` (family → line → name → result).
 
     A result has `by`, the largest difference of a log-probability, or `says`, what the program refuses the model with.
     """
@@ -67,7 +67,7 @@ def reader_record() -> dict[str, Any]:
 
 
 def is_computed_right(result: Mapping[str, Any] | None) -> bool:
-    """True if a reader computes what the model computes, up to its rounding."""
+    """True if another program computes what the model computes, up to its rounding."""
     return result is not None and result.get("by", math.inf) <= TOLERANCE
 
 

@@ -36,7 +36,7 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Tokens of which the last are scored.
+    """A request of an evaluation task: tokens of which the last are scored.
 
     Attributes:
         tokens: ids, at least one more than `targets`. The model reads all but the last.
@@ -48,7 +48,7 @@ class ScoreRequest:
 
 
 class TokenScore(NamedTuple):
-    """The score of a request.
+    """The score of a request of an evaluation task.
 
     Attributes:
         log_probability: sum of the logarithms of the targets' probabilities, each given all tokens before it.
@@ -61,7 +61,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt to continue.
+    """A request of an evaluation task: a prompt to continue.
 
     Attributes:
         prompt: ids of the prompt.
@@ -81,7 +81,7 @@ class TextRequest:
 
 @dataclass(eq=False)
 class TaskModel:
-    """A causal model at any layout, without dropout, that answers requests.
+    """A causal model at any layout, without dropout, that answers requests of evaluation tasks.
 
     Attributes:
         model: the whole model or this rank's stages.

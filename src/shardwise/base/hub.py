@@ -145,7 +145,7 @@ def can_only_be_path(name: str) -> bool:
 def resolve_weights(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
-    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, see `fetch_or_open`."""
+    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, here or on the hub."""
     return fetch_or_open(place_of_weights(load, revision), cached=cached, announce=announce)
 
 
@@ -218,7 +218,7 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
 def fetch_or_open(
     place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
-    """A path as it is, or the folder of files at their newest commit, whose name is the commit's.
+    """A path as it is, or the folder of the hub's files at their newest commit, whose name is the commit's.
 
     What the cache lacks is fetched. Several processes may call this at once: each file is fetched by one of them.
 
@@ -245,7 +245,7 @@ def fetch_or_open(
 
 
 def find_on_hub(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """The place of the files, in the words of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
+    """The place of files of the hub, a word of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -274,7 +274,7 @@ def hub_address() -> str:
 
 
 def split_revision(named: str, key: str) -> tuple[str, str | None]:
-    """The repository and the revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
+    """The hub's repository and revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
     repository, at, revision = named.partition("@")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
@@ -304,7 +304,7 @@ def _from_cache(files: HubFiles) -> Path:
 
 
 def drop_damaged_files(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
-    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+    """Delete and return files of a commit's folder in the hub's cache that changed since they were fetched."""
     damaged = [
         path
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})

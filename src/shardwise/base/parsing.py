@@ -96,7 +96,7 @@ class NotReadError(ValueError):
 
 
 def yaml_value(text: str, origin: str) -> Any:
-    """The value that `text` holds; `origin` names it in errors.
+    """The value that a text of YAML holds; `origin` names it in errors.
 
     Raises:
         NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
@@ -135,7 +135,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def yaml_scalar(text: str) -> bool | int | float | str | None:
-    """The value of a plain word."""
+    """The value of a plain word in YAML."""
     # `null`, `Null` and `NULL` are the word; `nULL` is a text.
     word = text if text in _WORDS else text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
@@ -205,7 +205,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 
 
 def record_of_json(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """The record in a text, a file or a line, by a parser such as Python's; ValueError if it is no JSON object."""
+    """The record in a JSON text of a run's folder, by a parser such as Python's; ValueError if it is no JSON object."""
     value = json_value(text, loads)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
@@ -213,7 +213,7 @@ def record_of_json(text: str | bytes, loads: Callable[[str | bytes], Any] = json
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that is a file's whole content; OSError if it cannot be read, ValueError if it is none."""
+    """The record that a JSON file of a run's folder holds; OSError if it cannot be read, ValueError if it is none."""
     return record_of_json(read_plain(path))
 
 
@@ -233,7 +233,7 @@ def typed_record(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_of(value: Any) -> int | None:
-    """A whole number from 0 on; None for anything else."""
+    """A value of JSON if it is a whole number from 0 on; None for anything else."""
     return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
 
 
@@ -317,7 +317,7 @@ _KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split(
 
 
 def record_instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
-    """A dataclass whose fields are those of a record; ValueError if one is missing, or has another type."""
+    """A dataclass whose fields are those of a JSON record; ValueError if one is missing, or has another type."""
     read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)
     return read
 

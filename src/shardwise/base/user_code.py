@@ -19,7 +19,7 @@ _given: dict[str, object] = {}
 
 @contextmanager
 def given_objects(objects: Mapping[str, object]) -> Iterator[None]:
-    """Inside, these names stand for these objects: a program gives a hook that no module need have."""
+    """Inside, these names of `hooks` stand for these objects of the user's, which no module need have."""
     before = dict(_given)
     _given.update(objects)
     try:
@@ -30,7 +30,7 @@ def given_objects(objects: Mapping[str, object]) -> Iterator[None]:
 
 
 def object_name(value: object) -> str:
-    """The name that a configuration records for an object that a program gives: module:Name of it, or of its class."""
+    """The name that a configuration records for an object of the user's: module:Name of it, or of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     name = re.sub(r"\W+", "_", named.__qualname__)
     module = getattr(named, "__module__", None)
@@ -41,7 +41,7 @@ def object_name(value: object) -> str:
 
 
 def load_user_object(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -> Any:
-    """The object that `package.module:Name` names, from the current directory or an installed package.
+    """The object of the user's that `package.module:Name` names, from the current directory or an installed package.
 
     Args:
         is_of_kind: predicate of objects that the key may name.
@@ -68,7 +68,7 @@ def load_user_object(key: str, path: str, is_of_kind: Callable[[object], bool], 
 
 
 def accepts(function: Callable[..., Any], *arguments: object, **options: object) -> bool:
-    """True if a function can be called with these arguments, or does not tell."""
+    """True if a function of the user's can be called with these arguments, or does not tell."""
     try:
         inspect.signature(function).bind(*arguments, **options)
     except TypeError:

@@ -55,7 +55,7 @@ _CHECKED_BLOCKS = 256
 
 @contextlib.contextmanager
 def write_errors(root: Path) -> Iterator[None]:
-    """Turns a failure to write under `root` into a DataError."""
+    """Turns a failure to write into the data cache `root` into a DataError."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def write_errors(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_entry(root: Path, key: str) -> Iterator[bool]:
-    """Waits for the only lock on `key`; False if the file system has no locks (then several may build at once)."""
+    """Waits for the lock on an entry of the data cache; False without locks on disk: then several may build at once."""
     with write_errors(root):
         path = root / "locks" / f"{key}.lock"
         make_folder(path.parent)
@@ -81,7 +81,7 @@ def lock_entry(root: Path, key: str) -> Iterator[bool]:
 
 @dataclass
 class ArrayWriter:
-    """Appends integers to a file and counts them."""
+    """Appends integers to a file of the data cache and counts them."""
 
     file: BinaryIO
     dtype: np.dtype[Any]
@@ -105,7 +105,7 @@ class ArrayWriter:
 
 @dataclass
 class TokenWriter(ArrayWriter):
-    """Appends tokens to a file and counts documents too."""
+    """Appends tokens to a file of the data cache and counts documents too."""
 
     documents: int = 0
 
@@ -116,7 +116,7 @@ class TokenWriter(ArrayWriter):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A folder of the cache."""
+    """An entry of the data cache: a folder of tokens, bounds or a tokenizer, with its manifest."""
 
     path: Path
     manifest: dict[str, Any]
@@ -144,12 +144,12 @@ class CacheEntry:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 if every id fits it, else int32."""
+    """The dtype of cached tokens: uint16 if every id of the vocabulary fits it, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
-    """The entry, or None if it is absent, of another format, or damaged as `is_sound` finds.
+    """The entry of the data cache, or None if it is absent, of another format, or damaged as `is_sound` finds.
 
     Raises:
         DataError: another user may have put it there.
@@ -167,7 +167,7 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry],
 
 
 def open_tokens(root: Path, key: str) -> CacheEntry | None:
-    """The entry of tokens, or None if it is absent, truncated or altered."""
+    """The cached tokens of a data set, or None if they are absent, truncated or altered."""
     return open_entry(root, "tokens", key, _are_sound_tokens)
 
 
@@ -186,14 +186,14 @@ def has_sound_bounds(entry: CacheEntry) -> bool:
 
 
 def has_sound_tokenizer(entry: CacheEntry) -> bool:
-    """True if the tokenizer is the one that was written."""
+    """True if the tokenizer in an entry of the data cache is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
 def open_or_build(
     root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
-    """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
+    """The entry of the data cache; if there is none, `build` fills a folder that becomes the entry.
 
     Any number of processes may call it at once: one builds, and the others wait.
 
@@ -242,7 +242,7 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: 
 def open_or_build_tokens(
     root: Path, key: str, build: Callable[[Path], Mapping[str, Any]], name: str, announce: Callable[[str], None] | None
 ) -> CacheEntry:
-    """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
+    """The cached tokens of the data `name`, built if there are none; `announce` is called before they are built."""
 
     def announced(folder: Path) -> Mapping[str, Any]:
         if announce is not None:
@@ -256,12 +256,12 @@ def open_or_build_tokens(
 
 
 def cache_key(described: dict[str, Any]) -> str:
-    """The key of the entry that these facts decide."""
+    """The key of the entry of the data cache whose content these facts decide."""
     return json_digest({"format": FORMAT, **described})[:32]
 
 
 def data_fingerprint(digests: Sequence[str]) -> str:
-    """The digest of digests that belongs to prepared data."""
+    """The fingerprint of prepared data, made of the digests of its parts."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -275,7 +275,7 @@ def tokenizer_digest(folder: Path) -> str:
 
 
 def known_text_digest(root: Path, stamp: str | None) -> str | None:
-    """The content digest that a text with this stamp had."""
+    """The digest of a text that the data cache knows by the stamp of its files; None if it knows none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
             content = json_value(file.read())["content"]
@@ -285,7 +285,7 @@ def known_text_digest(root: Path, stamp: str | None) -> str | None:
 
 
 def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
-    """Keeps the content digest of a text for its next use, if the cache can be written: it only saves time."""
+    """Keeps the digest of a text in the data cache for its next use, if that can be written: it only saves time."""
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"
@@ -294,12 +294,12 @@ def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
 
 
 def token_entry_key(root: Path, key: str) -> str:
-    """The key of the entry that holds the tokens of `key`: that of `remember_same_tokens`, else `key` itself."""
+    """The key of the cached tokens that `key` names: that of `remember_same_tokens`, else `key` itself."""
     return known_text_digest(root, f"tokens-{key}") or key
 
 
 def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
-    """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
+    """Lets `other_key` name the cached tokens of `key` too, unless it has some, or the cache cannot be written."""
     if token_entry_key(root, other_key) == other_key != key:
         remember_text_digest(root, f"tokens-{other_key}", key)
 

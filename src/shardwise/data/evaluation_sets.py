@@ -22,7 +22,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """The texts on which a model is evaluated.
+    """The texts of `evaluation.sets`, on which a model is evaluated.
 
     Attributes:
         batches: samples of each text by its name; an evaluation predicts each token once.
@@ -64,14 +64,14 @@ def prepare_evaluation_sets(
 
 
 def evaluation_set_problem(text: str, name: str) -> str:
-    """A message on the data of a set, with its key."""
+    """A message on the data of an evaluation set, with its key."""
     shown = as_keys_of_set(text, name)
     key = f"evaluation.sets.{name}"
     return shown if key in shown else f"{key}: {shown}"
 
 
 def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.int64] | None:
-    """The UTF-8 bytes of each id's text, [vocabulary of the model].
+    """The UTF-8 bytes of the text of each id, for bits per byte: [vocabulary of the model].
 
     None where no tokenizer is known, or the model does not predict the next token.
     """
@@ -82,7 +82,7 @@ def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.ND
 
 
 def evaluation_set_config(config: Config, name: str, tokenizer: Path | None) -> Config:
-    """The configuration whose data are a set, all of them in one part."""
+    """The configuration whose data are an evaluation set, all of them in one part."""
     changes: dict[str, Any] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),
         "train": config.train.model_copy(update={"eval_every": 0}),

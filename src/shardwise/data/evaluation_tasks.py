@@ -131,7 +131,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` of a task.
+    """The `generation_kwargs` of an evaluation task of `lm_eval`.
 
     Attributes:
         until: texts that end a continuation.
@@ -165,7 +165,7 @@ class ContinuationSettings:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep progress bars and remarks of libraries out of logs, and all that they print out of a command's output."""
+    """Keep what `lm_eval` and its libraries print, such as progress bars, out of logs and of a command's output."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
     # Its remarks on each attempt go to the standard error of its import.
     logger = logging.getLogger("huggingface_hub")

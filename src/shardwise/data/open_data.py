@@ -28,7 +28,7 @@ FORMATS = tuple(name for name in get_args(DataFormatName) if name not in ("auto"
 
 @functools.cache
 def data_format_named(name: str) -> DataFormat:
-    """The record of a format: `FORMAT` of its module, which is imported when it is asked for."""
+    """The record of a data format: `FORMAT` of its module, which is imported when it is asked for."""
     record: DataFormat = importlib.import_module(f"shardwise.data.formats.{name}").FORMAT
     return record
 
@@ -68,7 +68,7 @@ def trains_tokenizer(config: Config) -> bool:
 def prepare_data(
     config: Config, cache_dir: Path | None = None, announce: prepared_data.Announce = None, *, any_size: bool = False
 ) -> prepared_data.PreparedData:
-    """Opens the data of `config`, tokenizing it first if the cache has none.
+    """Opens the training data of `config`, tokenizing them first if the data cache has none.
 
     Any number of processes may call it at once: one builds and the others wait.
 

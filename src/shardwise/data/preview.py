@@ -165,7 +165,7 @@ def _user_tokenizer_text(request: DataRequest, name: str, contents: DataContents
 
 
 def inspect_data(path: str, samples: int, keys: Mapping[str, Any], packed_length: int | None = None) -> Inspection:
-    """An inspection of the data at a path, of any format.
+    """What `data inspect` tells of the data at a path, of any format.
 
     Args:
         packed_length: sequence length of the packed samples that are shown in place of documents; None for documents.

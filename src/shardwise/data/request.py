@@ -17,7 +17,7 @@ _SEED_BITS = 63
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Facts of a run that data are opened and cut into samples by.
+    """The facts of a run by which its data are opened and cut into samples.
 
     Attributes:
         data: section `data`, or that of a source of a mixture.
@@ -106,7 +106,7 @@ class DataRequest:
 
 
 def seed_of_source(seed: int, name: str) -> int:
-    """The seed of a source's order, which depends on its name, so that other sources change nothing of it."""
+    """The seed of the order of a mixture's source: it depends on the name, so that other sources change nothing of it."""
     return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
 
 

@@ -59,12 +59,12 @@ class PairTokens:
 
 
 def json_digest(described: Any) -> str:
-    """A digest of a value that JSON can describe."""
+    """A digest of a description of data, which JSON can spell."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
-    """The first document (or row) of each part, then `number`.
+    """The first document (or row) of the training, the evaluation and the test part, then `number`.
 
     The bounds are cumulative shares, each rounded, as Megatron-LM cuts the documents of BERT and the sequences of GPT.
     """
@@ -73,5 +73,5 @@ def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
 
 
 def part_sizes_text(sizes: Mapping[Part, int]) -> str:
-    """The size of each part, such as "1.2 M training and 40 k evaluation"; an empty test part is left out."""
+    """The size of each part of the data, such as "1.2 M training and 40 k evaluation"; without an empty test part."""
     return listing([f"{count(size)} {PART_NAMES[part]}" for part, size in sizes.items() if part != "test" or size])

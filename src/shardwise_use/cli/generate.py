@@ -102,7 +102,7 @@ def prepare_generation(
     values: dict[str, Any],
     announce: Callable[[str], None] | None = None,
 ) -> tuple[Config, Tokenizer]:
-    """Return the configuration and the tokenizer of a model that writes text, whose ranks hold one copy of it.
+    """Return the configuration and the tokenizer of a model that generates text, whose ranks hold one copy of it.
 
     Raises:
         ConfigError: it is none, or needs other ranks.

@@ -34,7 +34,7 @@ _MAKERS = (
 
 
 def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
-    """The folder of a step, which has a file or folder `inside`: SOURCE, or the newest in it or in its `checkpoint`."""
+    """The folder of the newest step in SOURCE or in its `checkpoint`, which has an entry `inside`; or SOURCE itself."""
     if (source / inside).exists():
         return source
     steps = {
@@ -48,7 +48,7 @@ def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
 
 
 def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
-    """Open the folder of a maker.
+    """Open a folder of torch.distributed.checkpoint that a program, the maker, wrote.
 
     Raises:
         ConfigError: as `DcpFolder.open`, or another maker wrote it: the message says which.
@@ -72,7 +72,7 @@ def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
 def named_weights(
     where: str, config: FamilyConfig, found: Found, stored: Mapping[str, LazyTensor], state: str = MODEL
 ) -> list[StreamedWeight]:
-    """The weights of a model, or the moments of them, in the model's order.
+    """The weights of a model to be imported, or the moments of them, in the model's order.
 
     Args:
         where: name of the folder, for messages.
@@ -103,7 +103,7 @@ def named_weights(
 
 
 def foreign_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
-    """A canonical name in a folder that has layers under `layers`, by its names of modules; as it is without one."""
+    """Another program's name of a canonical weight: layers under `layers`, and its names of modules."""
     match = _CANONICAL.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
@@ -111,7 +111,7 @@ def foreign_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
 
 
 def drop_tied_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:
-    """Remove the second copy of a tied weight, which must equal the first; ConfigError where it does not."""
+    """Remove an imported model's second copy of a tied weight; ConfigError where it does not equal the first."""
     if copy in stored and name in stored:
         pairs = zip(stored[name].segments(), stored.pop(copy).segments(), strict=True)
         if any(bytes(first) != bytes(second) for first, second in pairs):

@@ -42,7 +42,7 @@ from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
 def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The file that `--config` names, or that of its folder, and the model in it; `ignore` as of `read_model`."""
+    """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
     path = config_file / CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
@@ -52,7 +52,7 @@ def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Pa
 def schedule_keys(
     points: list[dict[str, Any]], lr: float, step: int, next_rate: float, schedule: object
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a schedule by `points`, whose next rate must be the other program's; or a sentence on it."""
+    """The keys of an imported schedule of rates by `points`, whose next rate must fit; or a sentence on it."""
     curve = [RateAtStep(point["at"], lr * point["factor"], point["shape"]) for point in points]
     if curve and math.isclose(rate_at(curve, step + 1), next_rate, rel_tol=1e-6, abs_tol=1e-12):
         return {"optimizer.schedule": "points", "optimizer.points": points}, []
@@ -151,7 +151,7 @@ class ForeignModel:
 def write_imported_checkpoint(
     opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> WrittenFolder:
-    """Write a checkpoint into a folder of checkpoints, complete or not at all.
+    """Write an imported model as a checkpoint into a folder of checkpoints, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 

@@ -45,7 +45,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 
 def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
-    """The model of a folder, with the progress of the Trainer that saved it; as it is where there are no such files.
+    """A model with the progress of the Hugging Face Trainer that saved it; as it is where its files are not there.
 
     Raises:
         ConfigError: the files are damaged, name what could run code, or are of another optimizer or model.

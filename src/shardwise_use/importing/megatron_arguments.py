@@ -49,7 +49,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def read_megatron_arguments(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The model, and notes on arguments that have no counterpart.
+    """The model that Megatron-LM's arguments describe, and notes on arguments that have no counterpart.
 
     Args:
         vocab_size: number of tokens without padding.
@@ -193,7 +193,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
-    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
+    """The vocabulary of a Megatron-LM model: the embedding has more rows, so that all ranks have equally many.
 
     Args:
         padded: rows of the embedding.

@@ -61,7 +61,7 @@ _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
 def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a folder of one iteration, with its progress.
+    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress.
 
     Args:
         vocab_size: number of tokens without padding, where the checkpoint lacks it.

@@ -71,7 +71,7 @@ NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 def megatron_config(
     shards: TensorParallelShards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The model that the arguments describe, and notes on arguments without a counterpart; its layers are counted."""
+    """The configuration of a Megatron-LM model, and notes on its arguments without a counterpart; layers are counted."""
     padded = sum(len(part) for part in shards.parts("word.weight"))
     vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
     config, notes = read_megatron_arguments(args, vocabulary, shards.where, legacy=legacy)
@@ -85,25 +85,25 @@ def megatron_config(
 
 
 def megatron_weights(shards: TensorParallelShards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
-    """The canonical weights, or another tensor for each of them; `version`: of the checkpoint."""
+    """The canonical weights of a Megatron-LM model, or a state of each; `version`: of the checkpoint."""
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
     return shards.weights(canonical_shapes(config), megatron_tensors(shards, config, version))
 
 
 def megatron_tensors(shards: TensorParallelShards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
-    """The canonical tensors by name."""
+    """The canonical tensors of a Megatron-LM model by name."""
     return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
 
 def count_layers(names: Iterable[str], first: int) -> int:
-    """The number of layers in a block that begins with layer `first`."""
+    """The number of layers in a block of a Megatron-LM model that begins with layer `first`."""
     numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
 
 
 def megatron_role(name: str, first: int) -> str | None:
-    """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
+    """The name of a Megatron-LM tensor by layer and role, such as `layers.3.qkv.weight`; None if it has no role."""
     prefix = ""
     patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
     layer = _LAYER.fullmatch(name)

@@ -49,7 +49,7 @@ def combine_with_optimizer(
     combine: Callable[[str, ByName], ForeignModel],
     told: Callable[[int], dict[str, Any]],
 ) -> ForeignModel:
-    """A model, and its progress where the state of an optimizer is found.
+    """An imported model, and its progress where shards of an optimizer's state are found.
 
     Args:
         tied: second name of a weight → its name. Where a rank has both, they are one parameter.

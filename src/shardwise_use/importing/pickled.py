@@ -36,7 +36,7 @@ class _StandIn:
 
 
 class PickledRecord(_StandIn):
-    """Stands for an object of a class that is never imported: what it was made of, and its fields.
+    """Stands for a pickled object whose class is never imported: what it was made of, and its fields.
 
     Attributes:
         value: the first argument that it was made with, which is the value of an enumeration; None without any.
@@ -85,7 +85,7 @@ _CLASSES: dict[str, type] = {
 
 
 def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = None, name: str = "") -> Any:
-    """The content of a file; its tensors stay in the file until they are read, where the format allows it.
+    """The content of a file of `torch.save`; tensors stay in the file until they are read, where the format allows it.
 
     Args:
         path: the file.
@@ -130,7 +130,7 @@ def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | 
 
 
 def follow_reference(value: Any, path: Path) -> Any:
-    """A value in the content of a file; for a reference, the tensor in the file that it stands for.
+    """A value of a pickled file; for a reference, the tensor in the file that it stands for.
 
     Raises:
         ConfigError: the reference is none, or its file cannot be read.
@@ -144,7 +144,7 @@ def follow_reference(value: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def content_errors(problem: str, fix: str = "") -> Iterator[None]:
-    """Inside, what unexpected content of a file raises is a ConfigError: the `problem`, its reason and the fix."""
+    """Inside, what unexpected content of an imported file raises is a ConfigError: the `problem`, reason and fix."""
     try:
         yield
     except ConfigError:
@@ -163,7 +163,7 @@ def _require_pickle(path: Path) -> None:
 
 
 def unpickling_reason(error: Exception) -> str:
-    """The reason in torch's message, without its advice to open the file in an unsafe way."""
+    """The reason in torch's message on a pickle, without its advice to open the file in an unsafe way."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "GLOBAL" in line or "nsupported" in line] or lines or [""]
     return reasons[0].partition(". ")[0].rstrip(".") or type(error).__name__

@@ -43,7 +43,7 @@ def _same_bits(tensor: Tensor, replica: Tensor) -> bool:
 
 
 def replica_drift(tensor: Tensor, replica: Tensor) -> float:
-    """The norm of the difference of two replicas as a part of the larger norm of both; infinite if it is no number."""
+    """The norm of the difference of two imported replicas, relative to the larger norm; infinite if it is no number."""
     if _same_bits(tensor, replica):
         return 0.0
     if tensor.shape != replica.shape:
@@ -75,7 +75,7 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
 
 
 def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where the ranks of a source are not those of its degrees; `name`: format of a rank's name."""
+    """Raise ConfigError where an imported checkpoint's ranks are not those of its degrees; `name`: of a rank, a format."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
@@ -96,7 +96,7 @@ def _lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
 
 @dataclass
 class TensorParallelShards:
-    """The tensors of all tensor-parallel ranks and pipeline stages.
+    """The tensors of an imported checkpoint, of all tensor-parallel ranks and pipeline stages.
 
     What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
     another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic

@@ -56,7 +56,7 @@ _RECORDS = {
 
 
 class DcpRecord:
-    """The fields of an object whose class is never imported."""
+    """The fields of an object in `.metadata` whose class is never imported."""
 
     # Python's own `__new__` takes any arguments where the class has an `__init__`.
     def __init__(self, *_: object) -> None:
@@ -107,7 +107,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of which boxes are read when they are asked for.
+    """A tensor of another program's checkpoint, of which boxes are read when they are asked for.
 
     Attributes:
         shape, dtype: of the whole.

@@ -14,7 +14,7 @@ _CONVERSIONS = ("int", "float", "str", "cast", "round")
 
 
 class UnknownPythonValue(str):
-    """Code whose value is known to the program alone."""
+    """Code in a Python config whose value is known to the program alone."""
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class _Translation(NamedTuple):
 
 
 def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
-    """The recipe that does what a file of another program says.
+    """The recipe that does what a training script or config of another program says.
 
     Args:
         file: its path; of a Python file with several configs, `PATH:NAME`.

@@ -51,7 +51,7 @@ _PASSES = 8
 def script_commands(
     text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each command line of a script, and of the scripts beside it that it runs.
+    """Yield the settings of each command line of a training script, and of the scripts beside it that it runs.
 
     Args:
         folder: the script's.

@@ -175,7 +175,7 @@ class _ChatDigest(ContentDigest):
 
 
 def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
-    """True for each conversation that is evaluated: those that `plan_text_split` holds out, or whole ones at the end."""
+    """True for each conversation that is evaluated: those that `plan_text_split` holds out, or the last ones."""
     split = plan_text_split(scan.characters, weights)
     if split.held_out is not None:
         return split.held_out

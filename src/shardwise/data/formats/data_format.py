@@ -26,7 +26,7 @@ conversations whose answers are learned."""
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Statistics of the lengths of documents, samples or rows.
+    """Statistics that `data inspect` shows of the lengths of documents, samples or rows.
 
     Attributes:
         what: unit and thing, such as "tokens of a document".
@@ -62,7 +62,7 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """The beginning of one document or row.
+    """The beginning of a document or row that `data inspect` shows.
 
     Attributes:
         text: text, decoded if the data are tokens; None if there is no tokenizer.
@@ -76,7 +76,7 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of data, for a user and for programs.
+    """The contents of data as `data inspect` shows them, for a user and for programs.
 
     Attributes:
         rows: names and their descriptions, in the order in which to show them.
@@ -97,7 +97,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FirstDocuments:
-    """The first documents of data, or all of them.
+    """The first documents of data, or all, whose packed samples `data inspect` shows.
 
     Attributes:
         bounds: first token of each document, then the number of tokens, [documents + 1].
@@ -117,7 +117,9 @@ class _OpenData(Protocol):
 
 @dataclass(frozen=True)
 class DataFormat:
-    """A format of data, as `data.format` names it. Each function raises a DataError with every problem of the data.
+    """A format of training data, as `data.format` names it.
+
+    Each function raises a DataError with every problem of the data.
 
     Attributes:
         name: value of `data.format`; "text" stands for jsonl and parquet too.

@@ -61,7 +61,7 @@ def _open_data(
 def open_token_rows(
     dataset: TokenRowSource, request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
 ) -> prepared_data.PreparedText:
-    """Opens rows of tokens from the cache, which is filled first if it has none."""
+    """Opens a data set's rows of tokens from the cache, which is filled first if it has none."""
     if problems := prepared_data.document_mark_problems(request.data, of_rows=True):
         raise DataError(problems)
     entry = cache.open_or_build_tokens(
@@ -234,7 +234,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
 def inspect_token_rows(
     dataset: TokenRowSource, data: DataConfig, samples: int, files: Sequence[Path], shown: str
 ) -> Inspection:
-    """The first rows of tokens of a data set."""
+    """An inspection of a data set that has rows of tokens."""
     seen: list[npt.NDArray[np.integer[Any]]] = []
     lengths: list[npt.NDArray[np.int64]] = []
     leading: list[npt.NDArray[np.integer[Any]]] = []

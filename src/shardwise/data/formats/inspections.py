@@ -28,7 +28,7 @@ _SAMPLE_CHARACTERS = 400
 
 
 def inspected_texts(texts: Iterable[str]) -> list[InspectedSample]:
-    """Samples that show the beginning of each text."""
+    """Samples of an inspection, which show the beginning of each text."""
     return [InspectedSample(number, text[:_SAMPLE_CHARACTERS], None) for number, text in enumerate(texts)]
 
 
@@ -121,7 +121,7 @@ def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[T
 
 
 def evenly_spread(number: int, most: int) -> IntArray:
-    """`most` numbers spread evenly over 0 … number - 1, or all of them if there are no more."""
+    """Numbers of the rows that an inspection looks at: `most`, spread evenly over 0 … number - 1, or all of them."""
     if number <= most:
         return np.arange(number, dtype=np.int64)
     return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)

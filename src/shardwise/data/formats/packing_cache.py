@@ -59,7 +59,7 @@ def open_packed_samples(
 
 
 def packing_key(documents: Any, request: DataRequest) -> str:
-    """The key of the entry of some documents, as they are described, at the sequence lengths of `request`."""
+    """The key of the cached packed samples of some documents, as described, at the sequence lengths of `request`."""
     described = {"packing": _RULE, "window": WINDOW, "length": request.unit_length, "documents": documents}
     if request.block_length > request.unit_length:
         described["together"] = request.block_length // request.unit_length
@@ -90,7 +90,7 @@ def with_packed_samples(
     announce: prepared_data.Announce,
     documents: Mapping[Part, Callable[[], IntArray]] | None = None,
 ) -> _Text:
-    """`data` with packed samples of all parts, if `request` asks for them; else `data`.
+    """The prepared `data` with packed samples of all parts, if `request` asks for them; else as they are.
 
     Args:
         documents: functions that find the bounds of the documents of each part that has some; None: they end with the
@@ -131,6 +131,6 @@ def _finder(request: DataRequest, part: Part, row: TokenRow, end: int) -> Callab
 
 
 def packing_facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
-    """The facts of the training parts of data sets, after a semicolon; empty if there are none."""
+    """The facts on packed samples of the training parts, after a semicolon; empty if there are none."""
     facts = [parts["train"].facts for parts in packed if "train" in parts]
     return f"; {sum(facts, PackingFacts())}" if facts else ""

@@ -31,7 +31,7 @@ _SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class PreparedData(ABC):
-    """Tokens of a training, an evaluation and, if there is one, a test part.
+    """Data ready for a run: tokens of a training, an evaluation and, if there is one, a test part.
 
     Attributes:
         tokenizer_path: folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the
@@ -175,7 +175,7 @@ def pair_batches(
 
 
 def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
-    """The changes at ends of documents that `data` asks for; None if it asks for none: a sample is a row of tokens.
+    """The changes at ends of documents that the section `data` asks for; None: a sample is a row of tokens.
 
     Raises:
         ConfigError: neither a key nor a tokenizer says which token ends a document.
@@ -201,7 +201,7 @@ def _document_end_problems(data: DataConfig) -> list[str]:
 
 
 def document_mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
-    """The problems of keys that ask for marks of documents, as the data are tokens.
+    """The problems of keys that ask for marks of documents where the data are tokens already.
 
     Args:
         of_rows: True if the data are rows, after which `data.append_eod` can put an end of document.
@@ -222,7 +222,7 @@ def require_sentence_pairs(request: DataRequest) -> int:
 
 
 def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """Problems of keys that need a tokenizer, if the data are tokens and none is named.
+    """The problems of keys that need a tokenizer, where the data are tokens and `data.tokenizer` names none.
 
     Args:
         has_documents: True if the data themselves tell where documents end.
@@ -373,7 +373,7 @@ def open_text_tokens(
     name: str,
     announce: Announce,
 ) -> cache.CacheEntry:
-    """The entry with the tokens of a text, built if the cache `root` has none.
+    """The cached tokens of a text, built if the cache `root` has none.
 
     Args:
         key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
@@ -392,7 +392,7 @@ def tokenizer_key(tokenizer: str | None) -> str:
 
 
 def require_unchanged(name: str, digest: str, content: str) -> None:
-    """Raises DataError if a text has another digest than when it was read first."""
+    """Raises DataError if the text of a data source has another digest than when it was read first."""
     if digest != content:
         raise DataError(
             f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
@@ -400,7 +400,7 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
 
 
 def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Tokens, four in five of which follow from their predecessor.
+    """Random training data, for tests and measurements: four in five tokens follow from their predecessor.
 
     Args:
         pairs: True if the tokens are in sentences, for samples of sentence pairs.

@@ -98,7 +98,7 @@ class _PreparedStream(prepared_data.PreparedText):
 def open_stream(
     request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
 ) -> _PreparedStream:
-    """Opens a stream; its first documents are read if the cache `root` does not know them."""
+    """Opens text that is streamed; its first documents are read if the cache `root` does not know them."""
     source = text_sources.open_text_source(request.data)
     # Built-in texts, which are small, are refused by the configuration.
     assert isinstance(source, text_sources.FileSource | text_sources.ColumnSource)

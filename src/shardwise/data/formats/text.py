@@ -154,7 +154,7 @@ def open_text(
 def digest_of_text(
     root: Path, stamp: str | None, source: Source, scan: Callable[[], TextScan], announce: prepared_data.Announce
 ) -> tuple[str, TextScan | None]:
-    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
+    """The digest of a source's text, and the scan by which it was found; None if the data cache knew the digest."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
     content = cache.known_text_digest(root, stamp)
@@ -349,7 +349,7 @@ def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tup
 
 
 def files_of_source(source: Source) -> tuple[Sequence[Path], str]:
-    """The files of a text that is the user's, and the way in which they are read."""
+    """The files of a data source that are the user's, and the way in which they are read."""
     if isinstance(source, FileSource):
         return source.files, source.described()
     if not isinstance(source, ColumnSource):
@@ -358,7 +358,7 @@ def files_of_source(source: Source) -> tuple[Sequence[Path], str]:
 
 
 def inspect_text(data: DataConfig, samples: int) -> Inspection:
-    """Files of text, as training reads them: all of them, or the beginning of large ones."""
+    """An inspection of files of text, as training reads them: all of them, or the beginning of large ones."""
     from shardwise.data.formats import inspections
 
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]

@@ -95,7 +95,7 @@ class _SampleBatches(RowBatches):
 
 
 def open_user_samples(config: Config, request: DataRequest, root: Path, *, any_size: bool) -> _PreparedSamples:
-    """Opens the parts; only the tokenizer, if `data.tokenizer` names one, is kept in the cache `root`."""
+    """Opens the samples of `hooks.data`; only the tokenizer, if one is named, is kept in the cache `root`."""
     path = request.hook
     assert path is not None
     opener = load_user_samples(path)
@@ -130,14 +130,14 @@ def open_user_samples(config: Config, request: DataRequest, root: Path, *, any_s
 
 
 def preview_user_samples(request: DataRequest) -> str:
-    """The name of the object, which is imported and not called."""
+    """The name of the object of `hooks.data`, which is imported and not called."""
     assert request.hook is not None
     load_user_samples(request.hook)
     return f"samples of hooks.data ({request.hook})"
 
 
 def load_user_samples(path: str) -> Any:
-    """The function or class that opens a part; ConfigError if it cannot be imported, or not be called as it will be."""
+    """The function or class of `hooks.data`; ConfigError if it cannot be imported, or not be called as it will be."""
     return load_user_object(
         "hooks.data",
         path,

@@ -38,7 +38,7 @@ class _SizeEstimate:
 
 
 def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _SizeEstimate | None:
-    """An estimate from the sizes of files and the beginning of the text; None without files, or if one is packed."""
+    """The size of prepared data, by that of the files and the beginning of the text; None without files, or if packed."""
     if isinstance(source, ColumnSource):
         path = source.data.path
         files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
@@ -65,7 +65,7 @@ def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _
 
 
 def require_disk_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
-    """Announces how much disk `output` needs.
+    """Announces how much disk the prepared data `output` need.
 
     Args:
         needed: bytes that it needs; None if nobody knows.

@@ -28,7 +28,7 @@ _LONGEST_SEQUENCE = 1 << 30
 
 @dataclass(frozen=True)
 class RawConversionJob:
-    """A file of ids that is to be converted.
+    """A file of raw token ids that `data prepare` is to convert.
 
     Attributes:
         dtype: dtype of the ids; None: the header or the bytes decide.
@@ -44,7 +44,7 @@ class RawConversionJob:
 
 
 def convert_raw_tokens(job: RawConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes the data set of `job`, unless it is there already.
+    """Makes a Megatron data set of a file of raw token ids, unless it is there already.
 
     Raises:
         DataError: the file holds no such ids, other data are at the output, or the disk is too small.

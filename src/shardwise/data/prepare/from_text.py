@@ -24,7 +24,7 @@ from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_t
 
 @dataclass(frozen=True)
 class TextConversionJob:
-    """A text that is to be converted, and the data that it becomes.
+    """A text that `data prepare` is to convert, and the Megatron data set that it becomes.
 
     Attributes:
         options: `append_eod`, `prepend_bos` and `split_sentences`.
@@ -37,7 +37,7 @@ class TextConversionJob:
 
 
 def convert_text(job: TextConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes the data of `job`, unless they are there already.
+    """Makes a Megatron data set of a text, unless it is there already.
 
     Args:
         force: True to replace data that were prepared from another text or in another way.

@@ -40,14 +40,14 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation."""
+    """The result of `data prepare`: the manifest of the data, and whether they were there before."""
 
     manifest: Mapping[str, Any]
     was_there: bool
 
 
 class PreparedOutput:
-    """The prefix at which data are written.
+    """The prefix at which `data prepare` writes data.
 
     Args:
         named: tokenizer that makes or made the ids, as the user names it; None if it is unknown.

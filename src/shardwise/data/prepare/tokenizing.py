@@ -1,7 +1,7 @@
 """Text becomes tokens: an unfinished Megatron data set in the work folder.
 
-`text_batches` cuts text into batches, each with its position in the source; `TokenizingWorkers`, threads of this process or other
-processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
+`text_batches` cuts text into batches, each with its position in the source; `TokenizingWorkers`, threads of this
+process or other processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _SourcePosition:
 
 @dataclass(frozen=True)
 class TokenizingProgress:
-    """The part of the source that has been read, and the tokens and sequences that were written of it.
+    """The part of a source that `data prepare` has read, and the tokens and sequences that were written of it.
 
     Attributes:
         open_document: tokens of the last document if its end is not written yet, else 0.
@@ -90,7 +90,7 @@ class _TextBatch:
 
 
 def text_batches(source: Source, sentences: bool) -> Iterator[_TextBatch]:
-    """All text of a source, which always gives the same batches: documents, or `sentences`."""
+    """All text of a source in batches to tokenize, which are always the same: documents, or `sentences`."""
     digest = encoding.ContentDigest()
     watched: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     cut = encoding.sentence_pieces(watched) if sentences else encoding.document_texts(watched)
@@ -123,7 +123,7 @@ _tokenizer: Tokenizer | None = None
 
 
 class TokenizingWorkers:
-    """Threads or processes that share tasks."""
+    """Threads or processes that tokenize text."""
 
     def __init__(self, pool: Executor, count: int) -> None:
         self._pool = pool
@@ -131,7 +131,7 @@ class TokenizingWorkers:
 
     @classmethod
     def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> TokenizingWorkers:
-        """Workers for `tokenize_batch` on all cores: this process, unless there are many cores and the text is not small.
+        """Workers on all cores: this process, unless there are many cores and the text is not small.
 
         Args:
             path: file or folder from which other processes open `tokenizer`.
@@ -176,7 +176,7 @@ class TokenizingWorkers:
 
 
 def tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
-    """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
+    """The tokens of a batch; called in a process or thread of `TokenizingWorkers.for_tokenizing`."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, literally=literally)
 

@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation of a row.
+    """A conversation in a row of a file of chats.
 
     Attributes:
         variables: what the chat template reads beside the messages: `tools`, `documents`, `chat_template_kwargs`.

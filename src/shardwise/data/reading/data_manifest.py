@@ -26,17 +26,17 @@ _FIELDS = {
 
 
 def manifest_of_prefix(prefix: Path) -> Path:
-    """The manifest of PREFIX.bin and PREFIX.idx."""
+    """The file of the manifest of prepared data: PREFIX.json beside PREFIX.bin and PREFIX.idx."""
     return Path(f"{prefix}.json")
 
 
 def manifest_of_folder(folder: Path) -> Path:
-    """The manifest of a folder of shards, or of one that `datasets` opens."""
+    """The file of the manifest of prepared data in a folder of shards, or in one that `datasets` opens."""
     return folder / NAME
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The record; None if there is none, or a file of that name is another thing. Of datatrove, the tokenizer alone."""
+    """The manifest of prepared data; None if no such file is there. Of datatrove's metadata, the tokenizer alone."""
     if path.suffix == ".metadata":
         metadata = read_datatrove_metadata(path)
         return metadata and {"tokenizer": {"name": metadata[0], "sha256": None}}

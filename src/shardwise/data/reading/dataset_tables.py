@@ -224,7 +224,7 @@ class _HubTables:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The column that the `data` section names, in the splits that it names.
+    """A data set of the library `datasets`: the column and the splits that the `data` section names.
 
     Attributes:
         tables: tables that the data set has, which are opened as late as possible.
@@ -425,7 +425,7 @@ def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str],
 
 
 def require_datasets_library(data: DataConfig) -> None:
-    """Raises ConfigError if the library is not installed; it is not imported."""
+    """Raises ConfigError if the library `datasets` is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
         message = f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
         if data.is_hub_dataset and (near := nearest_name(data.name, BUILT_IN_TEXTS)):
@@ -453,7 +453,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def open_arrow_table(paths: Sequence[Path]) -> Any:
-    """The arrow table in files that the library wrote, mapped into memory; DataError if one cannot be read."""
+    """The arrow table in files that `datasets` wrote, mapped into memory; DataError if one cannot be read."""
     arrow = optional_library("pyarrow", "arrow files need", "parquet")
     tables = []
     for path in paths:

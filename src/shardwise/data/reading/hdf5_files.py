@@ -7,8 +7,8 @@
 N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
 
 Rows are read in random order. In an array that is stored in chunks, as all compressed ones are, reading one row means
-decompressing every chunk that it crosses, which hold thousands of rows. `unpack_hdf5_shards` copies such arrays into the cache, row
-after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
+decompressing every chunk that it crosses, which hold thousands of rows. `unpack_hdf5_shards` copies such arrays into
+the cache, row after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
 
 Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
 """
@@ -60,7 +60,7 @@ _CHECKED_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Hdf5Shard:
-    """A file whose arrays are there and fit one another; nothing of them has been read.
+    """An HDF5 shard whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
         rows: number of samples N.
@@ -122,7 +122,7 @@ def h5py_library() -> Any:
 
 
 def open_hdf5(path: Path) -> Any:
-    """The file, opened by h5py; DataError if it is missing or no HDF5 file."""
+    """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = h5py_library()
     with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
         pass
@@ -172,14 +172,14 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
 
 
 def names_hdf5_shards(path: Path) -> bool:
-    """True if shards lie at `path`: a folder that holds some, a file, or a glob of files."""
+    """True if HDF5 shards lie at `path`: a folder that holds some, a file, or a glob of files."""
     if path.is_dir():
         return any(path.glob(PATTERN))
     return path.suffix in _SUFFIXES or any(match.suffix in _SUFFIXES for match in _matches(path))
 
 
 def hdf5_shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, sorted: a file, the shards of a folder, or a glob's matches; at least one."""
+    """The HDF5 files that `data.path` names, sorted: one file, the shards of a folder, or the matches of a glob."""
     assert data.path is not None
     path = user_path(data.path)
     with read_errors(path):
@@ -204,7 +204,7 @@ def _matches(path: Path) -> list[Path]:
 def unpack_hdf5_shards(
     root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], None] | None
 ) -> list[Hdf5Shard]:
-    """The shards, with the arrays of those that are stored in chunks in the cache `root`.
+    """The HDF5 shards, with the arrays of those that are stored in chunks in the data cache `root`.
 
     Any number of processes may call it at once: each file is unpacked by one of them.
 
@@ -264,7 +264,7 @@ def _is_sound(entry: cache.CacheEntry) -> bool:
 
 
 class Hdf5ShardRows:
-    """All rows of all shards, one shard after another, for a model of `vocab_size` tokens and `types` segments.
+    """The rows of all HDF5 shards, one after another, for a model of `vocab_size` tokens and `types` segments.
 
     A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
     """

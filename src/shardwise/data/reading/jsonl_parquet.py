@@ -28,7 +28,7 @@ TOKENS = "input_ids"
 def documents_of_file(
     file: Path | HubFile, kind: Kind | None, key: str, start: int = 0, *, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    """The documents of a file, as blocks of their text, with the place of the next document.
+    """The documents of a data file, as blocks of their text, with the place of the next document.
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
@@ -104,7 +104,7 @@ def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, It
 
 
 def line_name(path: Path | HubFile, start: int, number: int) -> str:
-    """The file and the number of a line, `number` lines after byte `start`.
+    """The data file and the number of a line, for messages: `number` lines after byte `start`.
 
     Only a message needs it, so the lines before `start` are counted here and not while reading.
     """
@@ -140,7 +140,7 @@ def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key:
 
 
 def json_line(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
+    """The JSON object in a line, for which messages give the field `key` as an example; DataError if it holds none."""
     try:
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -156,12 +156,12 @@ def json_line(line: bytes, where: Callable[[], str], key: str, read: Callable[[s
 
 
 def json_type(value: Any) -> str:
-    """The name of a value's type, for messages; `null` as JSON spells it."""
+    """The name of the type of a JSON value, for messages; `null` as JSON spells it."""
     return "null" if value is None else type(value).__name__
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
-    """The value of a field, or of one within another: `meta.body`. A field whose name has a dot goes first.
+    """The value of a JSON line's field, or of one within another: `meta.body`. A field whose name has a dot goes first.
 
     Args:
         content: what the field must hold, for the message.
@@ -185,7 +185,7 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
 
 
 def nested_field(record: Mapping[str, Any], key: str) -> Any:
-    """The value of a field, see `record_field`; KeyError if there is none."""
+    """The value of a field of a JSON line, see `record_field`; KeyError if there is none."""
     if key in record:
         return record[key]
     for dot, letter in enumerate(key):
@@ -203,7 +203,7 @@ def _chat_hint(record: Mapping[str, Any]) -> str:
 
 
 def require_characters(text: str, where: Callable[[], str], key: str) -> None:
-    """Raises DataError for a text with half a character, which JSON can spell, and which has no UTF-8."""
+    """Raises DataError for a data file's text with half a character, which JSON can spell, and which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -280,7 +280,7 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
-    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
+    """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
     fields = with_nested_column(schema.empty_table(), key).schema
     # A name that two columns have is none.
     kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}

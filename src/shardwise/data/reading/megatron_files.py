@@ -58,7 +58,7 @@ _MEASURED_DOCUMENTS = 1 << 16
 
 
 def megatron_prefix(path: str | Path) -> Path:
-    """The prefix that a prefix, its .bin or its .idx names."""
+    """The prefix of a Megatron data set, which the prefix itself, its .bin or its .idx names."""
     named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return named.with_suffix("")
@@ -66,7 +66,7 @@ def megatron_prefix(path: str | Path) -> Path:
 
 
 def is_megatron_file(path: str | Path) -> bool:
-    """True if `path` is a .bin or a .idx, or a prefix of either and not itself a file or folder."""
+    """True if `path` names a Megatron data set: a .bin, a .idx, or a prefix of either that is no file or folder."""
     named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return not named.is_dir()
@@ -79,7 +79,7 @@ def _files(prefix: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
+    """A Megatron data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
 
     Attributes:
         tokens: all tokens of the .bin.
@@ -222,14 +222,14 @@ class MegatronDocuments:
 
 
 def count_sequences(path: str | Path) -> int:
-    """The number of sequences of a data set, from the header of its .idx; DataError as from `IndexedFile.open`."""
+    """The number of sequences in a Megatron data set, by the header of its .idx; DataError as of `IndexedFile.open`."""
     _, idx_path = _existing_files(megatron_prefix(path))
     with read_errors(idx_path):
         return _read_header(idx_path)[1]
 
 
 def count_tokens(path: str | Path) -> int:
-    """The number of tokens of a data set, from the size of its .bin; DataError as from `IndexedFile.open`."""
+    """The number of tokens of a Megatron data set, from the size of its .bin; DataError as from `IndexedFile.open`."""
     bin_path, idx_path = _existing_files(megatron_prefix(path))
     with read_errors(idx_path):
         return bin_path.stat().st_size // _read_header(idx_path)[0].itemsize
@@ -339,11 +339,11 @@ def megatron_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class ChangedFilesError(DataError):
-    """Files that were read or written before have changed."""
+    """Files of data that were read or written before have changed."""
 
 
 class UnfinishedIndex:
-    """A data set to which documents are appended, until its .idx can be made. An OSError passes through.
+    """A Megatron data set to which documents are appended, until its .idx can be made. An OSError passes through.
 
     PREFIX.bin has the tokens, PREFIX.sizes the sizes of sequences (i32), PREFIX.documents the document bounds (i64).
 
@@ -461,7 +461,7 @@ def publish_megatron_files(made: Path, prefix: Path) -> None:
 
 
 class IndexedWriter:
-    """Writes a data set of a vocabulary's tokens, byte for byte as Megatron does; memory does not grow with it.
+    """Writes a Megatron data set, byte for byte as Megatron-LM does; memory does not grow with it.
 
     The files appear once the block ends without an error. Data of that name are replaced.
 

@@ -41,7 +41,7 @@ _EVIDENCE = 32
 
 @dataclass(frozen=True)
 class RawTokens:
-    """An opened file, mapped into memory.
+    """A file of raw token ids, mapped into memory.
 
     Attributes:
         end: the token that separates documents, where the format has one.
@@ -108,7 +108,7 @@ def raw_tokens_hint(path: Path) -> str:
 
 
 def read_datatrove_metadata(path: Path) -> tuple[str, str, int] | None:
-    """The tokenizer, the dtype and the number of ids that a NAME.ds.metadata tells; None if there is none."""
+    """The tokenizer, the dtype and the number of ids that datatrove's NAME.ds.metadata tells; None if there is none."""
     if not path.is_file():
         return None
     with read_errors(path):

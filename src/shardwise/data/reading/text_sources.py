@@ -73,7 +73,7 @@ _SETTLED_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of a document; the next piece continues it unless `ends_document`."""
+    """A part of a document's text; the next piece continues it unless `ends_document`."""
 
     text: str
     ends_document: bool
@@ -86,7 +86,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
+    """The text of data files: plain texts (one document each), JSON lines and parquet (a document a line or row).
 
     Attributes:
         kind: kind of all files; None: the content of each file decides.

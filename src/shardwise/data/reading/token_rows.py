@@ -31,7 +31,7 @@ _FIX = "(data.text_key): write it as a list of integers, or name another"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Some rows, one after another.
+    """Rows of token ids in tables or JSON lines, one after another.
 
     Attributes:
         nulls: True for each token that is null; None if none is.
@@ -93,7 +93,7 @@ class TokenRows:
 
 
 def beyond_vocabulary(token: np.integer[Any], vocab_size: int) -> str:
-    """The end of a message about a token that is not of the vocabulary."""
+    """The end of a message about a token of the data that is not of the vocabulary."""
     return (
         f"({token}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
     )
@@ -125,7 +125,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of a file, some at once; DataError if one holds anything but whole numbers; names file and row."""
+    """The rows of token ids in a file, some at once; DataError, which names file and row, for other than whole numbers."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in jsonl_parquet.parquet_batches(file, require):

@@ -23,7 +23,7 @@ IGNORE = -100
 
 
 class TokenSource(Protocol):
-    """A row of tokens: an array, or an object that checks the tokens that it returns."""
+    """A row of the data's tokens: an array, or an object that checks the tokens that it returns."""
 
     def __len__(self) -> int: ...
 
@@ -33,14 +33,14 @@ class TokenSource(Protocol):
 
 
 class TokenRow(TokenSource, Protocol):
-    """A row of tokens of which slices are read too."""
+    """A row of the data's tokens of which slices are read too."""
 
     def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch.
+    """The samples of one rank's micro-batch.
 
     Attributes:
         inputs: arrays by the keywords of the model's forward.
@@ -62,7 +62,7 @@ REPEATED_TEXT = "a text that is repeated more than four times teaches little (ar
 
 
 class Batches(ABC):
-    """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
+    """Batches of samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 
     Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`SampleOrder`).
 
@@ -293,7 +293,7 @@ def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: 
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches of each rank in an evaluation over at most `count` global batches.
+    """The number of micro-batches of each rank in an evaluation over at most `count` global batches.
 
     Args:
         portion: samples of one micro-batch of every data-parallel rank together.

@@ -107,7 +107,7 @@ _DRAWS = 0x6472617773  # "draws": keeps their hashes apart from the sample order
 
 
 def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64 of each value (Steele, Lea and Flood 2014, section 3): a bijection of 64 bits."""
+    """SplitMix64 of each value, by which samples are shuffled (Steele, Lea and Flood 2014, section 3)."""
     values = values + np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
@@ -115,7 +115,7 @@ def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix_integer(*values: int) -> int:
-    """One hash of several integers; for a single one the same as `mix_bits`."""
+    """One hash of several integers, by which samples are shuffled; for a single one the same as `mix_bits`."""
     state = 0
     for value in values:
         state = ((state ^ value) + _GOLDEN) & _MASK
@@ -136,7 +136,7 @@ def hashes_below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | 
 
 
 class Draws:
-    """Random numbers of samples, a pure function of (seed, epoch, sample) and of the purpose (`site`).
+    """Random numbers for samples of data, a pure function of (seed, epoch, sample) and of the purpose (`site`).
 
     Numbers of different sites are independent of one another, and of the sample order.
     """
@@ -165,7 +165,7 @@ _ROUNDED_TO = 10_000
 
 
 class BlendPattern:
-    """The order in which samples of K sources follow one another: a block that repeats without end.
+    """The order in which samples of a blend's K sources follow one another: a block that repeats without end.
 
     Source `s` has `counts[s]` of the M samples of a block, in the exact proportion of the weights as decimal numbers if
     M is then at most `_MOST_IN_PATTERN`: 0.7 and 0.3 make a block of 10. Else a count is the weight's share of
@@ -245,7 +245,7 @@ def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
 
 
 def concatenated_ranges(starts: IntArray, sizes: IntArray) -> IntArray:
-    """`start, start + 1, …` of each run, as many as its size, one run after another.
+    """Ranges `start, start + 1, …` of these sizes, one after another.
 
     Place `i` of the result lies in the run that begins at place `end - size`: its value is `start - (end - size) + i`.
     """

@@ -26,7 +26,7 @@ _SCANNED_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Packs:
-    """Numbers in packs.
+    """Numbers of pieces of documents, divided into packs that become samples.
 
     Attributes:
         members: numbers of all packs, one pack after another.
@@ -59,7 +59,7 @@ class Packs:
 
 
 def best_fit_packs(sizes: IntArray, room: int) -> Packs:
-    """The numbers of `sizes`, each of 1 … `room`, in packs whose sizes add up to at most `room`.
+    """Best-fit packing: numbers of `sizes`, each of 1 … `room`, in packs whose sizes add up to at most `room`.
 
     Each size, the largest first, goes into the fullest pack that has room for it, else into a new one; of equal sizes
     the first one goes first. Best-fit decreasing (Johnson et al. 1974) needs at most 11/9 of the fewest packs, plus 4.
@@ -109,7 +109,7 @@ def best_fit_packs(sizes: IntArray, room: int) -> Packs:
 
 @dataclass(frozen=True)
 class PackingFacts:
-    """Counts of documents and their samples.
+    """Counts of packed documents and their samples.
 
     Attributes:
         cut: number of documents that are longer than a sample.

@@ -41,7 +41,7 @@ class _Chunks:
 
 
 class ChunkIndex:
-    """Documents cut into chunks of about `length` tokens, at sentences.
+    """Documents cut at sentences into chunks of about `length` tokens, of which sentence pairs are made.
 
     A sentence belongs to chunk (document, ⌊its start in the document / length⌋). A chunk is thus shorter than
     2 · `length` tokens, and `length` on average. Where a sentence covers a chunk's whole place, the place itself is
@@ -97,7 +97,7 @@ _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 
 def pair_tokens_room(sequence_length: int) -> int:
-    """Tokens of A and B that a sample has room for.
+    """The tokens of both sentences of a pair that a sample has room for.
 
     Raises:
         ConfigError: there is no room for one token each, or there are more positions than `Masking` can number.
@@ -299,7 +299,7 @@ MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS
 
 @dataclass(frozen=True)
 class Masking:
-    """The tokens of a sample that are predicted, and the ids that the model sees in their place.
+    """The masked tokens of a BERT sample, which are predicted, and the ids that the model sees in their place.
 
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.

@@ -43,7 +43,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The place at which a block begins.
+    """The place in a text stream at which a block of samples begins.
 
     Attributes:
         samples: number of samples in all blocks before.
@@ -73,7 +73,7 @@ class _StreamBlock:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents that are not trained on: a share of those before a place, in the order in which shards are given.
+    """Documents of a text stream that are not trained on: a share of those before a place, in the order of shards.
 
     Attributes:
         shard: number of the shard with the first document after those that may be held out.
@@ -93,7 +93,7 @@ class HeldOut:
 
 @dataclass(eq=False)
 class TextStream:
-    """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
+    """A text stream: blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Attributes:
         cut: function that makes the samples of a row of tokens, in an order drawn from a seed; None if it has none.
@@ -175,7 +175,7 @@ class TextStream:
 
 
 def stream_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
-    """The documents of a shard from the one that begins at `start` on, in pieces, with the place of the next one.
+    """The documents of a stream's shard from the one at `start` on, in pieces, with the place of the next one.
 
     Documents without text are left out.
 

@@ -55,7 +55,7 @@ _BUILT_IN = (
 
 
 def add_chat_template(folder: Path, name: str) -> ChatTemplate:
-    """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too."""
+    """The chat template of the tokenizer in `folder`, which gets a built-in one if it has none."""
     template = ChatTemplate.or_built_in(folder, name)
     if template.name == BUILT_IN:
         (folder / CHAT_TEMPLATE).write_text(template.source, encoding="utf-8")

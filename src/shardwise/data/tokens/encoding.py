@@ -35,7 +35,7 @@ _Item = TypeVar("_Item")
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts."""
+    """A digest of all text of a source that passes through `watch`, and of the ends of documents and of parts."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -61,7 +61,7 @@ class ContentDigest:
 def encode_documents(
     parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, folder: Path
 ) -> dict[str, Any]:
-    """Writes each part's tokens, documents with their marks; returns the manifest's records."""
+    """Tokenizes the documents of each part, with their marks, into files; returns the manifest's records."""
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for part, row, ends_document in document_tokens(parts, tokenizer, marks, _BATCH_CHARACTERS):
@@ -142,7 +142,7 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
 
 
 def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict[Part, dict[str, ArrayWriter]]:
-    """A file of bounds of each name for each part, which `files` closes."""
+    """Writers of cached bounds, one of each name for each part, which `files` closes."""
     return {
         part: {
             name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
@@ -153,7 +153,7 @@ def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict
 
 
 def part_facts(writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]) -> dict[str, Any]:
-    """The manifest's record of each part, once its files are closed."""
+    """The manifest's record of each part's tokens and bounds, once its files are closed."""
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()
@@ -165,7 +165,7 @@ def part_digests(parts: Mapping[str, Any]) -> list[str]:
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
-    """A file of tokens for each part, which `files` closes."""
+    """Writers of cached tokens, one for each part, which `files` closes."""
     return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
 
 
@@ -205,7 +205,7 @@ def cut_sentences(text: str) -> list[str]:
 
 
 def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, _PieceTexts]]:
-    """The documents of each part in sentences.
+    """The documents of each part, cut into sentences to be tokenized.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document
     that lies in two parts becomes two documents. Sentences of white space alone are dropped.
@@ -229,7 +229,7 @@ def _cut_piece(sentences: list[str], ends_document: bool) -> _PieceTexts:
 
 
 def group_by_size(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:
-    """Consecutive items in lists that have `least` characters or more; the last list may have fewer.
+    """Lists of consecutive texts, to be tokenized at once, of `least` characters or more; the last may have fewer.
 
     No item is taken from `items` beyond those that were returned.
     """

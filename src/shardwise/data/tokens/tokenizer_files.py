@@ -379,7 +379,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def read_tokenizer_file(file: Path) -> bytes:
-    """The content of a file; DataError if it cannot be read."""
+    """The content of a tokenizer's file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -394,7 +394,7 @@ def _text(file: Path) -> str:
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DataError if it holds none."""
+    """The JSON object in a tokenizer's file; DataError if it holds none."""
     try:
         values = json_value(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -450,6 +450,6 @@ def _added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
 
 
 def token_content(value: object) -> str | None:
-    """The text of a token, which files give as text or with its flags; None if the value is no token."""
+    """The text of a token, which files of tokenizers give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None
