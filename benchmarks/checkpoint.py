@@ -33,7 +33,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     import torch
 
     from shardwise.config import config_from
-    from shardwise.data.formats.common import PreparedText
+    from shardwise.data.formats.prepared_data import PreparedText
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.train.build import build_trainer
 

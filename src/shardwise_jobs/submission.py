@@ -14,7 +14,7 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instances
+from shardwise.base.parsing import record_instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
@@ -54,7 +54,7 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 def submitted(run_path: Path) -> list[Submitted]:
     """Read the jobs that were submitted for a run, in their order."""
-    return instances(Submitted, run_path / _JOBS)
+    return record_instances(Submitted, run_path / _JOBS)
 
 
 def commit_text() -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of
+from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import event_mark
 
 _START = b"{" + event_mark("start")
@@ -111,4 +111,4 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         # A crash, or a full disk, cuts a line short.
         with contextlib.suppress(ValueError):
-            yield record_of(line, orjson.loads)
+            yield record_of_json(line, orjson.loads)

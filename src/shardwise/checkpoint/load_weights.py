@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.hub import check_weights
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import model_differences
@@ -63,7 +63,7 @@ def load_hugging_face(
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
         request = ReadRequest(MODEL, piece.name, piece_box, target)
         # A stored value has at most 8 bytes.
-        requests += [request.part(box) for box in segments(piece_box.size, STREAM_BYTES // 8)]
+        requests += [request.part(box) for box in box_segments(piece_box.size, STREAM_BYTES // 8)]
     try:
         boxes = [(request.name, request.box) for request in requests]
         problems = differing_tied_copies(where, tensors, sources, boxes)

@@ -364,15 +364,15 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     ):
         rows.append(("held out", config.held_out_text))
     else:
-        from shardwise.data.describe import glance
+        from shardwise.data.preview import preview_data
 
-        glanced = glance(config)
+        glanced = preview_data(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
     if config.evaluation.sets or config.evaluation.tasks_every:
-        from shardwise.data.describe import glance_at_evaluation
+        from shardwise.data.preview import preview_evaluation
 
-        glanced = glance_at_evaluation(config)
+        glanced = preview_evaluation(config)
         rows += glanced.rows
         problems.texts += glanced.problems
     if config.log.trackers:

@@ -17,7 +17,7 @@ from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data import random_text
+from shardwise.data import random_tokens
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state_digest import StateHash, by_tensor
@@ -81,7 +81,7 @@ def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> 
     model = config.model
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
-    text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
+    text = random_tokens(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
     config = at(config, cell)
     mesh = _mesh(cell.device, cell.ranks, tuple(config.parallel.degrees.items()), tuple(config.grains.items()))
     trainer = build_trainer(config, mesh, text)

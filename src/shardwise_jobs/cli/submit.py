@@ -195,7 +195,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     problems.require_none(input_problems)
     warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
-        from shardwise.data.describe import TRAINED_AT_START
+        from shardwise.data.preview import TRAINED_AT_START
 
         if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
             warnings.append(("warning", _TRAINS_TOKENIZER))

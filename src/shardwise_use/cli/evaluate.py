@@ -106,13 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
         layout = check_layout(config, world)
         # Once, before the ranks start: each of them then finds data and tokenizer in the cache.
         if not is_launched():
-            from shardwise.data.open_data import prepare
+            from shardwise.data.open_data import prepare_data
             from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
                 open_tokenizer(config, folder, announce=announce)
             fetch_dataset(config.data, announce)
-            prepare(config, announce=announce, any_size=True)
+            prepare_data(config, announce=announce, any_size=True)
         if place is None:
             check_accelerators(world, accelerators()[1])
             if world > 1:
@@ -164,10 +164,10 @@ def _evaluate_on_tasks(
         if world > 1:
             return launch_command("evaluate", arguments, folder, world)
     with as_rank(place) as ending:
-        from shardwise_use.inference_jobs import run_tasks
+        from shardwise_use.inference_jobs import run_evaluation_tasks
 
         with folder, keys_renamed(_TASK_OPTIONS):
-            results = run_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
+            results = run_evaluation_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
         if results is not None:
             _print_tasks(arguments, folder, config, layout, results)
     return ending.code

@@ -13,8 +13,8 @@ _MOST_CALLS = 40
 _CONVERSIONS = ("int", "float", "str", "cast", "round")
 
 
-class UnknownValue(str):
-    """Code whose value is known to the program alone."""
+class UnknownPythonValue(str):
+    """Code in a Python config whose value is known to the program alone."""
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class _Reader:
             except (KeyError, ValueError, TypeError):
                 # A member of an enumeration, such as DType.bfloat16, has its value's name.
                 is_member = isinstance(node, ast.Attribute) and name[:1].isupper() and name.count(".") == 1
-                value = name.partition(".")[2] if is_member else UnknownValue(name)
+                value = name.partition(".")[2] if is_member else UnknownPythonValue(name)
             self._note(path, value)
 
     def _note(self, path: str, value: Any) -> None:
@@ -148,7 +148,7 @@ class _Reader:
         is_class = not name[:1].islower() or name == "dict"
         inner = path if is_class else f"{path}.{name}"
         if path.isidentifier():
-            self._note(path, UnknownValue(ast.unparse(call)))
+            self._note(path, UnknownPythonValue(ast.unparse(call)))
         if is_class or not call.args:
             self._note(f"{path}.{'class' if is_class else 'preset'}", name)
         for argument in call.args[:0] if is_class else call.args[:1]:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.config import Config, check_changes
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
@@ -191,13 +191,13 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
     """A stream has a state of its own, which means nothing to a mixture."""
     manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
     sources = {"web": TokenBatches(np.arange(99), 16, seed=1)}
-    batches = BlendedBatches(sources, [Stage(0, 0, {"web": 1.0})])
+    batches = BlendedBatches(sources, [MixtureStage(0, 0, {"web": 1.0})])
     chosen = config()
     chosen.let_change(check_changes(["data.path", "data.mixture"]))
     progress = Progress()
     progress.losses.extend([1.0, 2.0])
     resume.continue_data(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
-    assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
+    assert batches.order.stages == (MixtureStage(0, 0, {"web": 1.0}),)
     assert not progress.losses, "the first losses of other data are no spikes"
 
 

@@ -18,7 +18,7 @@ from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings
+from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_tokenizer_config
 
 BEGIN_ID = "bos_token_id"
 END_ID = "eos_token_id"
@@ -105,7 +105,7 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
         with contextlib.suppress(ConfigError):  # transformers cannot read the file either
             settings = json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
             if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
-                read[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
+                read[TOKENIZER_CONFIG] = to_json(plain_tokenizer_config(settings, pairs=pairs))
     return read
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from
-from shardwise.data import make_batches, random_text
+from shardwise.data import make_batches, random_tokens
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
@@ -121,7 +121,7 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
     if data.document_options and data.eod_token is None:
         config = config.model_copy(update={"data": data.model_copy(update={"eod_token": 0})})
     pairs = "nsp" in config.model.objectives
-    text = random_text(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
+    text = random_tokens(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
     batches = make_batches(config, text, "train")
     assert batches is not None, "it has samples"
     return MicroBatch.on(device, batches.blank(train.micro_batch))

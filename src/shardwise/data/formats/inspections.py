@@ -16,7 +16,7 @@ import numpy.typing as npt
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import count, counted
-from shardwise.data.formats.record import FirstDocuments, InspectedSample, Inspection
+from shardwise.data.formats.data_format import FirstDocuments, InspectedSample, Inspection
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.packing import PackedSamples
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -27,12 +27,12 @@ _SAMPLE_TOKENS = 64
 _SAMPLE_CHARACTERS = 400
 
 
-def text_samples(texts: Iterable[str]) -> list[InspectedSample]:
-    """Samples that show the beginning of each text."""
+def inspected_texts(texts: Iterable[str]) -> list[InspectedSample]:
+    """Samples of an inspection, which show the beginning of each text."""
     return [InspectedSample(number, text[:_SAMPLE_CHARACTERS], None) for number, text in enumerate(texts)]
 
 
-def with_tokens(
+def inspection_with_tokens(
     inspection: Inspection, named: str | None, first: Iterable[_Tokens], looked_at: Sequence[_Tokens], total: int
 ) -> Inspection:
     """An inspection of data that hold tokens, with the range of the ids and the first samples.
@@ -78,7 +78,7 @@ def with_tokens(
     )
 
 
-def with_packing(
+def inspection_with_packing(
     inspection: Inspection, named: str | None, documents: FirstDocuments, length: int, samples: int
 ) -> Inspection:
     """An inspection whose samples are those of `data.packing=best_fit` at a sequence length."""
@@ -120,8 +120,8 @@ def _tokenizer(named: str | None, manifest: Mapping[str, Any] | None) -> tuple[T
     return tokenizer, []
 
 
-def spread(number: int, most: int) -> IntArray:
-    """`most` numbers spread evenly over 0 … number - 1, or all of them if there are no more."""
+def evenly_spread(number: int, most: int) -> IntArray:
+    """Numbers of the rows that an inspection looks at: `most`, spread evenly over 0 … number - 1, or all of them."""
     if number <= most:
         return np.arange(number, dtype=np.int64)
     return np.arange(most, dtype=np.int64) * (number - 1) // (most - 1)

@@ -13,20 +13,20 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.formats.common import Announce, PreparedData
+from shardwise.data.formats.prepared_data import Announce, PreparedData
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.batch import Tokens
+from shardwise.data.samples.batch import TokenSource
 
 _MOST_BINS = 12
-Contents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
+DataContents = Literal["tokens", "masked pairs", "text", "text or tokens", "conversations"]
 """Kinds of samples: tokens in a row, sentence pairs whose tokens are masked already, text that becomes tokens, or
 conversations whose answers are learned."""
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Statistics of the lengths of documents, samples or rows.
+class LengthStatistics:
+    """Statistics that `data inspect` shows of the lengths of documents, samples or rows.
 
     Attributes:
         what: unit and thing, such as "tokens of a document".
@@ -44,7 +44,7 @@ class Lengths:
     bins: Sequence[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, unit: str, lengths: IntArray, number: int | None) -> Lengths:
+    def of(cls, unit: str, lengths: IntArray, number: int | None) -> LengthStatistics:
         """The statistics of at least one length; bins are powers of 2 wide, or of 4 if these would be too many."""
         least = int(lengths.min())
         most = int(lengths.max())
@@ -62,7 +62,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """The beginning of one document or row.
+    """The beginning of a document or row that `data inspect` shows.
 
     Attributes:
         text: text, decoded if the data are tokens; None if there is no tokenizer.
@@ -76,7 +76,7 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of data, for a user and for programs.
+    """The contents of data as `data inspect` shows them, for a user and for programs.
 
     Attributes:
         rows: names and their descriptions, in the order in which to show them.
@@ -89,7 +89,7 @@ class Inspection:
     bytes: int
     rows: Sequence[tuple[str, str]]
     counts: Mapping[str, Any]
-    lengths: Lengths | None = None
+    lengths: LengthStatistics | None = None
     samples: Sequence[InspectedSample] = ()
     manifest: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
@@ -97,19 +97,19 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FirstDocuments:
-    """The first documents of data, or all of them.
+    """The first documents of data, or all, whose packed samples `data inspect` shows.
 
     Attributes:
         bounds: first token of each document, then the number of tokens, [documents + 1].
         is_all: True if the data have no more.
     """
 
-    tokens: Tokens
+    tokens: TokenSource
     bounds: IntArray
     is_all: bool
 
 
-class OpenData(Protocol):
+class _OpenData(Protocol):
     """Opens the data of a run; results that take long to make are kept in the cache `root`."""
 
     def __call__(self, request: DataRequest, root: Path, announce: Announce, *, any_size: bool) -> PreparedData: ...
@@ -117,11 +117,13 @@ class OpenData(Protocol):
 
 @dataclass(frozen=True)
 class DataFormat:
-    """A format of data, as `data.format` names it. Each function raises a DataError with every problem of the data.
+    """A format of training data, as `data.format` names it.
+
+    Each function raises a DataError with every problem of the data.
 
     Attributes:
         name: value of `data.format`; "text" stands for jsonl and parquet too.
-        glance: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
+        preview: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
         inspect: describes the data, with the first samples, whose number is given.
         is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
             the system refuses the path.
@@ -134,9 +136,9 @@ class DataFormat:
     """
 
     name: str
-    contents: Contents
-    open_data: OpenData
-    glance: Callable[[DataRequest], str]
+    contents: DataContents
+    open_data: _OpenData
+    preview: Callable[[DataRequest], str]
     inspect: Callable[[DataConfig, int], Inspection]
     is_at: Callable[[Path], bool] = lambda _path: False
     is_in: Callable[[DataConfig], bool] = lambda _data: False

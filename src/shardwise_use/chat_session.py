@@ -20,15 +20,15 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import Stages
 from shardwise.train.rank_agreement import agree_to_stop
-from shardwise_use.generation import Generator, Prompt, Reader, answer, open_reader
-from shardwise_use.inference_jobs import joined_mesh, load_generator
+from shardwise_use.generation import GenerativeModel, Prompt, TokenReader, answer_prompt, open_token_reader
+from shardwise_use.inference_jobs import join_mesh, load_generator
 
 _LONGEST_WAIT = 20.0
 """Seconds for which rank 0 waits for the person before it tells the other ranks that there is no request yet."""
 
 
 @dataclass
-class Transcript:
+class ChatTranscript:
     """The messages of a conversation, as the text that a model reads; each turn adds to its end.
 
     Attributes:
@@ -85,7 +85,7 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class _ChatSession:
     """One rank's part in a conversation.
 
     Attributes:
@@ -93,11 +93,11 @@ class Conversation:
         channel: connection to the person's terminal, on rank 0; None on the others.
     """
 
-    model: Generator | Stages
+    model: GenerativeModel | Stages
     mesh: Mesh
     parallel: ParallelConfig | None
-    reader: Reader
-    transcript: Transcript
+    reader: TokenReader
+    transcript: ChatTranscript
     stops: Collection[int]
     channel: Connection | None
 
@@ -140,7 +140,7 @@ class Conversation:
         return Prompt(ids, self.transcript.max_tokens, self.stops, *sampling)
 
     def _answer(self, turn: Prompt) -> None:
-        given = answer(
+        given = answer_prompt(
             self.model,
             self.mesh,
             turn,
@@ -163,8 +163,8 @@ class Conversation:
             self.channel.send(message)
 
 
-def run_conversation(
-    config: Config, weights: Root, transcript: Transcript, stops: Collection[int], channel: Connection | None
+def run_chat_session(
+    config: Config, weights: Root, transcript: ChatTranscript, stops: Collection[int], channel: Connection | None
 ) -> None:
     """Hold a conversation with the model of a folder, on every rank, until the channel is closed.
 
@@ -172,7 +172,7 @@ def run_conversation(
         ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
         not match their checksums. RunError: memory ran out.
     """
-    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
+    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
-        reader = open_reader(model, mesh, transcript.window, parallel=config.parallel)
-        Conversation(model, mesh, config.parallel, reader, transcript, stops, channel).run()
+        reader = open_token_reader(model, mesh, transcript.window, parallel=config.parallel)
+        _ChatSession(model, mesh, config.parallel, reader, transcript, stops, channel).run()

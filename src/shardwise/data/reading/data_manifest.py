@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.base.files import write_atomic
 from shardwise.base.parsing import json_value
-from shardwise.data.reading.raw_tokens import read_metadata
+from shardwise.data.reading.raw_tokens import read_datatrove_metadata
 
 KIND = "shardwise.prepared"
 VERSION = 1
@@ -25,20 +25,20 @@ _FIELDS = {
 }
 
 
-def of_prefix(prefix: Path) -> Path:
-    """The manifest of PREFIX.bin and PREFIX.idx."""
+def manifest_of_prefix(prefix: Path) -> Path:
+    """The file of the manifest of prepared data: PREFIX.json beside PREFIX.bin and PREFIX.idx."""
     return Path(f"{prefix}.json")
 
 
-def of_folder(folder: Path) -> Path:
-    """The manifest of a folder of shards, or of one that `datasets` opens."""
+def manifest_of_folder(folder: Path) -> Path:
+    """The file of the manifest of prepared data in a folder of shards, or in one that `datasets` opens."""
     return folder / NAME
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """The record; None if there is none, or a file of that name is another thing. Of datatrove, the tokenizer alone."""
+    """The manifest of prepared data; None if no such file is there. Of datatrove's metadata, the tokenizer alone."""
     if path.suffix == ".metadata":
-        metadata = read_metadata(path)
+        metadata = read_datatrove_metadata(path)
         return metadata and {"tokenizer": {"name": metadata[0], "sha256": None}}
     try:
         manifest = json_value(path.read_bytes())

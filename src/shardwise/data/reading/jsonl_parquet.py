@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.base.errors import DataError, first_line, listing, see
 from shardwise.base.registered import optional_library
-from shardwise.data.reading.content import BLOCK, HubFile, Kind, opened, readable, reading_of
+from shardwise.data.reading.content import BLOCK, HubFile, Kind, open_unpacked, read_errors, reading_of
 
 # Rows that are decoded at once, so that long texts take little memory too.
 _ROWS = 64
@@ -25,10 +25,10 @@ TOKENS = "input_ids"
 """The field or column of token ids in tables that other programs tokenized."""
 
 
-def documents(
+def documents_of_file(
     file: Path | HubFile, kind: Kind | None, key: str, start: int = 0, *, longest: int | None = None
 ) -> Iterator[tuple[int, Iterable[str]]]:
-    """The documents of a file, as blocks of their text, with the place of the next document.
+    """The documents of a data file, as blocks of their text, with the place of the next document.
 
     A document is the whole file, a line's field `key`, or a row's column `key`. It begins at 0, at a byte (of the
     unpacked content) or at a row. Its blocks must be read before the next document. Memory is bounded by the longest
@@ -76,7 +76,7 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
     """The file's text from byte `start` on, without a byte-order mark: blocks, each with the byte after it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = start
-    with opened(path, start) as content:
+    with open_unpacked(path, start) as content:
         while True:
             block = content.read(BLOCK)
             try:
@@ -96,7 +96,7 @@ def _decoded(path: Path | HubFile, start: int = 0) -> Iterator[tuple[int, str]]:
 
 def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Iterable[str]]]:
     stop = start
-    with opened(path, start) as content:
+    with open_unpacked(path, start) as content:
         for number, line in enumerate(content, start=1):
             stop += len(line)
             if line.strip():
@@ -104,12 +104,12 @@ def _lines(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, It
 
 
 def line_name(path: Path | HubFile, start: int, number: int) -> str:
-    """The file and the number of a line, `number` lines after byte `start`.
+    """The data file and the number of a line, for messages: `number` lines after byte `start`.
 
     Only a message needs it, so the lines before `start` are counted here and not while reading.
     """
     before = 0
-    with opened(path) as content:
+    with open_unpacked(path) as content:
         while start > 0 and (block := content.read(min(start, BLOCK))):
             before += block.count(b"\n")
             start -= len(block)
@@ -126,21 +126,21 @@ def _holds_tokens(path: Path | HubFile, key: str) -> DataError:
 
 
 def _line_text(path: Path | HubFile, line: bytes, where: Callable[[], str], key: str) -> str:
-    record = line_record(line, where, key, _DECODER.decode)
+    record = json_line(line, where, key, _DECODER.decode)
     ids = key if key in record else TOKENS
     if isinstance(values := record.get(ids), list) and values and {*map(type, values)} == {int}:
         raise _holds_tokens(path, ids)
     text = record_field(record, where, key, "text")
     if not isinstance(text, str):
         raise DataError(
-            f"{where()}: the field {key!r} must hold text, not {type_name(text)} (data.text_key){_chat_hint(record)}"
+            f"{where()}: the field {key!r} must hold text, not {json_type(text)} (data.text_key){_chat_hint(record)}"
         )
     require_characters(text, where, key)
     return text
 
 
-def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
-    """The JSON object of a line, for which messages give the field `key` as an example; DataError if it holds none."""
+def json_line(line: bytes, where: Callable[[], str], key: str, read: Callable[[str], Any]) -> dict[str, Any]:
+    """The JSON object in a line, for which messages give the field `key` as an example; DataError if it holds none."""
     try:
         record = read(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -155,13 +155,13 @@ def line_record(line: bytes, where: Callable[[], str], key: str, read: Callable[
     return record
 
 
-def type_name(value: Any) -> str:
-    """The name of a value's type, for messages; `null` as JSON spells it."""
+def json_type(value: Any) -> str:
+    """The name of the type of a JSON value, for messages; `null` as JSON spells it."""
     return "null" if value is None else type(value).__name__
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
-    """The value of a field, or of one within another: `meta.body`. A field whose name has a dot goes first.
+    """The value of a JSON line's field, or of one within another: `meta.body`. A field whose name has a dot goes first.
 
     Args:
         content: what the field must hold, for the message.
@@ -170,7 +170,7 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
         DataError: there is no such field.
     """
     try:
-        return field_of(record, key)
+        return nested_field(record, key)
     except KeyError:
         names = [
             f"{name}.{inner}" if inner else name
@@ -184,15 +184,15 @@ def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, 
         ) from None
 
 
-def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """The value of a field, see `record_field`; KeyError if there is none."""
+def nested_field(record: Mapping[str, Any], key: str) -> Any:
+    """The value of a field of a JSON line, see `record_field`; KeyError if there is none."""
     if key in record:
         return record[key]
     for dot, letter in enumerate(key):
         inner = record.get(key[:dot]) if letter == "." else None
         if isinstance(inner, dict):
             with contextlib.suppress(KeyError):
-                return field_of(inner, key[dot + 1 :])
+                return nested_field(inner, key[dot + 1 :])
     raise KeyError(key)
 
 
@@ -203,7 +203,7 @@ def _chat_hint(record: Mapping[str, Any]) -> str:
 
 
 def require_characters(text: str, where: Callable[[], str], key: str) -> None:
-    """Raises DataError for a text with half a character, which JSON can spell, and which has no UTF-8."""
+    """Raises DataError for a data file's text with half a character, which JSON can spell, and which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -216,14 +216,14 @@ def _rows(path: Path | HubFile, key: str, start: int) -> Iterator[tuple[int, Ite
     arrow = _arrow("pyarrow")
 
     def columns(schema: Any) -> list[str]:
-        require_text(path, schema, key)
+        require_text_column(path, schema, key)
         return [key]
 
     for row, batch in parquet_batches(path, columns, start):
         skipped = min(max(start - row, 0), len(batch))
-        values = with_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped)
+        values = with_nested_column(arrow.Table.from_batches([batch]), key).column(key).slice(skipped)
         for number, value in enumerate(values, start=row + skipped):
-            yield number + 1, [row_text(value, f"{path}: row {number}", key)]
+            yield number + 1, [arrow_text(value, f"{path}: row {number}", key)]
 
 
 def parquet_batches(
@@ -253,7 +253,7 @@ def parquet_batches(
 def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
     """Turns what pyarrow and the system raise about a parquet file into a DataError."""
     arrow = _arrow("pyarrow")
-    with readable(path):
+    with read_errors(path):
         try:
             yield
         except (arrow.ArrowException, OSError) as error:
@@ -273,15 +273,15 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
         table = parquet.ParquetFile(opened).schema_arrow.empty_table()
     kinds = {}
     for name in names:
-        schema = with_column(table, name).schema
+        schema = with_nested_column(table, name).schema
         if schema.get_field_index(name) >= 0:
             kinds[name] = column_kind(schema.field(name).type)
     return kinds
 
 
-def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
-    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
-    fields = with_column(schema.empty_table(), key).schema
+def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
+    """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
+    fields = with_nested_column(schema.empty_table(), key).schema
     # A name that two columns have is none.
     kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
     if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
@@ -307,7 +307,7 @@ def column_kind(type_: Any) -> str:
     return "tokens" if is_list and types.is_integer(type_.value_type) else str(type_)
 
 
-def with_column(table: Any, key: str) -> Any:
+def with_nested_column(table: Any, key: str) -> Any:
     """An arrow table in which a field of another column, such as `meta.body`, is a column of that name."""
     for _ in range(key.count(".")):
         if key in table.schema.names:
@@ -316,10 +316,10 @@ def with_column(table: Any, key: str) -> Any:
     return table
 
 
-def require_sound(array: Any, where: str, key: str) -> None:
+def require_sound_array(array: Any, where: str, key: str) -> None:
     """Raises DataError if values of a mapped arrow array lie beyond it, as reading them would end the process."""
     arrow = _arrow("pyarrow")
-    # As text, the values would be checked for UTF-8 too: `row_text` does that, and names the row.
+    # As text, the values would be checked for UTF-8 too: `arrow_text` does that, and names the row.
     binary = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
     try:
         if array.type in binary:
@@ -331,7 +331,7 @@ def require_sound(array: Any, where: str, key: str) -> None:
         ) from None
 
 
-def row_text(value: Any, where: str, key: str) -> str:
+def arrow_text(value: Any, where: str, key: str) -> str:
     """The text of an arrow scalar of column `key`; DataError if it is null or not UTF-8."""
     try:
         text: str | None = value.as_py()

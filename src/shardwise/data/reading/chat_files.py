@@ -16,8 +16,8 @@ from typing import Any
 
 from shardwise.base.errors import DataError, listing
 from shardwise.base.parsing import json_value
-from shardwise.data.reading import text_files
-from shardwise.data.reading.content import Kind, opened
+from shardwise.data.reading import jsonl_parquet
+from shardwise.data.reading.content import Kind, open_unpacked
 from shardwise.data.reading.dataset_tables import DataSet
 
 ASSISTANT = "assistant"
@@ -35,7 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation of a row.
+    """A conversation in a row of a file of chats.
 
     Attributes:
         variables: what the chat template reads beside the messages: `tools`, `documents`, `chat_template_kwargs`.
@@ -51,20 +51,20 @@ class Conversation:
     @cached_property
     def texts(self) -> list[str]:
         """The text of each message."""
-        return [text_of(message) for message in self.messages]
+        return [message_text(message) for message in self.messages]
 
 
 Chat = tuple[Callable[[], str], Conversation]
 """A conversation, after a function that gives its place for messages."""
 
 
-def text_of(message: Message) -> str:
+def message_text(message: Message) -> str:
     """The text of a message, whose content may be a list of parts."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def conversations(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
+def conversations_of_file(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
     """The conversations of a file, in its lines or rows; one may have no messages.
 
     Args:
@@ -95,11 +95,11 @@ def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
 
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
-    with opened(path) as content:
+    with open_unpacked(path) as content:
         for number, line in enumerate(content, start=1):
             if line.strip():
-                where = partial(text_files.line_name, path, 0, number)
-                yield where, text_files.line_record(line, where, key, json_value)
+                where = partial(jsonl_parquet.line_name, path, 0, number)
+                yield where, jsonl_parquet.json_line(line, where, key, json_value)
 
 
 def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
@@ -109,7 +109,7 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
         names.extend(schema.names)
         return _columns(names, key, str(path))
 
-    for first, batch in text_files.parquet_batches(path, columns):
+    for first, batch in jsonl_parquet.parquet_batches(path, columns):
         for row, record in enumerate(batch.to_pylist(), start=first):
             yield partial("{}: row {}".format, path, row), _filled(record, names)
 
@@ -139,7 +139,7 @@ def _filled(value: Any, names: Collection[str] = ()) -> Any:
 
 def _conversation(record: dict[str, Any], where: Callable[[], str], key: str) -> Conversation:
     fields = _fields(record, key)
-    parts = [text_files.record_field(record, where, name, "messages") for name in fields]
+    parts = [jsonl_parquet.record_field(record, where, name, "messages") for name in fields]
     if len(parts) > 1:  # a prompt and its completion, as messages or as text
         roles = ("user", ASSISTANT)
         parts = [
@@ -189,7 +189,7 @@ def _messages(values: Any, where: Callable[[], str], key: str) -> list[Message]:
     if not isinstance(values, list):
         raise DataError(
             f"{where()}: the field {key!r} must hold a list of messages, each with a role and a content, and it holds "
-            f"{text_files.type_name(values)}: mend or remove it"
+            f"{jsonl_parquet.json_type(values)}: mend or remove it"
         )
     return [_message(value, where, f"{key}.{number}") for number, value in enumerate(values)]
 
@@ -197,7 +197,7 @@ def _messages(values: Any, where: Callable[[], str], key: str) -> list[Message]:
 def _message(value: Any, where: Callable[[], str], name: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(
-            f"{where()}: {name} must be an object with a role and a content, not {text_files.type_name(value)}"
+            f"{where()}: {name} must be an object with a role and a content, not {jsonl_parquet.json_type(value)}"
         )
     if "role" not in value and "from" in value:
         fields = {field: inner for field, inner in value.items() if field not in ("from", "value")}
@@ -211,7 +211,7 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
     if not (_is_text(content) or (content is None and value.get("tool_calls"))):
         raise DataError(
             f'{where()}: {name}.content must be text, or a list of parts such as {{"type": "text", "text": "…"}}, and '
-            f"it is {text_files.type_name(content)}{' of others' * isinstance(content, list)}: mend or remove it"
+            f"it is {jsonl_parquet.json_type(content)}{' of others' * isinstance(content, list)}: mend or remove it"
         )
     if value.get("weight") not in (None, 0, 1):
         raise DataError(f"{where()}: {name}.weight ({value['weight']!r}) must be 0 or 1: mend it")
@@ -235,4 +235,4 @@ def _require_json(value: Any, where: Callable[[], str], name: str) -> None:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise DataError(f"{where()}: {name} must hold text, numbers, lists and objects ({error}): mend it") from None
-    text_files.require_characters(text, where, name)
+    jsonl_parquet.require_characters(text, where, name)

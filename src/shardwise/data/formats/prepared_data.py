@@ -31,7 +31,7 @@ _SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class PreparedData(ABC):
-    """Tokens of a training, an evaluation and, if there is one, a test part.
+    """Data ready for a run: tokens of a training, an evaluation and, if there is one, a test part.
 
     Attributes:
         tokenizer_path: folder that `transformers.AutoTokenizer.from_pretrained` and `Tokenizer.load` open; None if the
@@ -111,7 +111,7 @@ def make_batches(config: Config, data: PreparedData, part: Part) -> batch.Batche
     return data.batches(DataRequest.of(config), part, evaluation=part != "train")
 
 
-def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
+def make_evaluation_batches(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
     """The batches of one part of `data` for an evaluation of all of it: `eval_batches` gives every token once.
 
     The tokens after the last complete sample are a sample too. None if the part holds less than one target (two samples
@@ -121,7 +121,7 @@ def make_evaluation(config: Config, data: PreparedData, part: Part) -> batch.Bat
 
 
 def row_batches(
-    request: DataRequest, row: batch.Tokens, tokenizer: Path | None, seed: int, *, tail: bool, together: int = 1
+    request: DataRequest, row: batch.TokenSource, tokenizer: Path | None, seed: int, *, tail: bool, together: int = 1
 ) -> causal.TokenBatches | None:
     """Batches of a causal model over a row of tokens; None if it holds less than one block of samples."""
     length = request.sequence_length
@@ -134,7 +134,7 @@ def row_batches(
 
 
 def packed_batches(
-    request: DataRequest, row: batch.Tokens, packed: packing.PackedSamples | None, seed: int, together: int = 1
+    request: DataRequest, row: batch.TokenSource, packed: packing.PackedSamples | None, seed: int, together: int = 1
 ) -> packing.PackedBatches | None:
     """Batches of packed samples; None if there is none, which has every token, so that there is no tail."""
     if packed is None or not packed.facts.samples:
@@ -146,7 +146,12 @@ def packed_batches(
 
 
 def pair_batches(
-    request: DataRequest, tokens: batch.Tokens, sentences: Sentences, special: PairTokens, vocab_size: int, seed: int
+    request: DataRequest,
+    tokens: batch.TokenSource,
+    sentences: Sentences,
+    special: PairTokens,
+    vocab_size: int,
+    seed: int,
 ) -> batch.Batches | None:
     """Batches of sentence pairs; None if there are fewer than two samples, as a pair may take its second sentence from
     another sample.
@@ -155,7 +160,7 @@ def pair_batches(
 
     length = request.sequence_length
     # A chunk is what one sample takes its tokens from.
-    if sentence_pairs.ChunkIndex(sentences, sentence_pairs.chunk_room(length)).num_chunks < 2:
+    if sentence_pairs.ChunkIndex(sentences, sentence_pairs.pair_tokens_room(length)).num_chunks < 2:
         return None
     return sentence_pairs.SentencePairBatches(
         tokens,
@@ -170,7 +175,7 @@ def pair_batches(
 
 
 def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
-    """The changes at ends of documents that `data` asks for; None if it asks for none: a sample is a row of tokens.
+    """The changes at ends of documents that the section `data` asks for; None: a sample is a row of tokens.
 
     Raises:
         ConfigError: neither a key nor a tokenizer says which token ends a document.
@@ -181,11 +186,11 @@ def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEn
     if token is None and tokenizer is not None:
         token = Tokenizer.load(tokenizer).end_of_document_id
     if token is None:
-        raise ConfigError(without_end(data))
+        raise ConfigError(_document_end_problems(data))
     return causal.DocumentEnds(token, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
 
-def without_end(data: DataConfig) -> list[str]:
+def _document_end_problems(data: DataConfig) -> list[str]:
     """The problem of data that need the id of the end of a document, which no tokenizer says."""
     if data.needs_document_ends is None or data.eod_token is not None:
         return []
@@ -195,8 +200,8 @@ def without_end(data: DataConfig) -> list[str]:
     ]
 
 
-def mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
-    """The problems of keys that ask for marks of documents, as the data are tokens.
+def document_mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
+    """The problems of keys that ask for marks of documents where the data are tokens already.
 
     Args:
         of_rows: True if the data are rows, after which `data.append_eod` can put an end of document.
@@ -216,8 +221,8 @@ def require_sentence_pairs(request: DataRequest) -> int:
     return request.token_types
 
 
-def without_tokenizer(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """Problems of keys that need a tokenizer, if the data are tokens and none is named.
+def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
+    """The problems of keys that need a tokenizer, where the data are tokens and `data.tokenizer` names none.
 
     Args:
         has_documents: True if the data themselves tell where documents end.
@@ -225,7 +230,7 @@ def without_tokenizer(request: DataRequest, *, has_documents: bool = False) -> l
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
-    problems = [] if has_documents and request.data.packs_documents else without_end(request.data)
+    problems = [] if has_documents and request.data.packs_documents else _document_end_problems(request.data)
     if request.in_pairs:
         problems.append(f"model.family ({request.family}) {needs}, for its [CLS], [SEP], [MASK] and [PAD]")
     if request.sample_prompt is not None:
@@ -250,16 +255,16 @@ def tokenizer_of_tokens(request: DataRequest, manifests: Iterable[Path], problem
         return None
     if request.in_pairs:
         problems += padding_problems(tokenizer.pair_tokens(), request)
-    problems += tokenizer_problems(tokenizer, named, manifests)
+    problems += other_tokenizer_problems(tokenizer, named, manifests)
     return tokenizer
 
 
-def tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterable[Path]) -> list[str]:
+def other_tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterable[Path]) -> list[str]:
     """The problems of data that were prepared with another tokenizer than the one that `data.tokenizer` names.
 
     Tokenizers are the same if they give the same ids, whatever files they lie in.
     """
-    from shardwise.data.reading.manifest import read_manifest
+    from shardwise.data.reading.data_manifest import read_manifest
 
     problems = []
     for path in manifests:
@@ -296,7 +301,7 @@ def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: 
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
     key = user_tokenizer_digest(path)[:32]
-    return cache.open_or_build(root, "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path
+    return cache.open_or_build(root, "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
 
 
 def padding_problems(special: PairTokens | None, request: DataRequest) -> list[str]:
@@ -310,7 +315,7 @@ def padding_problems(special: PairTokens | None, request: DataRequest) -> list[s
     ]
 
 
-def shortage(
+def too_few_samples(
     request: DataRequest,
     part: Part,
     name: object,
@@ -334,7 +339,7 @@ def shortage(
     else:
         from shardwise.data.samples import sentence_pairs
 
-        room = sentence_pairs.chunk_room(length)
+        room = sentence_pairs.pair_tokens_room(length)
         chunks = sentence_pairs.ChunkIndex(sentences, room).num_chunks
         is_enough = chunks >= 2
         size += f" in {chunks} samples"
@@ -351,12 +356,12 @@ def shortage(
     ]
 
 
-def entry_problems(request: DataRequest, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
-    """The problems (`shortage`) of these parts of an entry of the cache."""
+def too_short_parts(request: DataRequest, entry: cache.CacheEntry, name: str, parts: Iterable[Part]) -> list[str]:
+    """The problems (`too_few_samples`) of these parts of an entry of the cache."""
     problems = []
     for part in parts:
         sentences = entry.sentences(part) if request.in_pairs else None
-        problems += shortage(request, part, name, entry.manifest[part]["tokens"], sentences)
+        problems += too_few_samples(request, part, name, entry.manifest[part]["tokens"], sentences)
     return problems
 
 
@@ -368,13 +373,13 @@ def open_text_tokens(
     name: str,
     announce: Announce,
 ) -> cache.CacheEntry:
-    """The entry with the tokens of a text, built if the cache `root` has none.
+    """The cached tokens of a text, built if the cache `root` has none.
 
     Args:
         key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
         build: function that fills a folder, see `cache.open_or_build`.
     """
-    key = cache.entry_key(root, key_with(tokenizer))
+    key = cache.token_entry_key(root, key_with(tokenizer))
     entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", announce)
     # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
     cache.remember_same_tokens(root, key, key_with(str(entry.tokenizer_path)))
@@ -387,15 +392,15 @@ def tokenizer_key(tokenizer: str | None) -> str:
 
 
 def require_unchanged(name: str, digest: str, content: str) -> None:
-    """Raises DataError if a text has another digest than when it was read first."""
+    """Raises DataError if the text of a data source has another digest than when it was read first."""
     if digest != content:
         raise DataError(
             f"{name} changed while it was read: start again once it is complete{see('data#changed-while-read')}"
         )
 
 
-def random_text(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Tokens, four in five of which follow from their predecessor.
+def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
+    """Random training data, for tests and measurements: four in five tokens follow from their predecessor.
 
     Args:
         pairs: True if the tokens are in sentences, for samples of sentence pairs.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from shardwise.base.errors import DataError
 from shardwise.data import cache
-from shardwise.data.formats import common
+from shardwise.data.formats import prepared_data
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, IntArray, Part
 from shardwise.data.samples.batch import TokenRow
@@ -22,16 +22,16 @@ from shardwise.data.samples.packing import WINDOW, PackedSamples, PackingFacts, 
 _RULE = 1
 """Belongs to the key of every cache entry: raise it when documents are packed in another way."""
 _KIND = "packs"
-_Text = TypeVar("_Text", bound=common.PreparedText)
+_Text = TypeVar("_Text", bound=prepared_data.PreparedText)
 
 
-def open_packed(
+def open_packed_samples(
     root: Path,
     key: str,
     bounds: Mapping[Part, Callable[[], IntArray]],
     request: DataRequest,
     name: object,
-    announce: common.Announce,
+    announce: prepared_data.Announce,
 ) -> dict[Part, PackedSamples]:
     """The shortest samples of each part of the data `name`, which are packed first if the cache `root` has none.
 
@@ -46,7 +46,7 @@ def open_packed(
             announce(f"preparing the data {name}: packing the documents once, then cached in {root}")
         return {part: _write(folder, part, find(), length, together) for part, find in bounds.items()}
 
-    entry = cache.open_or_build(root, _KIND, key, cache.has_its_bounds, build)
+    entry = cache.open_or_build(root, _KIND, key, cache.has_sound_bounds, build)
     return {
         part: PackedSamples(
             entry.bounds(part, "pieces").reshape(-1, 2),
@@ -58,12 +58,12 @@ def open_packed(
     }
 
 
-def key_of(documents: Any, request: DataRequest) -> str:
-    """The key of the entry of some documents, as they are described, at the sequence lengths of `request`."""
+def packing_key(documents: Any, request: DataRequest) -> str:
+    """The key of the cached packed samples of some documents, as described, at the sequence lengths of `request`."""
     described = {"packing": _RULE, "window": WINDOW, "length": request.unit_length, "documents": documents}
     if request.block_length > request.unit_length:
         described["together"] = request.block_length // request.unit_length
-    return cache.key_of(described)
+    return cache.cache_key(described)
 
 
 def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
@@ -83,14 +83,14 @@ def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: in
     return {"facts": asdict(facts), "bounds": {"pieces": pieces.facts(), "samples": samples.facts()}}
 
 
-def packed_text(
+def with_packed_samples(
     request: DataRequest,
     root: Path,
     data: _Text,
-    announce: common.Announce,
+    announce: prepared_data.Announce,
     documents: Mapping[Part, Callable[[], IntArray]] | None = None,
 ) -> _Text:
-    """`data` with packed samples of all parts, if `request` asks for them; else `data`.
+    """The prepared `data` with packed samples of all parts, if `request` asks for them; else as they are.
 
     Args:
         documents: functions that find the bounds of the documents of each part that has some; None: they end with the
@@ -103,14 +103,14 @@ def packed_text(
         return data
     token = None
     if documents is None:
-        ends = common.document_ends(request.data, data.tokenizer_path)
+        ends = prepared_data.document_ends(request.data, data.tokenizer_path)
         assert ends is not None, "documents are told apart"
         token = ends.token
         documents = {part: _finder(request, part, row, token) for part, row in data.tokens.items() if len(row)}
-    packed = open_packed(
-        root, key_of([data.fingerprint, token], request), documents, request, request.data.name, announce
+    packed = open_packed_samples(
+        root, packing_key([data.fingerprint, token], request), documents, request, request.data.name, announce
     )
-    return replace(data, packed=packed, summary=f"{data.summary}{facts_text([packed])}")
+    return replace(data, packed=packed, summary=f"{data.summary}{packing_facts_text([packed])}")
 
 
 def _finder(request: DataRequest, part: Part, row: TokenRow, end: int) -> Callable[[], IntArray]:
@@ -130,7 +130,7 @@ def _finder(request: DataRequest, part: Part, row: TokenRow, end: int) -> Callab
     return find
 
 
-def facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
-    """The facts of the training parts of data sets, after a semicolon; empty if there are none."""
+def packing_facts_text(packed: Iterable[Mapping[Part, PackedSamples]]) -> str:
+    """The facts on packed samples of the training parts, after a semicolon; empty if there are none."""
     facts = [parts["train"].facts for parts in packed if "train" in parts]
     return f"; {sum(facts, PackingFacts())}" if facts else ""

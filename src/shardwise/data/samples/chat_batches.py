@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shardwise.data.rows import IntArray, TokenArray
 from shardwise.data.samples.batch import IGNORE, Batch, Batches
 from shardwise.data.samples.order import SampleOrder, mix_integer
-from shardwise.data.samples.packing import Packs, best_fit, packed_batch
+from shardwise.data.samples.packing import Packs, best_fit_packs, packed_batch
 
 WINDOW = 4096
 """Conversations that are packed together: their lengths fill sequences nearly as well as those of all."""
@@ -75,7 +75,7 @@ class ConversationBatches(Batches):
     """Batches of conversations, each of which attends to itself alone and has positions from 0 on.
 
     In each epoch the conversations come in another order, keyed by (seed, epoch); each `WINDOW` of them is packed by
-    `best_fit` into samples of S tokens, and the samples are shuffled. So a batch is a function of (seed, samples
+    `best_fit_packs` into samples of S tokens, and the samples are shuffled. So a batch is a function of (seed, samples
     consumed). The number of samples differs a little between epochs, and is found by packing all epochs before.
 
     A conversation of n tokens reads n - 1 of them, as the last one is a target alone. One that is longer than S + 1 is
@@ -156,7 +156,7 @@ class ConversationBatches(Batches):
         sizes: list[IntArray] = []
         for start in range(0, number, WINDOW):
             order = self._order.indices(epoch * number + start, min(WINDOW, number - start))
-            packs = best_fit(self._sizes[order], self.sequence_length)
+            packs = best_fit_packs(self._sizes[order], self.sequence_length)
             members.append(self._usable[order[packs.members]])
             sizes.append(packs.sizes)
         # Packs of a window are sorted by the length of their longest conversation.

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError
 from shardwise.data.reading.text_sources import BLOCK_CHARACTERS, TextPiece, TextShard, cut_document
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.batch import Batch, Batches, joined
+from shardwise.data.samples.batch import Batch, Batches, join_batches
 from shardwise.data.samples.order import SampleOrder, mix_integer
 from shardwise.data.tokens.encoding import DocumentMarks, document_tokens
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The place at which a block begins.
+    """The place in a text stream at which a block of samples begins.
 
     Attributes:
         samples: number of samples in all blocks before.
@@ -59,7 +59,7 @@ class StreamPosition:
 
 
 @dataclass(frozen=True)
-class StreamBlock:
+class _StreamBlock:
     """A block of documents that were shuffled, joined and cut into samples.
 
     Attributes:
@@ -73,7 +73,7 @@ class StreamBlock:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Documents that are not trained on: a share of those before a place, in the order in which shards are given.
+    """Documents of a text stream that are not trained on: a share of those before a place, in the order of shards.
 
     Attributes:
         shard: number of the shard with the first document after those that may be held out.
@@ -93,7 +93,7 @@ class HeldOut:
 
 @dataclass(eq=False)
 class TextStream:
-    """Blocks of samples, read one after another or from anywhere. One thread reads at a time.
+    """A text stream: blocks of samples, read one after another or from anywhere. One thread reads at a time.
 
     Attributes:
         cut: function that makes the samples of a row of tokens, in an order drawn from a seed; None if it has none.
@@ -115,7 +115,7 @@ class TextStream:
         self._next: StreamPosition | None = None
         self.stopped = Event()
 
-    def block(self, start: StreamPosition) -> StreamBlock:
+    def block(self, start: StreamPosition) -> _StreamBlock:
         """The block that begins at `start`, in its epoch; DataError or RunError if a document cannot be read."""
         self.stopped.clear()
         if self._next != start:
@@ -134,7 +134,7 @@ class TextStream:
             stop = replace(stop, samples=start.samples + samples.num_samples)
         if stop.epoch == start.epoch:
             self._next = stop
-        return StreamBlock(start, stop, samples)
+        return _StreamBlock(start, stop, samples)
 
     def _documents(self, start: StreamPosition) -> tuple[list[list[TextPiece]], StreamPosition]:
         """The documents of a block, in pieces, and the place of the next block, without the samples of this one."""
@@ -153,7 +153,7 @@ class TextStream:
         order = self._order.indices(start.epoch * len(self.shards), len(self.shards)).tolist()
         offset = start.offset
         for number in range(start.shard, len(order)):
-            for stop, pieces in read_documents(self.shards[order[number]], offset):
+            for stop, pieces in stream_documents(self.shards[order[number]], offset):
                 begin = offset
                 offset = stop
                 if (order[number], begin) not in self.held_out:
@@ -174,8 +174,8 @@ class TextStream:
             raise CancelledError
 
 
-def read_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
-    """The documents of a shard from the one that begins at `start` on, in pieces, with the place of the next one.
+def stream_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
+    """The documents of a stream's shard from the one at `start` on, in pieces, with the place of the next one.
 
     Documents without text are left out.
 
@@ -201,8 +201,8 @@ class StreamBatches(Batches):
         self._stream = stream
         self._name = name
         self._starts = [StreamPosition()]
-        self._kept: list[StreamBlock] = []
-        self._next_block: tuple[StreamPosition, Future[StreamBlock]] | None = None
+        self._kept: list[_StreamBlock] = []
+        self._next_block: tuple[StreamPosition, Future[_StreamBlock]] | None = None
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self._lock = Lock()
 
@@ -253,9 +253,9 @@ class StreamBatches(Batches):
             of_block, _ = block.samples.draw(int(in_block[0]) - block.start.samples, len(in_block))
             parts.append(block.samples.collate(of_block, np.zeros_like(in_block), samples[in_batch]))
             places.append(in_batch)
-        return joined(parts, places, samples)
+        return join_batches(parts, places, samples)
 
-    def _block(self, sample: int) -> StreamBlock:
+    def _block(self, sample: int) -> _StreamBlock:
         """The block that has a sample."""
         for block in self._kept:
             if block.start.samples <= sample < block.stop.samples:
@@ -281,7 +281,7 @@ class StreamBatches(Batches):
         assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 
-    def _read(self, start: StreamPosition) -> StreamBlock:
+    def _read(self, start: StreamPosition) -> _StreamBlock:
         if self._next_block is not None and self._next_block[0] == start:
             future = self._next_block[1]
         else:
@@ -290,5 +290,5 @@ class StreamBatches(Batches):
         self._next_block = (block.stop, self._submit(block.stop))
         return block
 
-    def _submit(self, start: StreamPosition) -> Future[StreamBlock]:
+    def _submit(self, start: StreamPosition) -> Future[_StreamBlock]:
         return self._reader.submit(self._stream.block, start)

@@ -1,7 +1,7 @@
 """The programs that open a model of shardwise, and what each of them computes: the record `readers.json`.
 
 The record is made by running the programs (`tests/interop/readers`). It has a line for each family with its default
-values, and one for each key at another value. A model is described by the same lines, `lines_of`.
+values, and one for each key at another value. A model is described by the same lines, `model_lines`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PUBLISHED = {"qwen3_moe": {"norm_topk_prob": True}}
 """Values that all published models of a family have, where its default is another: they count as its default values."""
 
 
-def lines_of(model: FamilyConfig) -> dict[str, Any]:
-    """The lines of the record that describe a model, beside `PLAIN`: key, or key=word → the model's value."""
+def model_lines(model: FamilyConfig) -> dict[str, Any]:
+    """The lines of the record of readers that describe a model, beside `PLAIN`: key, or key=word → its value."""
     values = vars(model)
     lines: dict[str, Any] = {}
     for key, info in type(model).model_fields.items():
@@ -57,8 +57,8 @@ def lines_of(model: FamilyConfig) -> dict[str, Any]:
 
 
 @cache
-def record() -> dict[str, Any]:
-    """The record: `readers` (name → title and version) and `lines` (family → line → name → result).
+def reader_record() -> dict[str, Any]:
+    """The record of programs that read models: `readers` (name → title, version), `lines` (family → line → name → result).
 
     A result has `by`, the largest difference of a log-probability, or `says`, what the program refuses the model with.
     """
@@ -66,8 +66,8 @@ def record() -> dict[str, Any]:
     return recorded
 
 
-def is_right(result: Mapping[str, Any] | None) -> bool:
-    """True if a reader computes what the model computes, up to its rounding."""
+def is_computed_right(result: Mapping[str, Any] | None) -> bool:
+    """True if another program computes what the model computes, up to its rounding."""
     return result is not None and result.get("by", math.inf) <= TOLERANCE
 
 
@@ -84,23 +84,23 @@ def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     Raises:
         ConfigError: there is no such program, or it refuses the model or computes something else.
     """
-    readers = record()["readers"]
+    readers = reader_record()["readers"]
     if reader not in readers:
         near = nearest_name(reader, readers)
         hint = f"did you mean {near}?" if near else f"valid are {listing(readers)}"
         raise ConfigError(f"--for ({reader}) must be a program that models were tried with: {hint}")
-    of_family: Mapping[str, Any] = record()["lines"].get(model.family, {})
-    lines = {PLAIN: None, **lines_of(model)}
+    of_family: Mapping[str, Any] = reader_record()["lines"].get(model.family, {})
+    lines = {PLAIN: None, **model_lines(model)}
     title = f"{readers[reader]['title']} {readers[reader]['version']}"
     results = {line: of_family.get(line, {}).get(reader) for line in lines}
-    wrong = {line: result for line, result in results.items() if result is not None and not is_right(result)}
+    wrong = {line: result for line, result in results.items() if result is not None and not is_computed_right(result)}
     if not wrong:
         untried = [_shown(line, lines[line]) for line, result in results.items() if result is None]
         return tuple(f"{title} was not tried with family {model.family} and {shown}" for shown in untried)
     # What a program makes of the family itself explains the other lines.
     told = {PLAIN: wrong[PLAIN]} if PLAIN in wrong else wrong
     reasons = [_told(result, f"{model.family} with {_shown(line, lines[line])}") for line, result in told.items()]
-    working = [name for name in readers if all(is_right(of_family.get(line, {}).get(name)) for line in lines)]
+    working = [name for name in readers if all(is_computed_right(of_family.get(line, {}).get(name)) for line in lines)]
     advice = f"right with it: {listing(working)}" if working else "no program that was tried is right with it"
     raise ConfigError(
         f"{title} must compute what the model does, and {listing(reasons)}; {advice}{see('checkpoints#read-otherwise')}"

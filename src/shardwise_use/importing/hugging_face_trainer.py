@@ -26,9 +26,9 @@ from shardwise.base.parsing import read_record
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import in_fused
+from shardwise_use.sparse_models import place_in_fused_experts
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -44,8 +44,8 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """The state of a parameter, by the number that the groups give it."""
 
 
-def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
-    """The model of a folder, with the progress of the Trainer that saved it; as it is where there are no such files.
+def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
+    """A model with the progress of the Hugging Face Trainer that saved it; as it is where its files are not there.
 
     Raises:
         ConfigError: the files are damaged, name what could run code, or are of another optimizer or model.
@@ -63,9 +63,9 @@ def with_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
             f"{folder / _STATE}, which has the step of {OPTIMIZER}, cannot be read ({reason}): put a copy of it back, "
             f"or {LEAVE}"
         ) from None
-    groups, states = adamw_state(pickled.load(folder / OPTIMIZER), folder / OPTIMIZER)
+    groups, states = adamw_state(pickled.load_pickled(folder / OPTIMIZER), folder / OPTIMIZER)
     arguments = _read_arguments(folder / _ARGUMENTS)
-    with pickled.reading(f"{folder} must hold a training as a Trainer saves it", f"; {LEAVE}"):
+    with pickled.content_errors(f"{folder} must hold a training as a Trainer saves it", f"; {LEAVE}"):
         progress, notes = _progress(opened, saved, groups, states, arguments, folder)
     return replace(opened, progress=progress, notes=(*opened.notes, *notes))
 
@@ -209,7 +209,7 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = in_fused(name, shapes[name])
+        key, shape, place = place_in_fused_experts(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
@@ -233,13 +233,16 @@ def _read_arguments(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = pickled.load(path, records=_PACKAGES)
+        record = pickled.load_pickled(path, records=_PACKAGES)
     except ConfigError as error:
         fix = f"move {path.name} away to import without its rates, or {LEAVE}"
         raise ConfigError([f"{problem}; {fix}" for problem in error.problems]) from None
-    if not isinstance(record, pickled.Record):
+    if not isinstance(record, pickled.PickledRecord):
         raise ConfigError(f"{path} must hold TrainingArguments, and holds none: move it away, or {LEAVE}")
-    return {name: value.value if isinstance(value, pickled.Record) else value for name, value in record.fields.items()}
+    return {
+        name: value.value if isinstance(value, pickled.PickledRecord) else value
+        for name, value in record.fields.items()
+    }
 
 
 def _keys(
@@ -255,8 +258,8 @@ def _keys(
         )
         return keys, notes
     keys["optimizer.max_norm"] = float(arguments.get("max_grad_norm") or 0.0) or None
-    points = curve_points(arguments, rate, steps) or []
-    schedule, unlike = rate_keys(points, rate, step, float(group["lr"]), arguments.get("lr_scheduler_type"))
+    points = _curve_points(arguments, rate, steps) or []
+    schedule, unlike = schedule_keys(points, rate, step, float(group["lr"]), arguments.get("lr_scheduler_type"))
     keys |= schedule
     notes += unlike
     if arguments.get("bf16"):
@@ -289,7 +292,7 @@ def adamw_keys(groups: Groups) -> tuple[dict[str, Any], list[str]]:
     return keys, notes
 
 
-def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[dict[str, Any]] | None:
+def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[dict[str, Any]] | None:
     """The Trainer's schedule as points of `optimizer.points`; None for one that they cannot tell."""
     schedule = arguments.get("lr_scheduler_type")
     given = arguments.get("lr_scheduler_kwargs") or {}
@@ -316,4 +319,4 @@ def curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list[
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
-    return rate_points(first, warmup, stop, end, least, shape)
+    return schedule_points(first, warmup, stop, end, least, shape)

@@ -15,12 +15,12 @@ from shardwise.base.errors import DataError
 from shardwise.base.units import counted
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common, packed
+from shardwise.data.formats import packing_cache, prepared_data
 from shardwise.data.reading import text_sources
-from shardwise.data.reading.content import readable
+from shardwise.data.reading.content import read_errors
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PARTS, Part, TokenArray, describe_sizes, digest_of
-from shardwise.data.samples import batch, causal, packing, streaming
+from shardwise.data.rows import PARTS, Part, TokenArray, json_digest, part_sizes_text
+from shardwise.data.samples import batch, causal, packing, text_stream
 from shardwise.data.tokens.encoding import document_marks, encode_documents
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, user_tokenizer_digest
 
@@ -29,7 +29,7 @@ _DocumentBegin = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class PreparedStream(common.PreparedText):
+class _PreparedStream(prepared_data.PreparedText):
     """A stream.
 
     Attributes:
@@ -42,7 +42,7 @@ class PreparedStream(common.PreparedText):
     _: KW_ONLY
     name: str
     files: tuple[str, ...]
-    held_out: streaming.HeldOut
+    held_out: text_stream.HeldOut
     data: DataConfig
 
     def beginning(self, part: Part, tokens: int) -> list[int]:
@@ -50,7 +50,7 @@ class PreparedStream(common.PreparedText):
             return super().beginning(part, tokens)
         assert self.tokenizer_path is not None
         # The order of an epoch is not asked for: any document of the training part shows what the model reads.
-        _, pieces = next(streaming.read_documents(self._shards()[0], 0))
+        _, pieces = next(text_stream.stream_documents(self._shards()[0], 0))
         tokenizer = Tokenizer.load(self.tokenizer_path)
         first = tokenizer.encode_rows([pieces[0].text])
         row, _ = document_marks(self.data, tokenizer).put(*first, [False], begun=False)
@@ -68,7 +68,7 @@ class PreparedStream(common.PreparedText):
             )
         assert self.tokenizer_path is not None
         length = request.sequence_length
-        ends = common.document_ends(request.data, self.tokenizer_path)
+        ends = prepared_data.document_ends(request.data, self.tokenizer_path)
         packs_documents = request.data.packs_documents
 
         def cut(row: TokenArray, seed: int) -> batch.Batches | None:
@@ -77,10 +77,10 @@ class PreparedStream(common.PreparedText):
                 return causal.TokenBatches(row, length, seed, tail=True, ends=ends)
             assert ends is not None, "documents are told apart"
             samples = packing.PackedSamples.from_bounds(packing.document_bounds(row, ends.token), length)
-            return common.packed_batches(request, row, samples, seed)
+            return prepared_data.packed_batches(request, row, samples, seed)
 
         tokenizer = Tokenizer.load(self.tokenizer_path)
-        stream = streaming.TextStream(
+        stream = text_stream.TextStream(
             self._shards(),
             tokenizer,
             document_marks(self.data, tokenizer),
@@ -89,15 +89,17 @@ class PreparedStream(common.PreparedText):
             buffer=request.data.shuffle_buffer,
             held_out=self.held_out,
         )
-        return streaming.StreamBatches(stream, self.name)
+        return text_stream.StreamBatches(stream, self.name)
 
     def _shards(self) -> list[text_sources.TextShard]:
-        return [text_sources.open_shard(file, self.data) for file in self.files]
+        return [text_sources.open_text_shard(file, self.data) for file in self.files]
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedStream:
-    """Opens a stream; its first documents are read if the cache `root` does not know them."""
-    source = text_sources.open_source(request.data)
+def open_stream(
+    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
+) -> _PreparedStream:
+    """Opens text that is streamed; its first documents are read if the cache `root` does not know them."""
+    source = text_sources.open_text_source(request.data)
     # Built-in texts, which are small, are refused by the configuration.
     assert isinstance(source, text_sources.FileSource | text_sources.ColumnSource)
     if isinstance(source, text_sources.ColumnSource):
@@ -112,14 +114,14 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         announce,
     )
     left_out = source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
-    return packed.packed_text(request, root, _prepared(entry, request, any_size, left_out), announce)
+    return packing_cache.with_packed_samples(request, root, _prepared(entry, request, any_size, left_out), announce)
 
 
 def _key(request: DataRequest, stamp: str) -> str:
     """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
     data = request.data
     assert data.tokenizer is not None
-    return cache.key_of(
+    return cache.cache_key(
         {
             "stream": stamp,
             "text_key": data.text_key,
@@ -146,21 +148,21 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
     """
     facts: list[Any] = []
     for path in paths:
-        with readable(path):
+        with read_errors(path):
             status = path.stat()
             content: Any = [str(path.absolute()), status.st_mtime_ns]
             if hashed:
                 # The first and the last block: a stream may have thousands of files.
                 content = cache.spread_digest(path, 2)
         facts.append([path.name, status.st_size, content])
-    return digest_of(facts)
+    return json_digest(facts)
 
 
 def _build(
     folder: Path,
     source: text_sources.FileSource | text_sources.ColumnSource,
     request: DataRequest,
-    announce: common.Announce,
+    announce: prepared_data.Announce,
 ) -> dict[str, Any]:
     if isinstance(source, text_sources.FileSource):
         reading = source.described()
@@ -174,11 +176,11 @@ def _build(
         by_split = source.files_by_split()
     else:  # paths are absolute, as another run may start in another folder
         by_split = {"": [str(path.absolute()) for path in source.files]}
-    shards = {name: [text_sources.open_shard(file, data) for file in files] for name, files in by_split.items()}
+    shards = {name: [text_sources.open_text_shard(file, data) for file in files] for name, files in by_split.items()}
     first = next(iter(shards))
     block = _first_block(shards[first], data.shuffle_buffer)
     # Splits with names are the parts, and nothing of the first one is held out.
-    held_out = streaming.HeldOut(*block.stop, 0.0 if data.split_names else _share(request))
+    held_out = text_stream.HeldOut(*block.stop, 0.0 if data.split_names else _share(request))
 
     def parts() -> Iterator[tuple[Part, text_sources.TextPiece]]:
         # Training text is prepared only to count it, if there is less than a block.
@@ -199,7 +201,7 @@ def _build(
     digest = cache.tokenizer_digest(folder / "tokenizer")
     digests = [content, digest, *(row["sha256"] for row in facts.values())]
     if data.chosen_marks:
-        digests.append(digest_of(data.chosen_marks))
+        digests.append(json_digest(data.chosen_marks))
     return {
         "dtype": cache.token_dtype(tokenizer.vocab_size).str,
         **facts,
@@ -207,7 +209,7 @@ def _build(
         "held": asdict(held_out),
         "whole": block.is_all,
         "tokenizer": digest,
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.data_fingerprint(digests),
     }
 
 
@@ -226,7 +228,7 @@ def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _Firs
     characters = 0
     for number, shard in enumerate(shards):
         begin = 0
-        for stop, pieces in streaming.read_documents(shard, 0):
+        for stop, pieces in text_stream.stream_documents(shard, 0):
             if len(documents) >= buffer or characters >= text_sources.BLOCK_CHARACTERS:
                 return _FirstBlock(documents, (number, begin), is_all=False)
             documents.append(((number, begin), pieces))
@@ -235,25 +237,25 @@ def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _Firs
     return _FirstBlock(documents, (len(shards), 0), is_all=True)
 
 
-def _prepared(entry: cache.CacheEntry, request: DataRequest, any_size: bool, left_out: str) -> PreparedStream:
+def _prepared(entry: cache.CacheEntry, request: DataRequest, any_size: bool, left_out: str) -> _PreparedStream:
     name = request.data.name
     facts = entry.manifest
     parts = [part for part in request.needed_parts if part != "train" or facts["whole"]]
-    problems = common.entry_problems(request, entry, name, [] if any_size else parts)
+    problems = prepared_data.too_short_parts(request, entry, name, [] if any_size else parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}
     sizes: dict[Part, int] = {part: len(row) for part, row in tokens.items() if part != "train" and len(row)}
     summary = f"{name}: a stream of {counted(len(facts['files']), 'file')}"
     if sizes:
-        summary += f", {describe_sizes(sizes)} tokens"
-    return PreparedStream(
+        summary += f", {part_sizes_text(sizes)} tokens"
+    return _PreparedStream(
         name=name,
         tokenizer_path=entry.tokenizer_path,
         fingerprint=facts["fingerprint"],
         summary=summary + left_out,
         files=tuple(facts["files"]),
-        held_out=streaming.HeldOut(**facts["held"]),
+        held_out=text_stream.HeldOut(**facts["held"]),
         tokens=tokens,
         vocab_size=request.vocab_size,
         data=request.data,
