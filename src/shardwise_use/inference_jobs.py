@@ -23,7 +23,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
 from shardwise.models.blocks import Stages
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.evaluation import Evaluation, evaluate
+from shardwise.train.evaluation_losses import Evaluation, evaluate
 from shardwise_use.generation import Answer, Generator, Prompt, answer
 
 

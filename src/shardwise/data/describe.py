@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import user_path
-from shardwise.config import CHAT, Config, data_from, tokens_of_run
+from shardwise.config import CHAT, Config, checked_data_section, tokens_of_run
 from shardwise.data.evaluation_sets import config_of_set, problem_of_set
 from shardwise.data.evaluation_tasks import require_lm_eval
 from shardwise.data.formats import common, inspecting, user_samples
@@ -176,10 +176,10 @@ def inspect(path: str, samples: int, keys: Mapping[str, Any], packed_length: int
     place = user_path(path)
     folder = place.parent if place.suffix == ".arrow" else place
     if keys.get("format") != CHAT and dataset_tables.is_saved(folder):
-        data = data_from({"path": str(folder), **keys})
+        data = checked_data_section({"path": str(folder), **keys})
         record = format_named("datasets")
     else:
-        data = data_from({"path": path, **keys})
+        data = checked_data_section({"path": path, **keys})
         record = format_of(data)
     if record.holds_tokens and (problems := common.mark_problems(data)):
         raise DataError(problems)
