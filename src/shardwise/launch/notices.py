@@ -46,7 +46,7 @@ def set_up(new_targets: Sequence[str]) -> None:
 
 
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
-    """Send a notice of an event to the targets, without waiting; `facts`: its `step` and `loss`, else those recorded."""
+    """Send a notice of an event to the targets, without waiting; `facts`: `step` and `loss`, else those recorded."""
     if not targets:
         return
     facts = {name: (last_event(run, "step") or {}).get(name) for name in ("step", "loss")} | facts

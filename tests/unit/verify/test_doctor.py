@@ -158,7 +158,7 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "check_software", lambda: iter([passed_check("torch", "2.13.0")]))
     monkeypatch.setattr(machine_checks, "check_machine", lambda _: iter([bad]))
     monkeypatch.setattr(ranks, "prepared_check", nullcontext)
-    monkeypatch.setattr(ranks, "check_collective", lambda: passed_check("check_collective", "2 ranks"))
+    monkeypatch.setattr(ranks, "check_collective", lambda: passed_check("collective", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")
