@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import activation_bytes
 from shardwise.estimates.memory import MemoryEstimate, estimated_memory, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import memory_candidates

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
-from shardwise.config.layout import rank_of
+from shardwise.config.layout import pipeline_rank_of
 from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
@@ -78,7 +78,7 @@ def generate_tokens(
         # One less, as the model never reads the last token.
         reader = open_token_reader(model, mesh, len(tokens) + max_tokens - 1, chunk=chunk, parallel=parallel)
     # The pipeline rank of the last stage, which has the logits.
-    source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
+    source = 0 if parallel is None else pipeline_rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
         token = 0 if logits_V is None else sampler.draw(logits_V)

@@ -22,7 +22,7 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
 from shardwise.pipeline.stages import Stages, build_stages
-from shardwise.train.evaluation import Evaluation, evaluate
+from shardwise.train.evaluation_losses import Evaluation, evaluate
 from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answer_prompt
 
 

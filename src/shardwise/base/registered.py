@@ -35,7 +35,7 @@ _FUNCTIONS = {
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
     "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",
-    "job_states": "shardwise_jobs.jobs:states",
+    "job_states": "shardwise_jobs.jobs:job_states",
 }
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import FamilyConfig, config_from
+from shardwise.config import FamilyConfig, config_from_sections
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
@@ -114,5 +114,5 @@ def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
         "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
         "optimizer": {"lr": 1.0},
     }
-    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
+    built = build_model(config_from_sections(sections), Group(), sequence_parallel=False, device="meta")
     return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}

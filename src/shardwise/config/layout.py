@@ -19,7 +19,7 @@ from shardwise.base.mesh_axes import (
     replicas_name,
 )
 from shardwise.base.units import counted
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
 
 
@@ -183,7 +183,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
+    """A pipeline stage of a `Layout`: consecutive blocks; the first also has the embedding, the last one the head.
 
     Attributes:
         index: number of the stage from 0, in the order of the model.
@@ -204,7 +204,7 @@ class Stage:
         return self.index == self.stages - 1
 
 
-def rank_of(parallel: ParallelConfig, stage: int) -> int:
+def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
     """Return the pipeline rank that holds a stage, given by its index in the order of the model.
 
     Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank

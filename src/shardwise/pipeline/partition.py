@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
-from shardwise.config.layout import Stage, rank_of
+from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.models.flops import block_work, head_work
 
 
@@ -38,7 +38,9 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
 def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[Stage, ...]:
     parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule)
     numbered = enumerate(zip(sizes, accumulate(sizes), strict=True))
-    return tuple(Stage(n, rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered)
+    return tuple(
+        Stage(n, pipeline_rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered
+    )
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:

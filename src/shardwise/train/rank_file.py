@@ -21,7 +21,7 @@ from shardwise.train.step_record import StepRecord
 
 
 class Occurrence:
-    """A state that the user is told once when it begins, and again only after it had ended.
+    """A warning to the user of a training, given once when a state begins, and again only after it had ended.
 
     Args:
         begin_score: score from which on the state is present.
@@ -109,7 +109,7 @@ def place_of_rank(run: RunDirectory, rank: int) -> str:
 
 
 def process_seconds() -> float:
-    """Seconds since this process began."""
+    """Seconds since this rank's process began."""
     # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
 

@@ -27,9 +27,9 @@ from shardwise.cli.model_argument import (
     ModelFolder,
     generation_config,
     launch_command,
-    open_folder,
-    open_tokenizer,
+    open_model_folder,
     parse_overrides,
+    tokenizer_of_command,
 )
 from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--json must not go with --interactive: leave one of them out")
         return _talk(arguments, completes=True)
     text = _prompt_text(arguments)
-    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+    with open_model_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config, tokenizer = prepare_generation(arguments, place, folder, values, announce)
         ids, room = _fit(config.model, folder.longest(config.model), tokenizer, text)
         if place is None and config.parallel.model_ranks > 1:
@@ -123,7 +123,7 @@ def prepare_generation(
     if place is None:
         # Before the ranks start, each of which would fail by itself.
         check_accelerators(ranks, hardware.accelerators()[1])
-    return config, open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+    return config, tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:

@@ -19,7 +19,7 @@ from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.cli.help import add_json
-from shardwise.config import data_from
+from shardwise.config import checked_data_section
 
 if TYPE_CHECKING:
     from shardwise.data.prepare.output import PreparationOutcome
@@ -89,9 +89,17 @@ def run(arguments: argparse.Namespace) -> int:
             raw = RawConversionJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
             outcome = convert_raw_tokens(raw, force=arguments.force, announce=output.progress)
         else:
+<<<<<<< ours
             job = TextConversionJob(
                 data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
             )
+||||||| base
+            job = TextJob(data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments))
+=======
+            job = TextJob(
+                checked_data_section(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
+            )
+>>>>>>> theirs
             outcome = convert_text(job, force=arguments.force, announce=output.progress)
     _show(target, outcome, as_json=arguments.json)
     return 0

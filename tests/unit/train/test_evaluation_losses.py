@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.train.loss import MicroBatch
+from shardwise.train.mean_loss import MicroBatch
 
 
 def tokens(batch: Batch) -> int:

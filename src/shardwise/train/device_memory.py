@@ -66,7 +66,7 @@ def memory_for_steps(device: torch.device, ranks: int) -> int | None:
     return None if total is None else int(total * (1 - RESERVED))
 
 
-def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
+def config_for_device_memory(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
     """Return the configuration with what its keys leave to the memory of the ranks' devices, and that as a text.
 
     Collective.
@@ -88,7 +88,7 @@ def fitted_to_devices(config: Config, layout: Layout, mesh: Mesh) -> tuple[Confi
 
 
 def require_device(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:
-    """Check before the start that this rank's device can train the model.
+    """Check before a training starts that this rank's device has memory and dtypes for the model.
 
     Returns:
         a warning where the estimate of the whole step exceeds the memory; None where it fits or is not known.
@@ -108,7 +108,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
             f"{devices.name(device)}"
             f"{see('runs#symmetric-memory')}"
         )
-    require_products(config.precision.matmul, device)
+    require_matmul_support(config.precision.matmul, device)
     if device.type == "cpu":
         return _require_host_memory(config, layout, rank)
     precision = config.precision.resolved(accelerator=True)
@@ -144,7 +144,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
 
 
-def require_products(matmul: str | None, device: torch.device) -> None:
+def require_matmul_support(matmul: str | None, device: torch.device) -> None:
     """Check that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
+from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.runs.folder import FollowedFolder, RunDirectory
-from shardwise.train.checkpoint_choice import steps_between
-from shardwise.train.rank_agreement import first_reason
+from shardwise.train.rank_agreement import first_stop_reason
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM
 from shardwise.train.training import Training
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardwise.train.state_hashes import StateHashes
 
 
-class SaveFlags(NamedTuple):
+class _SaveFlags(NamedTuple):
     """Flags of a rank, 1 or 0. The largest of all ranks is what all obey, so that they save and stop at one step.
 
     They are floats, as they travel with the norms and losses of a step (`Trainer.step`).
@@ -57,7 +57,7 @@ def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
 
 
 @dataclass(eq=False)
-class Checkpoints:
+class CheckpointSaver:
     """Saves by steps, by minutes, at the end, and before a stop; reports how each save ended.
 
     Attributes:
@@ -82,11 +82,11 @@ class Checkpoints:
     _saved_at: float = field(default_factory=time.monotonic, init=False)
     _reported_name: Path | None = field(default=None, init=False)
 
-    def flags(self) -> SaveFlags:
+    def flags(self) -> _SaveFlags:
         """This rank's flags after the present step."""
         minutes = self.training.config.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return SaveFlags(
+        return _SaveFlags(
             stop=float(self.reason_to_stop() is not None),
             save=float(is_due and self.training.mesh.world.rank == 0),
         )
@@ -111,7 +111,7 @@ class Checkpoints:
         if agreed_flags is None:
             agreed_flags = collectives.reduce_numbers([int(flag) for flag in self.flags()], mesh.world)
         stop, save = agreed_flags
-        self.stopped_by = first_reason(self.reason_to_stop(), mesh) if stop else None
+        self.stopped_by = first_stop_reason(self.reason_to_stop(), mesh) if stop else None
         is_due = settings.every and progress.step % settings.every == 0
         if self.stopped_by is not None or save or is_last or is_due:
             fields = self._described()
@@ -119,7 +119,7 @@ class Checkpoints:
                 fields["state_hash"] = self.state_hashes.now().recorded()
             self.saver.save(progress.step, fields)
             self._saved_at = time.monotonic()
-        copy_every = steps_between(settings)
+        copy_every = memory_copy_interval(settings)
         # The disk has the state of a last step: a copy of it would never be read.
         if self.copies is not None and progress.step % copy_every == 0 and not (is_last or self.stopped_by):
             self.copies.copy(progress.step, self._described())
@@ -176,7 +176,7 @@ class Checkpoints:
                 )
             self.reporter.saved(saved)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointSaver:
         return self
 
     def __exit__(

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout, config_from
+from shardwise.config import check_layout, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
 from shardwise.train.build import build_trainer
-from shardwise.train.observers import Observer, observe
+from shardwise.train.observers import Observer, run_observers
+from shardwise.train.profiler_trace import Trace
 from shardwise.train.reporter import Reporter
-from shardwise.train.trace import Trace
 from tests.dist.training import make_config, make_data
 
 
@@ -35,7 +35,7 @@ def test_a_run_without_a_pipeline(
         unsaved: Any = SimpleNamespace(flags=None, stopped_by=None)
         record = Observer(1, lambda record, _: reporter.step(record))
         with closing(Trace(config.log, mesh, run)) as recording:
-            trainer.run(partial(observe, [record]), unsaved, recording.step)
+            trainer.run(partial(run_observers, [record]), unsaved, recording.step)
     assert "profiler" not in capfd.readouterr().err, "torch's profiler tells of itself"
     first = trace.partition(":")[0]
     assert f"trace of steps {first} to {int(first) + 1}: {run.trace(0)}; ui.perfetto.dev" in stream.getvalue()
@@ -53,7 +53,7 @@ def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
     values = make_config().model_dump(mode="json") | {"log": {"profile": trace}}
     shown = repr(trace) if isinstance(trace, str) else str(trace).lower()
     with pytest.raises(ConfigError) as caught:
-        config_from(values)
+        config_from_sections(values)
     assert caught.value.problems == [
         f"log.profile ({shown}) must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
     ]

@@ -15,19 +15,19 @@ from shardwise.config import Config, Layout
 from shardwise.config.layout import Stage
 from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
-from shardwise.train.summary import blocks_of, stages_of_ranks
+from shardwise.train.summary import block_range, stages_of_ranks
 
 _PLAIN_WIDTH = 120
 """Characters of a line of the picture where there is no terminal."""
 
 
-def rank_table(
+def _rank_table(
     layout: Layout, stages_by_rank: Sequence[tuple[list[Stage], int | None]], memory: Sequence[MemoryEstimate] | None
 ) -> list[str]:
     """For each pipeline rank: its name, its global ranks, its blocks by stage; where known, parameters, activations."""
     rows = []
     for rank, (stages, parameters) in enumerate(stages_by_rank):
-        row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(map(blocks_of, stages))}"
+        row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(map(block_range, stages))}"
         if memory is not None:
             row += f"  {units.count(parameters or 0)} parameters  {units.size(memory[rank].activations)} activations"
         rows.append(row)
@@ -42,5 +42,5 @@ def print_pipeline(console: Console, config: Config, layout: Layout, accelerator
         line.rstrip()
         console.print(line, soft_wrap=True)
     memory = memory_by_rank(config, layout, accelerator)
-    for row in rank_table(layout, stages_of_ranks(config, layout), memory):
+    for row in _rank_table(layout, stages_of_ranks(config, layout), memory):
         console.print(Text(row), soft_wrap=True)

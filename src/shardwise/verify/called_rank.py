@@ -1,4 +1,4 @@
-"""A rank that `call_on_ranks` starts: `python -m shardwise.verify.rank_process FOLDER` does the call of this folder."""
+"""A rank that `call_on_ranks` starts: `python -m shardwise.verify.called_rank FOLDER` does the call of this folder."""
 
 from __future__ import annotations
 

@@ -29,22 +29,22 @@ Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
 
 
-def compared(
-    train: Callable[[Choices], _R], reference: Recorded, tolerance: float, world: Group
+def train_with_choices(
+    train: Callable[[RouterChoices], _R], reference: Recorded, tolerance: float, world: Group
 ) -> tuple[_R, ChoiceDifferences]:
-    """Return the result of a training, which is repeated with the choices of the reference if its own differ.
+    """Return the result of a cell's training, repeated with the reference's choices of experts if its own differ.
 
     Collective.
 
     Args:
         tolerance: rounding error of a score, relative to the largest score of its token.
     """
-    own = Choices(reference, tolerance)
+    own = RouterChoices(reference, tolerance)
     result = train(own)
     differing = sum(_joined(own.differing, world).values())
     if not differing:
         return result, ChoiceDifferences()
-    replayed = Choices(reference, tolerance, replays=True)
+    replayed = RouterChoices(reference, tolerance, replays=True)
     result = train(replayed)
     wrong = min(_joined(replayed.wrong, world), default=None)
     text = ""
@@ -63,8 +63,8 @@ def _joined(of_rank: dict[Any, int], world: Group) -> dict[Any, int]:
 
 
 @dataclass
-class Choices:
-    """The choices of the routers of a training.
+class RouterChoices:
+    """The experts that the routers of a verified training choose.
 
     Attributes:
         reference: choices of one process; empty: there are none to compare with.

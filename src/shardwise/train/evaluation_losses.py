@@ -24,7 +24,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
 from shardwise.models.blocks import gives_losses
 from shardwise.pipeline.stages import Stages, relay
-from shardwise.train.loss import MicroBatch, mean_over_targets, perplexity
+from shardwise.train.mean_loss import MicroBatch, mean_over_targets, perplexity
 
 
 @dataclass(frozen=True)

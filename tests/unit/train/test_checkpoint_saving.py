@@ -15,7 +15,7 @@ from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import FollowedFolder, RunDirectory
-from shardwise.train.saving import Checkpoints
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
@@ -38,12 +38,12 @@ class Ended:
 
 
 @contextmanager
-def checkpoints(path: Path, *saves: SavedCheckpoint) -> Iterator[tuple[Checkpoints, io.StringIO]]:
+def checkpoints(path: Path, *saves: SavedCheckpoint) -> Iterator[tuple[CheckpointSaver, io.StringIO]]:
     made, stream = reporter(path)
     saver: Any = Ended(*saves)
     with made:
         training: Any = SimpleNamespace(config=config(), mesh=Mesh(device="cpu"), progress=Progress(step=7))
-        yield Checkpoints(training, saver, made, lambda: None), stream
+        yield CheckpointSaver(training, saver, made, lambda: None), stream
 
 
 def test_a_run_that_fails_does_not_go_on_without_a_checkpoint(tmp_path: Path) -> None:

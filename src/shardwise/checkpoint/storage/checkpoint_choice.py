@@ -13,7 +13,7 @@ from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, summarize_checkpoint, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
-from shardwise.config import CheckpointConfig, Config, changed_stages, resume_problems
+from shardwise.config import CheckpointConfig, Config, changed_size_stages, resume_problems
 from shardwise.launch.environment import NODE
 from shardwise.runs.folder import RunDirectory
 
@@ -30,10 +30,10 @@ class FoundCheckpoints:
     candidates: tuple[StepFolder, ...]
 
 
-def look_for_checkpoints(
+def find_resumable_checkpoints(
     config: Config, root: Root, directory: RunDirectory, stored: Mapping[str, Any] | None
 ) -> FoundCheckpoints:
-    """The checkpoints at a place, of which nothing is changed.
+    """The checkpoints from which a run may continue, at the place where it saves; nothing there is changed.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
@@ -46,7 +46,7 @@ def look_for_checkpoints(
     present = summarize_checkpoints(root)
     if stored is not None and not present:
         _require_none_elsewhere(root, directory, stored)
-    candidates = choose(present, config, root, is_resumed=stored is not None)
+    candidates = _chosen_checkpoints(present, config, root, is_resumed=stored is not None)
     if stored is not None:
         _require_kept_stages(config, stored, candidates)
     require_ownership(root, directory.stored_id(), directory.path, is_empty=not present)
@@ -57,11 +57,11 @@ def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: 
     """Raise ConfigError where lengths or weights of stages before the first intact candidate change."""
     for candidate in candidates:
         # The manifest has the last word, and is large: it is read only if the stored configuration differs.
-        if not changed_stages(stored, config, candidate.step):
+        if not changed_size_stages(stored, config, candidate.step):
             return
         glanced = summarize_checkpoint(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
-            if problems := changed_stages(glanced.manifest.config, config, candidate.step):
+            if problems := changed_size_stages(glanced.manifest.config, config, candidate.step):
                 raise ConfigError(problems)
             return
 
@@ -87,7 +87,9 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     )
 
 
-def choose(saved: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool) -> list[StepFolder]:
+def _chosen_checkpoints(
+    saved: Sequence[StepFolder], config: Config, root: Root, *, is_resumed: bool
+) -> list[StepFolder]:
     """Choose the checkpoints to try, in this order; none where the training begins.
 
     If the newest intact one was saved after the run went back as `checkpoint.resume` asks, the run continues from it:
@@ -154,13 +156,13 @@ def _occupied(root: Root, checkpoint: StepFolder, path: str | None) -> str:
 
 
 def goes_back(config: Config, manifest: Manifest) -> bool:
-    """Return whether `checkpoint.resume` names a step to which the run had not gone back when it saved this."""
-    asked = went_back(config, None)
+    """Return whether `checkpoint.resume` names a step to which the run had not gone back before this checkpoint."""
+    asked = recorded_return(config, None)
     return bool(asked) and manifest.schedule.get(_WENT_BACK) != asked[_WENT_BACK]
 
 
-def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The last return to an earlier step, for `schedule` in manifests of a run that continues from this manifest."""
+def recorded_return(config: Config, manifest: Manifest | None) -> dict[str, Any]:
+    """The last return to an earlier checkpoint, for `schedule` in manifests of a run that continues from this."""
     if config.checkpoint.resume != "auto":
         # With another value of either, the user asks for another return.
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}
@@ -168,8 +170,8 @@ def went_back(config: Config, manifest: Manifest | None) -> dict[str, Any]:
     return {} if recorded is None else {_WENT_BACK: recorded}
 
 
-def steps_between(settings: CheckpointConfig) -> int:
-    """Steps between copies in memory; 0: none. By default they are those of a job's checkpoints."""
+def memory_copy_interval(settings: CheckpointConfig) -> int:
+    """Steps between copies of a training's state in memory; 0: none. By default those of a job's checkpoints."""
     if settings.memory_every is None and NODE in os.environ:
         return settings.every
     return settings.memory_every or 0

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise_jobs import commands
-from shardwise_jobs.commands import allocation, devices_of, own_words
+from shardwise_jobs import slurm_commands
+from shardwise_jobs.slurm_commands import _own_words, allocation, devices_of
 
 
 @pytest.mark.parametrize(
@@ -36,21 +36,21 @@ def test_cores_that_are_not_joined_are_devices(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_is_told_in_slurms_words_in_one_line() -> None:
     said = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid qos\n"
-    assert own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
-    assert own_words("") == "it gives no reason"
+    assert _own_words(said) == "invalid partition specified: none; Batch job submission failed: Invalid qos"
+    assert _own_words("") == "it gives no reason"
     fatal = "squeue: fatal: Could not establish a configuration source\n"
     assert (
-        own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
+        _own_words(f"squeue: error: fetch_config: DNS SRV lookup failed\n{fatal}")
         == "Could not establish a configuration source"
     )
 
 
 def test_jobs_are_read_with_commas_and_bars_in_their_comments() -> None:
     line = "7|PENDING|Resources|2||0:00|1-00:00:00|gpu|N/A|2026-11-23T16:00:00|shardwise:/runs/a|b, c"
-    job = commands._job(line)
+    job = slurm_commands._job(line)
     assert (job.id, job.state, job.reason, job.nodes, job.starts) == ("7", "PENDING", "Resources", 2, "")
     assert job.run == "/runs/a|b, c"
-    assert commands._job(line.replace("shardwise:", "my ")).run is None
+    assert slurm_commands._job(line.replace("shardwise:", "my ")).run is None
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence[str]]:
@@ -69,26 +69,26 @@ def answers(monkeypatch: pytest.MonkeyPatch, *said: str | None) -> list[Sequence
 
 
 def test_a_job_is_queued_again_though_slurm_does_not_answer_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "_REQUEUE_PAUSE", 0)
+    monkeypatch.setattr(slurm_commands, "_REQUEUE_PAUSE", 0)
     asked = answers(monkeypatch, None, "slurm_requeue error: Unable to contact slurm controller", "")
-    assert commands.requeue("7") is None
+    assert slurm_commands.requeue("7") is None
     assert len(asked) == 3
     answers(monkeypatch, *["scontrol: error: Job is pending"] * 6)
-    assert commands.requeue("7") == "Job is pending"
+    assert slurm_commands.requeue("7") == "Job is pending"
 
 
 def test_a_failure_is_told_in_slurms_words(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, *["slurm: error: Unable to contact slurm controller"] * 2)
     with pytest.raises(RunError, match=r"cannot reach SLURM \(squeue: Unable to contact slurm controller\)"):
-        commands.jobs()
+        slurm_commands.jobs()
     with pytest.raises(RunError, match="SLURM cannot cancel the job 7: Unable to contact slurm controller"):
-        commands.cancel("7")
+        slurm_commands.cancel("7")
 
 
 def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     answers(monkeypatch, None, None)
-    assert not commands.binds_nothing()
-    assert commands.end_of("7") is None
+    assert not slurm_commands.binds_nothing()
+    assert slurm_commands._end_of_time_limit("7") is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_controller_that_does_not_answer_ends_no_job(monkeypatch: pytest.Monke
     [("01:30:00", 5400), ("90:00", 5400), ("2-00:00:00", 172_800), ("1-12", 129_600), ("1-12:30", 131_400)],
 )
 def test_limits_of_time(limit: str, seconds: int) -> None:
-    assert commands.seconds(limit) == seconds
+    assert slurm_commands.seconds(limit) == seconds
 
 
 def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_the_end_of_a_job_is_asked_for_where_the_environment_lacks_it(monkeypatc
 
 
 def test_an_allocation_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "end_of", lambda _job: None)
+    monkeypatch.setattr(slurm_commands, "_end_of_time_limit", lambda _job: None)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[2-4]"}
     here = allocation({**variables, "SLURM_RESTART_COUNT": "2", "SLURM_JOB_END_TIME": "1000"})
     assert (here.job, here.requeues, here.nodes, here.first, here.ends) == ("7", 2, 3, "n2", 1000.0)

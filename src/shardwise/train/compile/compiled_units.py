@@ -42,8 +42,8 @@ BLOCK = "block"
 HEAD = "loss of the head"
 
 
-def unit_of_layer(model: FamilyConfig, layer: int) -> str:
-    """Return the unit of a family's block: some models have rotary positions, or a window, in a part of them."""
+def compiled_unit_of_block(model: FamilyConfig, layer: int) -> str:
+    """Return the compiled unit of a family's block: in some models a part has rotary positions or a window."""
     rotary = "" if not model.rotary_dim or model.rotates(layer) else " without rotary positions"
     return f"{BLOCK}{rotary}{'' if model.window(layer) is None else ' with a window'}"
 
@@ -91,7 +91,7 @@ class Compilation:
         *,
         only: str | None = None,
     ) -> None:
-        check_backend(settings, device)
+        check_compiler_backend(settings, device)
         prepare_compiler(threads=max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         define_linear()
         define_dropout()
@@ -104,7 +104,7 @@ class Compilation:
         self._model = model
         self._only = only
 
-        backend = backend_of(settings, device)
+        backend = compiler_backend(settings, device)
         options: Any = {"fullgraph": True, "dynamic": False, "backend": backend, "options": settings.options or None}
         # One compiled function for all blocks of a class: they share its graphs.
         self._traced = functools.cache(functools.partial(torch.compile, **options))
@@ -114,7 +114,7 @@ class Compilation:
 
     def add_block(self, block: nn.Module, path: str, layer: int | None = None) -> None:
         """Let a block call its compiled function. Its key of dropout, which has numbers, becomes tensors."""
-        unit = BLOCK if self._model.is_own or layer is None else unit_of_layer(self._model, layer)
+        unit = BLOCK if self._model.is_own or layer is None else compiled_unit_of_block(self._model, layer)
         if self._only not in (None, unit):
             return
         candidates = [getattr(module, "place", None) for module in block.modules()]
@@ -191,14 +191,14 @@ class Compilation:
             self.graphs.append(CapturedGraph(unit, training, after.hits > before.hits, seconds))
 
 
-def backend_of(settings: CompileConfig, device: torch.device) -> str:
+def compiler_backend(settings: CompileConfig, device: torch.device) -> str:
     """The backend of `torch.compile`: the configuration's, or the device's own."""
     return settings.backend or ("neuron" if device.type == "neuron" else "inductor")
 
 
-def check_backend(settings: CompileConfig, device: torch.device) -> None:
+def check_compiler_backend(settings: CompileConfig, device: torch.device) -> None:
     """Refuse a backend, or options of the default one, that torch does not know; ConfigError names the nearest."""
-    backend = backend_of(settings, device)
+    backend = compiler_backend(settings, device)
     valid = torch.compiler.list_backends(())
     if backend not in valid:
         near = nearest_name(backend, valid)

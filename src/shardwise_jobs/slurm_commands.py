@@ -64,11 +64,11 @@ def submit(script: str, options: Sequence[str] = ()) -> str:
     """Submit a batch script; returns the job's number; ConfigError: SLURM refuses it, in its own words."""
     done = _run(["sbatch", "--parsable", *options], script)
     if done.returncode != 0:
-        raise ConfigError(f"SLURM refuses the job: {own_words(done.stderr)}{see('jobs#slurm-refuses')}")
+        raise ConfigError(f"SLURM refuses the job: {_own_words(done.stderr)}{see('jobs#slurm-refuses')}")
     return done.stdout.strip().partition(";")[0]
 
 
-def own_words(said: str) -> str:
+def _own_words(said: str) -> str:
     """Join the sentences of a command's error in one line, without `sbatch: error: ` before each.
 
     A fatal one stands alone: those before it say which function of SLURM met it.
@@ -89,7 +89,7 @@ def jobs(*, user: bool = True, ids: Sequence[str] = (), timeout: float = TIMEOUT
     if done.returncode != 0 and "Invalid job id" in done.stderr:
         return []
     if done.returncode != 0:
-        raise RunError(f"cannot reach SLURM (squeue: {own_words(done.stderr)}): run this on a login node")
+        raise RunError(f"cannot reach SLURM (squeue: {_own_words(done.stderr)}): run this on a login node")
     return [_job(line) for line in done.stdout.splitlines() if line.count("|") >= len(_FIELDS) - 1]
 
 
@@ -102,7 +102,7 @@ def _job(line: str) -> SlurmJob:
 
 
 def cancel(job: str) -> None:
-    """Cancel a job. Raises RunError: SLURM cannot."""
+    """Cancel a job of SLURM. Raises RunError: SLURM cannot."""
     _require_done(_run(["scancel", job]), f"SLURM cannot cancel the job {job}")
 
 
@@ -122,7 +122,7 @@ def requeue(job: str) -> str | None:
             continue
         if done.returncode == 0:
             return None
-        problem = own_words(done.stderr or done.stdout)
+        problem = _own_words(done.stderr or done.stdout)
         time.sleep(_REQUEUE_PAUSE)
     return problem
 
@@ -144,7 +144,7 @@ def configuration() -> str:
     return ""
 
 
-def end_of(job: str) -> float | None:
+def _end_of_time_limit(job: str) -> float | None:
     """Return the end of a running job's time limit, in seconds since the epoch; None without a limit."""
     with contextlib.suppress(RunError):
         left = _run(["squeue", "--noheader", f"--jobs={job}", "--format=%L"]).stdout.strip()
@@ -206,7 +206,7 @@ def _kinds(resources: str) -> list[str]:
 
 def _require_done(done: subprocess.CompletedProcess[str], problem: str) -> None:
     if done.returncode != 0:
-        raise RunError(f"{problem}: {own_words(done.stderr)}")
+        raise RunError(f"{problem}: {_own_words(done.stderr)}")
 
 
 def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
@@ -228,7 +228,7 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines of the job that this process belongs to.
+    """The machines of the SLURM job that this process belongs to.
 
     Attributes:
         job: number of the job in SLURM.
@@ -258,5 +258,5 @@ def allocation(variables: Mapping[str, str]) -> Allocation:
         requeues=int(variables.get("SLURM_RESTART_COUNT", "0")),
         nodes=int(variables.get("SLURM_JOB_NUM_NODES", "1")),
         first=first_name(variables.get("SLURM_JOB_NODELIST", "")),
-        ends=float(ends) if ends.isdecimal() else end_of(variables["SLURM_JOB_ID"]),
+        ends=float(ends) if ends.isdecimal() else _end_of_time_limit(variables["SLURM_JOB_ID"]),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.runs.failure import FailureRecord, failure_of
+from shardwise.runs.failure_record import FailureRecord, failure_of
 from shardwise.runs.folder import RunDirectory
 from shardwise_watch.run import open_run
 from tests.monitor_runs import FIRST, Start, stamp, write_run

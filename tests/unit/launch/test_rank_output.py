@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.entry import take_any_character
-from shardwise.launch.output import restored
+from shardwise.launch.rank_output import restored
 
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from shardwise.launch.output import redirect
+from shardwise.launch.rank_output import redirect
 print("before")
 redirect(int(sys.argv[1]), Path(sys.argv[2]))
 print("printed")
