@@ -167,7 +167,7 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
 
 def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     """The column, to read it; DataError if a table with this schema holds no tokens there."""
-    fields = text_files.with_column(schema.empty_table(), column).schema
+    fields = text_files.schema_with_column(schema, column)
     kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
     if kind != "tokens":
         cause = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
