@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, first_line, listing, see
+from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
 from shardwise.data.reading.content import BLOCK, HubFile, Kind, open_unpacked, read_errors, reading_of
 
@@ -270,18 +271,34 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
     """The content of those of these columns that a parquet file has, as `column_kind` names it."""
     parquet = _arrow("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
-        table = parquet.ParquetFile(opened).schema_arrow.empty_table()
+        table_schema = parquet.ParquetFile(opened).schema_arrow
     kinds = {}
     for name in names:
+<<<<<<< ours
         schema = with_nested_column(table, name).schema
+||||||| base
+        schema = with_column(table, name).schema
+=======
+        schema = schema_with_column(table_schema, name)
+>>>>>>> theirs
         if schema.get_field_index(name) >= 0:
             kinds[name] = column_kind(schema.field(name).type)
     return kinds
 
 
+<<<<<<< ours
 def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
     """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
     fields = with_nested_column(schema.empty_table(), key).schema
+||||||| base
+def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
+    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
+    fields = with_column(schema.empty_table(), key).schema
+=======
+def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
+    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
+    fields = schema_with_column(schema, key)
+>>>>>>> theirs
     # A name that two columns have is none.
     kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
     if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
@@ -314,6 +331,32 @@ def with_nested_column(table: Any, key: str) -> Any:
             break
         table = table.flatten()
     return table
+
+
+def schema_with_column(schema: Any, key: str) -> Any:
+    """The schema of `with_column`."""
+    # `empty_table` of pyarrow 26 refuses lists of JSON.
+    return with_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
+
+
+def batch_records(batch: Any) -> list[dict[str, Any]]:
+    """The rows of an arrow batch, without fields that are null, which a table has for each field of other rows.
+
+    JSON, as which the library `datasets` stores values of several types, is read.
+    """
+    fields = _arrow("pyarrow").struct([*batch.schema])
+    return [_plain(row, fields) for row in batch.to_pylist()]
+
+
+def _plain(value: Any, type_: Any) -> Any:
+    if isinstance(value, dict):
+        return {field.name: _plain(inner, field.type) for field in type_ if (inner := value[field.name]) is not None}
+    if isinstance(value, list) and hasattr(type_, "value_type"):
+        return [_plain(inner, type_.value_type) for inner in value]
+    if isinstance(value, str) and isinstance(type_, _arrow("pyarrow").JsonType):
+        with contextlib.suppress(ValueError):
+            return json_value(value)
+    return value
 
 
 def require_sound_array(array: Any, where: str, key: str) -> None:
