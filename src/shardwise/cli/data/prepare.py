@@ -89,17 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
             raw = RawConversionJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
             outcome = convert_raw_tokens(raw, force=arguments.force, announce=output.progress)
         else:
-<<<<<<< ours
             job = TextConversionJob(
-                data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
-            )
-||||||| base
-            job = TextJob(data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments))
-=======
-            job = TextJob(
                 checked_data_section(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
             )
->>>>>>> theirs
             outcome = convert_text(job, force=arguments.force, announce=output.progress)
     _show(target, outcome, as_json=arguments.json)
     return 0

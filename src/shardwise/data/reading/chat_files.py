@@ -112,7 +112,7 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
 
     for first, batch in jsonl_parquet.parquet_batches(path, columns):
         unread = dict.fromkeys({*names} - {*batch.schema.names})
-        for row, record in enumerate(text_files.batch_records(batch), start=first):
+        for row, record in enumerate(jsonl_parquet.batch_records(batch), start=first):
             yield partial("{}: row {}".format, path, row), unread | record
 
 

@@ -274,31 +274,15 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
         table_schema = parquet.ParquetFile(opened).schema_arrow
     kinds = {}
     for name in names:
-<<<<<<< ours
-        schema = with_nested_column(table, name).schema
-||||||| base
-        schema = with_column(table, name).schema
-=======
         schema = schema_with_column(table_schema, name)
->>>>>>> theirs
         if schema.get_field_index(name) >= 0:
             kinds[name] = column_kind(schema.field(name).type)
     return kinds
 
 
-<<<<<<< ours
 def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
     """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
-    fields = with_nested_column(schema.empty_table(), key).schema
-||||||| base
-def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
-    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
-    fields = with_column(schema.empty_table(), key).schema
-=======
-def require_text(path: Path | HubFile, schema: Any, key: str) -> None:
-    """Raises DataError if a table with this schema has no column of text `key`, also within another column."""
     fields = schema_with_column(schema, key)
->>>>>>> theirs
     # A name that two columns have is none.
     kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
     if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
@@ -334,9 +318,9 @@ def with_nested_column(table: Any, key: str) -> Any:
 
 
 def schema_with_column(schema: Any, key: str) -> Any:
-    """The schema of `with_column`."""
+    """The schema of `with_nested_column`."""
     # `empty_table` of pyarrow 26 refuses lists of JSON.
-    return with_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
+    return with_nested_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
 
 
 def batch_records(batch: Any) -> list[dict[str, Any]]:

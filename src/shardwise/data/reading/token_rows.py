@@ -125,7 +125,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of token ids in a file, some at once; DataError, which names file and row, for other than whole numbers."""
+    """The rows of token ids in a file, some at once; DataError with file and row for other than whole numbers."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in jsonl_parquet.parquet_batches(file, require):
@@ -169,16 +169,8 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
 
 def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     """The column, to read it; DataError if a table with this schema holds no tokens there."""
-<<<<<<< ours
-    fields = jsonl_parquet.with_nested_column(schema.empty_table(), column).schema
+    fields = jsonl_parquet.schema_with_column(schema, column)
     kind = "none" if fields.get_field_index(column) < 0 else jsonl_parquet.column_kind(fields.field(column).type)
-||||||| base
-    fields = text_files.with_column(schema.empty_table(), column).schema
-    kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
-=======
-    fields = text_files.schema_with_column(schema, column)
-    kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
->>>>>>> theirs
     if kind != "tokens":
         cause = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
         raise DataError(f"{cause}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")

@@ -233,8 +233,8 @@ def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -
         saved.save_to_disk(tmp_path / f"{number}")
         saved.to_parquet(tmp_path / f"{number}.parquet")
         written(tmp_path / f"{number}.jsonl", *rows)
-        lines = [chat.messages for _, chat in conversations(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
-        of_file = conversations(tmp_path / f"{number}.parquet", "parquet", "messages")
+        lines = [chat.messages for _, chat in conversations_of_file(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
+        of_file = conversations_of_file(tmp_path / f"{number}.parquet", "parquet", "messages")
         of_folder = conversations_of_table(DataSet.open(config(path=str(tmp_path / f"{number}"), **CHAT).data))
         assert [chat.messages for _, chat in of_file] == [chat.messages for _, chat in of_folder] == lines
 
