@@ -198,12 +198,12 @@ class _WeightedSums(torch.autograd.Function):
             into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
             into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                rows_of_part = (whole[:, part].index_select(0, token) for whole in (dy, x))
+                dy_rows, x_rows = (whole[:, part].index_select(0, token) for whole in (dy, x))
                 into = into_width[:, part], into_hidden[:, part]
-                results = expert_gradients(*rows_of_part, weight[run], joined[part, run], *projections, *into)
+                results = expert_gradients(dy_rows, x_rows, weight[run], joined[part, run], *projections, *into)
                 dx_rows, d_weight[part, run] = results
                 dx[:, part].index_add_(0, token, dx_rows)
-                del results, dx_rows  # not held beside the next expert's
+                del results, dy_rows, x_rows, dx_rows  # not held beside the next expert's
         d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
