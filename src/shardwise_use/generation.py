@@ -109,7 +109,7 @@ def open_token_reader(
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
 ) -> TokenReader:
-    """The reader of a model that generates text, with a cache of keys and values for `room` tokens where it can have one."""
+    """The reader of a model that generates text, with a cache for `room` tokens where it can have one."""
     module = cast(nn.Module, model)
     if isinstance(stages_of(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)

@@ -106,7 +106,7 @@ class DataRequest:
 
 
 def seed_of_source(seed: int, name: str) -> int:
-    """The seed of the order of a mixture's source: it depends on the name, so that other sources change nothing of it."""
+    """The seed of the order of a mixture's source: it depends on its name alone, and not on other sources."""
     return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
 
 

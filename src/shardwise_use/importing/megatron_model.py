@@ -71,7 +71,7 @@ NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 def megatron_config(
     shards: TensorParallelShards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The configuration of a Megatron-LM model, and notes on its arguments without a counterpart; layers are counted."""
+    """The configuration of a Megatron-LM model, and notes on arguments without a counterpart; layers are counted."""
     padded = sum(len(part) for part in shards.parts("word.weight"))
     vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
     config, notes = read_megatron_arguments(args, vocabulary, shards.where, legacy=legacy)

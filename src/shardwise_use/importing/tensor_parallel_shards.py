@@ -75,7 +75,7 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
 
 
 def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where an imported checkpoint's ranks are not those of its degrees; `name`: of a rank, a format."""
+    """Raise ConfigError where an imported checkpoint's ranks are not those of its degrees; `name`: format of ranks."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
