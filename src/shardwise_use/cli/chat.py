@@ -50,10 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_valid_sampling(arguments)
-    return _talk(arguments, system=arguments.system, shows_stats=arguments.stats)
+    return talk_with_model(arguments, system=arguments.system, shows_stats=arguments.stats)
 
 
-def _talk(
+def talk_with_model(
     arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
 ) -> int:
     """Start the process of the model, and pass texts between it and the terminal.

@@ -35,7 +35,7 @@ from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
-from shardwise_use.cli.chat import _talk
+from shardwise_use.cli.chat import talk_with_model
 from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.interactive:
         if arguments.json:
             raise ConfigError("--json must not go with --interactive: leave one of them out")
-        return _talk(arguments, completes=True)
+        return talk_with_model(arguments, completes=True)
     text = _prompt_text(arguments)
     with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         config, tokenizer = prepare_generation(arguments, place, folder, values, announce)
