@@ -31,17 +31,9 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import whole_number
-from shardwise_use.importing import megatron_dist, pickled
+from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
-from shardwise_use.importing.megatron_model import (
-    NO_TOKENS,
-    NO_WEIGHTS,
-    count_layers,
-    megatron_config,
-    megatron_role,
-    megatron_weights,
-)
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
     require_all_ranks,
@@ -98,10 +90,10 @@ def combine_megatron_ranks(
     _add_tensors(states, shards, pipeline)
     first = states[0, 0]
     is_legacy = "language_model" in first["model" if "model" in first else "model0"]  # by `megatron.legacy`
-    config, notes = megatron_config(shards, args, vocab_size, legacy=is_legacy)
-    weights = megatron_weights(shards, config, version)
+    config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=is_legacy)
+    weights = megatron_model.megatron_weights(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
+    return ForeignModel(config, weights, layout, tokens=megatron_model.NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files
@@ -200,7 +192,7 @@ def _add_tensors(states: _RankStates, shards: TensorParallelShards, pipeline: in
             tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
             shards.add(tensors_by_rank, place)
-            first += count_layers([name for tensors in tensors_by_rank for name in tensors], first)
+            first += megatron_model.count_layers([name for tensors in tensors_by_rank for name in tensors], first)
     if unknown:
         names = listing(unknown, most=_SHOWN)
         shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
@@ -221,9 +213,9 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
     """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
     tensors: dict[str, Tensor | LazyTensor] = {}
     for name, value in _flattened(state):
-        if NO_WEIGHTS.fullmatch(name):
+        if megatron_model.NO_WEIGHTS.fullmatch(name):
             continue
-        role = megatron_role(name, first)
+        role = megatron_model.megatron_role(name, first)
         if role is None or not isinstance(value, Tensor | LazyTensor) or role in tensors:
             unknown[name] = None
         else:

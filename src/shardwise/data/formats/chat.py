@@ -38,15 +38,8 @@ from shardwise.data.reading.text_sources import ColumnSource, FileSource, announ
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, json_digest, part_sizes_text
 from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    bounds_writers,
-    group_by_size,
-    part_digests,
-    part_facts,
-    token_writers,
-)
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -162,7 +155,7 @@ def _characters(chat: Chat) -> int:
     return sum(map(len, chat[1].texts))
 
 
-class _ChatDigest(ContentDigest):
+class _ChatDigest(encoding.ContentDigest):
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
@@ -215,7 +208,7 @@ def _build(
         "unread": names,
         **parts,
         "tokenizer": cache.tokenizer_digest(kept),
-        "fingerprint": cache.data_fingerprint([scan.content, *part_digests(parts)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(parts)]),
     }
 
 
@@ -246,13 +239,13 @@ def _encode(
 ) -> dict[str, Any]:
     """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     with contextlib.ExitStack() as files:
-        writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
-        bounds = bounds_writers(files, ("conversations", "answers"), folder)
+        writers = encoding.token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
+        bounds = encoding.bounds_writers(files, ("conversations", "answers"), folder)
         for part in PARTS:
             bounds[part]["conversations"].write([0])
         is_out = iter(is_held_out.tolist())
         left_out = dict.fromkeys(PARTS, 0)
-        for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
+        for batch in encoding.group_by_size(chats, _characters, _BATCH_CHARACTERS):
             for ids, answers, left_out_of_chat in encode_chats(template, batch):
                 chosen: Part = "eval" if next(is_out, False) else "train"
                 left_out[chosen] += left_out_of_chat
@@ -261,7 +254,7 @@ def _encode(
                 writer.write(ids)
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
-    parts = part_facts(writers, bounds)
+    parts = encoding.part_facts(writers, bounds)
     return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
@@ -350,7 +343,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     lengths = LengthStatistics.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
-        batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
+        batches = encoding.group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
         lengths = LengthStatistics.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)

@@ -14,15 +14,9 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
 from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
+from shardwise.data.reading import megatron_files
 from shardwise.data.reading.data_manifest import manifest_of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import (
-    IndexedFile,
-    MegatronDocuments,
-    count_sequences,
-    count_tokens,
-    is_megatron_file,
-    megatron_prefix,
-)
+from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.reading.token_files import flat_token_files
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, json_digest, part_bounds, part_sizes_text
@@ -175,12 +169,12 @@ def _packed(
 
 def _manifests(data: DataConfig) -> list[Path]:
     """The files next to the data sets that may say which tokenizer made them."""
-    return [manifest_of_prefix(megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
+    return [manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
 
 
 def _preview(request: DataRequest) -> str:
     """The number of sequences, by the headers of the .idx files."""
-    sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
+    sequences = [megatron_files.count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
@@ -188,13 +182,13 @@ def _most_tokens(request: DataRequest, limit: int) -> int | None:
     """The tokens of all data sets; None where pairs repeat sentences."""
     if request.in_pairs:
         return None
-    total = sum(count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
+    total = sum(megatron_files.count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
     return total if total <= limit else None
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
     assert data.path is not None
-    prefix = megatron_prefix(data.path)
+    prefix = megatron_files.megatron_prefix(data.path)
     file = IndexedFile.open(prefix)
     number = file.num_documents
     total = len(file.tokens)
@@ -238,7 +232,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
 def _first_documents(data: DataConfig) -> FirstDocuments:
     """The first documents of a data set, as many as are packed together."""
     assert data.path is not None
-    file = IndexedFile.open(megatron_prefix(data.path))
+    file = IndexedFile.open(megatron_files.megatron_prefix(data.path))
     number = min(file.num_documents, packing.WINDOW)
     return FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
@@ -285,7 +279,7 @@ def _summary(
 FORMAT = DataFormat(
     name="megatron",
     contents="tokens",
-    is_at=lambda path: is_megatron_file(path) and not flat_token_files(path),
+    is_at=lambda path: megatron_files.is_megatron_file(path) and not flat_token_files(path),
     open_data=_open_data,
     preview=_preview,
     inspect=_inspect,

@@ -32,14 +32,7 @@ from shardwise.data.reading.text_sources import (
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
-from shardwise.data.tokens.encoding import (
-    RULE,
-    ContentDigest,
-    document_marks,
-    encode_documents,
-    encode_sentences,
-    part_digests,
-)
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
@@ -175,7 +168,7 @@ def digest_of_text(
 
 
 def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
-    digest = ContentDigest()
+    digest = encoding.ContentDigest()
     document = 0
     characters = array("q")
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
@@ -188,7 +181,7 @@ def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
     return TextScan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
+def _parts(source: Source, split: TextSplit, digest: encoding.ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
     """All pieces of a text with their parts: the data set's own if `data.split` names them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
@@ -210,7 +203,7 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
         **request.data.chosen_marks,
     }
     if request.in_pairs:
-        described["sentences"] = RULE
+        described["sentences"] = encoding.RULE
     return cache.cache_key(described)
 
 
@@ -223,20 +216,22 @@ def _build(
     named = request.data.tokenizer
     pairs = request.in_pairs
     if named is None:
-        read = ContentDigest()
+        read = encoding.ContentDigest()
         texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
         with progress("training a tokenizer", scan.bytes, shown=announce is not None, done=lambda: read.bytes):
             tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
-    digest = ContentDigest()
+    digest = encoding.ContentDigest()
     pieces = _parts(source, split, digest)
     with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         if pairs:
-            parts = encode_sentences(pieces, tokenizer, folder)
+            parts = encoding.encode_sentences(pieces, tokenizer, folder)
         else:
-            parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
+            parts = encoding.encode_documents(
+                pieces, tokenizer, encoding.document_marks(request.data, tokenizer), folder
+            )
     # The text was read twice: to find its content and lengths, and to encode it.
     prepared_data.require_unchanged(source.name, digest.hexdigest(), scan.content)
     # Without splits the test part is empty, and fingerprints from before there was one must stay.
@@ -249,7 +244,7 @@ def _build(
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.data_fingerprint([scan.content, *part_digests(fingerprinted)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
@@ -343,7 +338,7 @@ def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
 
 def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
     """The tokens of documents with their marks, and the number of each one's."""
-    marks = document_marks(data, tokenizer)
+    marks = encoding.document_marks(data, tokenizer)
     tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
     return tokens.astype(np.int64), sizes
 
@@ -391,7 +386,7 @@ def inspect_text(data: DataConfig, samples: int) -> Inspection:
         bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
         rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
-        marks = document_marks(data, tokenizer)
+        marks = encoding.document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
