@@ -34,9 +34,7 @@ class ChatTranscript:
     Attributes:
         template: form of a conversation; None: a turn is the beginning of a new text, and an empty turn continues the
             last one.
-        window: tokens that the model reads at most.
         max_tokens: tokens of an answer at most; the transcript leaves room for them.
-        system: instruction before the conversation; None: there is none.
         messages: messages so far, or one with all of the text if there is no template.
     """
 
@@ -89,7 +87,6 @@ class _ChatSession:
     """One rank's part in a conversation.
 
     Attributes:
-        stops: ids that end an answer.
         channel: connection to the person's terminal, on rank 0; None on the others.
     """
 

@@ -165,7 +165,6 @@ class GGUFExport:
         return list(tensors.values())
 
     def _tensor(self, weight: StreamedWeight, name: str) -> StreamedWeight:
-        """A weight under its new name, in the dtype and the order that llama.cpp wants."""
         if len(weight.shape) == 1 or name.endswith(_IN_FLOAT32):
             weight = self._in_float32[weight.name]
         change = self._change(weight.name, name)
@@ -222,7 +221,6 @@ class GGUFExport:
     # ---- keys
 
     def _add_model(self, writer: Any) -> None:
-        """Add the keys of the architecture, from the facts of the model."""
         model = self.model
         writer.add_name(f"{model.family} trained with shardwise, step {self.export.step:,}")
         writer.add_context_length(model.max_position_embeddings)
@@ -311,7 +309,6 @@ class GGUFExport:
 
 
 def _changed(weight: StreamedWeight, change: _Change) -> Iterator[Buffer]:
-    """The bytes of a weight that is in memory as a whole, in another order or with other values."""
     values = np.frombuffer(b"".join(weight.read()), DTYPES[weight.dtype]).reshape(weight.shape)
     yield np.ascontiguousarray(change(values)).tobytes()
 
@@ -332,5 +329,4 @@ def _by_kind(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _plus_one(values: npt.NDArray[Any], factor: np.float32) -> npt.NDArray[Any]:
-    """The factors of a norm that multiplies by 1 + its weight."""
     return (values + np.float32(1)) * factor

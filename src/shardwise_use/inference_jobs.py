@@ -111,7 +111,6 @@ def load_generator(config: Config, weights: Root, mesh: Mesh) -> GenerativeModel
 
 
 def _load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
-    """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
     path = str(weights.local().resolve() if weights.is_local else weights)
     # A run that still trains may save between the looks of two ranks for its newest checkpoint.
     folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))

@@ -74,10 +74,6 @@ def is_computed_right(result: Mapping[str, Any] | None) -> bool:
 def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
     """Check that a program computes what the model computes, as far as it was tried.
 
-    Args:
-        model: the model.
-        reader: name of the program in the record.
-
     Returns:
         sentences for the user, on what was not tried.
 

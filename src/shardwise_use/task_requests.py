@@ -64,11 +64,7 @@ class TextRequest:
     """A request of an evaluation task: a prompt to continue.
 
     Attributes:
-        prompt: ids of the prompt.
-        max_tokens: new tokens at most.
         until: texts, each of which ends the continuation where it is complete.
-        temperature: temperature of `TokenSampler`.
-        top_p, top_k: likeliest tokens that `TokenSampler` keeps.
     """
 
     prompt: Sequence[int]
@@ -85,9 +81,6 @@ class TaskModel:
 
     Attributes:
         model: the whole model or this rank's stages.
-        mesh: mesh of the ranks.
-        parallel: settings by which the model is cut.
-        tokenizer: tokenizer of the model, on every rank.
         stop: ids that end a continuation.
         batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
             model does not see what follows a token.
@@ -141,7 +134,6 @@ class TaskModel:
         return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests of one kind. Collective."""
         # Requests have any length, and a compiled graph has one.
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             if isinstance(requests[0], ScoreRequest):

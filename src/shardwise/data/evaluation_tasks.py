@@ -134,9 +134,7 @@ class ContinuationSettings:
     """The `generation_kwargs` of an evaluation task of `lm_eval`.
 
     Attributes:
-        until: texts that end a continuation.
         draws: True if tokens are drawn; otherwise each is the likeliest.
-        temperature, top_p, top_k: as `TokenSampler` has them.
         unknown: names of others.
     """
 

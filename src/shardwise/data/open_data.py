@@ -130,8 +130,6 @@ def _prepare_sources(
 
 @dataclass(frozen=True)
 class _PreparedMixture(prepared_data.PreparedData):
-    """The data of all sources, by name."""
-
     sources: Mapping[str, prepared_data.PreparedData]
 
     @property

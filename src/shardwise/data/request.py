@@ -22,17 +22,12 @@ class DataRequest:
     Attributes:
         data: section `data`, or that of a source of a mixture.
         hook: object of the user that gives the samples (`hooks.data`); None: the keys of `data` name them.
-        family: family of the model, for messages.
         objectives: objectives of the model: `("lm",)`, or `("mlm", "nsp")` of BERT.
         pad_token_id: id that a model of sentence pairs pads with; None for others.
         token_types: segments that a model of sentence pairs tells apart; None for others.
         weights: weights that the run starts from (`checkpoint.load`), which have a tokenizer; None if it starts anew.
-        sequence_length: tokens that a sample reads.
         block_length: tokens that all stages of the run keep together in the order of the data.
         unit_length: tokens of the shortest samples into which whole documents are packed.
-        eval_every: steps between evaluations; 0: none.
-        has_sets: True if evaluations read `evaluation.sets`.
-        sample_prompt: `log.sample_prompt`, which needs a tokenizer.
         stages: weights of a mixture's sources from the first step on; empty for other data.
     """
 

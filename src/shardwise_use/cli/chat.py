@@ -63,7 +63,6 @@ def talk_with_model(
 
     Args:
         completes: True to continue texts even if the model has a chat template.
-        system: instruction before the conversation.
         shows_stats: True to print the number of tokens and the speed of each answer.
     """
     if joined() is not None:
@@ -103,7 +102,6 @@ def talk_with_model(
 
 
 def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connection | None:
-    """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
@@ -209,7 +207,6 @@ class _Terminal:
             signal.signal(signal.SIGINT, previous)
 
     def _show(self, message: dict[str, Any]) -> bool:
-        """Show a part of an answer; returns True if it was the last."""
         if "refused" in message:
             output.progress(message["refused"])
             return True

@@ -129,7 +129,6 @@ def _evaluate_on_tasks(
     folder: ModelFolder,
     announce: Callable[[str], None] | None,
 ) -> int:
-    """Run the command with --tasks on the folder that was opened; returns the exit code."""
     if arguments.part is not None:
         raise ConfigError(f"--part ({arguments.part}) must be left out with --tasks, whose files name their data")
     tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
@@ -168,7 +167,6 @@ def _print_tasks(
     layout: Layout,
     results: dict[str, Any],
 ) -> None:
-    """Print the results: one JSON object, or the tables that `lm_eval` prints."""
     tables = [name for name in ("results", "groups") if name in results]
     if arguments.json:
         facts: dict[str, Any] = {

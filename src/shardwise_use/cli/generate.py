@@ -159,7 +159,6 @@ def _finish(
     answer: Continuation,
     stopped: str,
 ) -> None:
-    """Print the end of the answer: one JSON object, or on standard error the number of tokens and the speed."""
     new = len(answer.tokens)
     prefill = prompt_tokens / answer.prefill_seconds
     decode = (new - 1) / answer.decode_seconds if new > 1 else None

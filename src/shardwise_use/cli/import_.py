@@ -292,7 +292,6 @@ def _names(given: str | None) -> list[str]:
 
 
 def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
-    """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
     from shardwise.checkpoint.storage.root import Root

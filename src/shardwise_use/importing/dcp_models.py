@@ -75,7 +75,6 @@ def named_weights(
     """The weights of a model to be imported, or the moments of them, in the model's order.
 
     Args:
-        where: name of the folder, for messages.
         stored: all weights, or moments, of the folder: each must be one of the model's.
 
     Raises:

@@ -103,7 +103,6 @@ class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
-        config: configuration of the model.
         weights: all canonical weights, in the model's order.
         layout: degrees of parallelism of the source; empty where it is not sharded.
         small_files: name → content of other files of the model.
@@ -240,7 +239,6 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
-    """Yield the bytes of a stored weight."""
     for box in _segments(tensors.states[MODEL][name]):
         yield tensors.read(MODEL, name, box).tobytes()
 

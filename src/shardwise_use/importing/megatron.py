@@ -60,7 +60,6 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     Args:
         source: the folder of the checkpoint, or of one iteration.
         vocab_size: number of tokens without padding, where the checkpoint lacks it.
-        allow_drift: the first of several replicas is taken although others differ.
 
     Raises:
         ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
@@ -80,8 +79,6 @@ def combine_megatron_ranks(
 
     Args:
         states: content of the ranks' files.
-        folder: folder of the source, for messages.
-        vocab_size, allow_drift: as in `open_megatron`.
         rank_names: formats of the ranks' names, without and with pipeline stages.
     """
     args, version = _common_arguments(states, folder)
@@ -100,7 +97,6 @@ def combine_megatron_ranks(
 
 
 def _iteration(source: Path) -> Path:
-    """The folder with the ranks' folders."""
     tracker = source / _TRACKER
     if not tracker.is_file():
         return source
@@ -115,7 +111,6 @@ def _iteration(source: Path) -> Path:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → its file."""
     ranks: dict[tuple[int, int], Path] = {}
     problems: list[str] = []
     for rank, path in tensor_parallel_files(folder, _RANK).items():
@@ -133,7 +128,6 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
-    """The content of a rank's file."""
     state = pickled.load_pickled(path)
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")

@@ -239,7 +239,6 @@ def _roles(weights: TensorParallelShards, layers: range, of_all: int, order: Seq
 
 
 def _local_shape(role: str, weights: TensorParallelShards, ranks: int) -> tuple[int, ...]:
-    """The shape on one of the tensor-parallel ranks."""
     shape = weights.tensors[role if weights.has(role) else "word.weight"][0].shape
     name, _, kind = role.rpartition(".")
     name = name.rpartition(".")[2]
@@ -276,7 +275,6 @@ def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
-    """True if all weights are their masters, rounded."""
     return all(
         torch.equal(masters[name].load(box).to(weight.dtype), weight.load(box))
         for name, weight in weights.items()

@@ -70,7 +70,6 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
 
     Args:
         source: the folder of one step, or of several, of which the newest is taken.
-        weights_only: the step and the optimizer's state are left out.
 
     Raises:
         ConfigError: it is none, is incomplete, of a model that no family here has, or its pickles ask for more than
@@ -190,7 +189,6 @@ def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Map
 
 
 def _scaled(block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A block with another scaling of rotary positions."""
     rope = {name: value for name, value in block["attention"]["rope"].items() if name != "scaling"}
     rope |= {"scaling": scaling} if scaling else {}
     return {**block, "attention": {**block["attention"], "rope": rope}}
@@ -231,7 +229,6 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _progress(
     folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
 ) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user; `module`: the fields of `train_module`."""
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")

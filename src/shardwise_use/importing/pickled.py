@@ -40,7 +40,6 @@ class PickledRecord(_StandIn):
 
     Attributes:
         value: the first argument that it was made with, which is the value of an enumeration; None without any.
-        fields: its fields by name.
     """
 
     def __init__(self, *arguments: object, **_: object) -> None:
@@ -54,11 +53,7 @@ class PickledRecord(_StandIn):
 
 
 class _TensorReference:
-    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own.
-
-    Attributes:
-        tid: the number of the tensor.
-    """
+    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own."""
 
     tid: object = None
 
@@ -88,7 +83,6 @@ def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | 
     """The content of a file of `torch.save`; tensors stay in the file until they are read, where the format allows it.
 
     Args:
-        path: the file.
         records: packages, such as `transformers.`, each of whose objects becomes a `PickledRecord`.
         content: a part of the file that is such a file by itself, with its `name` for messages.
 

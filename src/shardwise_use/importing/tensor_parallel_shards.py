@@ -103,11 +103,8 @@ class TensorParallelShards:
     rounding, for one, draws other bits on every rank.
 
     Attributes:
-        where: name of the source, for messages.
         ranks: tensor-parallel degree.
-        allow_drift: the first of several replicas is taken although others differ.
         tensors: name → its tensors, one for each tensor-parallel rank.
-        problems: one line each.
     """
 
     where: str

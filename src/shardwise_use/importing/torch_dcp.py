@@ -110,7 +110,6 @@ class LazyTensor:
     """A tensor of another program's checkpoint, of which boxes are read when they are asked for.
 
     Attributes:
-        shape, dtype: of the whole.
         load: function of a box that reads it; the result has shape `box.size`.
     """
 
@@ -208,13 +207,7 @@ class _Chunk:
 
 @dataclass
 class DcpFolder:
-    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read.
-
-    Attributes:
-        where: name of the folder, for messages.
-        tensors: name → tensor.
-        objects: name → place of an object.
-    """
+    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read."""
 
     where: str
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -241,7 +234,6 @@ class DcpFolder:
         return opened
 
     def _require_files(self, folder: Path, names: set[str], record: DcpRecord) -> None:
-        """Raise ConfigError where files are missing, or are not of the version that is read here."""
         if record.version not in _VERSIONS:
             raise ConfigError(
                 f"{folder / METADATA}: its version ({record.version!r}) must be {_VERSIONS[1]!r}: save the checkpoint "
@@ -305,7 +297,6 @@ class DcpFolder:
             return pickled.load_pickled(chunk.path, content=file.read(chunk.length), name=name)
 
     def _fill(self, target: Tensor, chunk: _Chunk, box: Box, name: str) -> None:
-        """Read a box of a chunk, counted from the chunk's start, into a tensor."""
         place = self._place(chunk, target.dtype, name)
         if isinstance(place, Tensor):
             target.copy_(place[box.slices])
@@ -378,5 +369,4 @@ def _load(part: Any, path: Path, device: str) -> Any:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which are its own."""
     return tensor.view(-1).view(torch.uint8).numpy().data.cast("B")

@@ -21,7 +21,6 @@ def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
     """The settings of a config by the dotted names of arguments, such as `training.local_batch_size`.
 
     Args:
-        file: its name in errors.
         wanted: the function that returns the config; empty for the only one, or for what is assigned in the file.
 
     Raises:
@@ -61,7 +60,6 @@ def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:
-    """The config that a function returns, if it returns one."""
     values = _assigned(function.body)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return next((value for value in reversed(returned) if _is_config(values.get(ast.unparse(value), value))), None)
@@ -79,8 +77,6 @@ class _Reader:
 
     Attributes:
         nodes: what names are assigned to.
-        functions: those of the file.
-        settings: what was read.
     """
 
     def __init__(self, tree: ast.Module) -> None:

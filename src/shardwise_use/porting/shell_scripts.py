@@ -54,7 +54,6 @@ def script_commands(
     """Yield the settings of each command line of a training script, and of the scripts beside it that it runs.
 
     Args:
-        folder: the script's.
         variables: those of the script that runs it.
         inner: the scripts that were read already.
     """
@@ -195,7 +194,6 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words of the first command of a line."""
     try:
         # Arithmetic that is not known stays one word.
         line = re.sub(r"\$\(\(.*?\)\)+", lambda match: match[0].replace(" ", ""), line.replace("\n", " "))

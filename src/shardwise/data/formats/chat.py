@@ -51,8 +51,6 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class _PreparedChat(prepared_data.PreparedData):
-    """Tokenized conversations of each part."""
-
     conversations: Mapping[Part, Conversations]
 
     def count(self, part: Part) -> int:
@@ -73,7 +71,6 @@ class _PreparedChat(prepared_data.PreparedData):
 
 
 def _open_data(request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool) -> _PreparedChat:
-    """Opens the conversations of `request`, tokenizing them first if the cache `root` has no tokens of them."""
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
@@ -91,7 +88,6 @@ def _open_data(request: DataRequest, root: Path, announce: prepared_data.Announc
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     return cache.cache_key(
         {
@@ -105,7 +101,6 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
 
 
 def _require_fitting(request: DataRequest) -> None:
-    """Raises DataError if the model cannot be trained on conversations."""
     if request.objectives != ("lm",):
         raise DataError(
             f"model.family ({request.family}) must predict the next token to learn from {request.data.name}"

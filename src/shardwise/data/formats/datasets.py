@@ -128,7 +128,6 @@ def _build(folder: Path, dataset: TokenRowSource, request: DataRequest) -> dict[
 
 
 def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
-    """The split of rows by their tokens, as `plan_text_split` makes it of documents by their characters."""
     end = _appended(request)
     lengths = [rows.ended(end).lengths for name in dataset.splits for rows in dataset.rows(name)]
     return plan_text_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)

@@ -71,7 +71,6 @@ class _PreparedShards(prepared_data.PreparedData):
 def _open_data(
     request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
 ) -> _PreparedShards:
-    """Opens the shards of `request`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
     data = request.data
     token_types = prepared_data.require_sentence_pairs(request)
     shards = []
@@ -126,7 +125,6 @@ def _preview(request: DataRequest) -> str:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Shards of masked sentence pairs."""
     paths = hdf5_files.hdf5_shard_paths(data)
     first = Hdf5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.

@@ -106,7 +106,6 @@ class _PreparedDocuments(prepared_data.PreparedData):
 def _open_data(
     request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
 ) -> _PreparedDocuments:
-    """Opens the data sets of `request`; only the tokenizer, if one is named, is kept in the cache `root`."""
     problems = prepared_data.missing_tokenizer_problems(request, has_documents=True)
     files: list[IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
@@ -179,7 +178,6 @@ def _preview(request: DataRequest) -> str:
 
 
 def _most_tokens(request: DataRequest, limit: int) -> int | None:
-    """The tokens of all data sets; None where pairs repeat sentences."""
     if request.in_pairs:
         return None
     total = sum(megatron_files.count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
@@ -230,7 +228,6 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def _first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a data set, as many as are packed together."""
     assert data.path is not None
     file = IndexedFile.open(megatron_files.megatron_prefix(data.path))
     number = min(file.num_documents, packing.WINDOW)

@@ -67,7 +67,6 @@ def packing_key(documents: Any, request: DataRequest) -> str:
 
 
 def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
-    """Writes the samples of a part; returns its record in the manifest."""
     facts = PackingFacts()
     with ExitStack() as files:
         pieces, samples = (

@@ -282,7 +282,6 @@ def other_tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterab
 
 
 def _digest_of(name: str) -> str | None:
-    """The digest of the tokenizer of this path or hub id, if it is on this machine."""
     try:
         return Tokenizer.load(hub.resolve_tokenizer(name, cached=True)).digest
     except ConfigError:

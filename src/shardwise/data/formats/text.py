@@ -193,7 +193,6 @@ def _parts(source: Source, split: TextSplit, digest: encoding.ContentDigest) -> 
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,
@@ -337,7 +336,6 @@ def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
 
 
 def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
-    """The tokens of documents with their marks, and the number of each one's."""
     marks = encoding.document_marks(data, tokenizer)
     tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
     return tokens.astype(np.int64), sizes

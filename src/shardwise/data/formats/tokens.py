@@ -33,7 +33,6 @@ _LOOKED_AT = 1 << 22
 def _open_data(
     request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
 ) -> prepared_data.PreparedText:
-    """Opens rows of tokens from the cache, which is filled first if it has none, or flat files where they lie."""
     data = request.data
     if not _is_flat(data):
         return datasets.open_token_rows(RowFiles(data), request, root, announce, any_size=any_size)
@@ -72,14 +71,12 @@ def _open_data(
 
 
 def _is_flat(data: DataConfig) -> bool:
-    """True if `data.path` names flat files, and not rows."""
     assert data.path is not None
     path = user_path(data.path)
     return bool(flat_token_files(path)) or not path.exists()
 
 
 def _shown(tokens: FlatTokens) -> str:
-    """The number, the kinds and the size of the files."""
     kinds = dict.fromkeys(file.reading or file.tokens.dtype.name for file in tokens.files)
     documents = "" if tokens.documents is None else f", {counted(len(tokens.documents) - 1, 'document')}"
     nbytes = size(sum(file.tokens.nbytes for file in tokens.files))
@@ -111,7 +108,6 @@ def _most_tokens(request: DataRequest, limit: int) -> int | None:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Rows as those of a data set, or flat files: their first documents, or the beginning of each file."""
     if not _is_flat(data):
         rows = RowFiles(data)
         return datasets.inspect_token_rows(rows, data, samples, rows.files, "rows of tokens")

@@ -84,8 +84,6 @@ class _PreparedSamples(PreparedData):
 
 
 class _SampleBatches(RowBatches):
-    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`."""
-
     def __init__(self, rows: _CheckedSamples, seed: int, ends: DocumentEnds | None) -> None:
         super().__init__(len(rows), seed, rows.length, ends)
         self.rows = rows

@@ -33,7 +33,6 @@ class RawConversionJob:
     Attributes:
         dtype: dtype of the ids; None: the header or the bytes decide.
         eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
-        tokenizer: tokenizer that made the ids; None if it is unknown.
     """
 
     path: Path

@@ -43,11 +43,7 @@ COMMIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _SourcePosition:
-    """The part of a source that has been read.
-
-    Attributes:
-        digest: digest of the text, as `ContentDigest` makes it.
-    """
+    """The part of a source that has been read."""
 
     batches: int = 0
     documents: int = 0
@@ -81,7 +77,6 @@ class _TextBatch:
 
     Attributes:
         ends: number of texts before the end of each document that ends in this batch.
-        stop: position at which the batch ends.
     """
 
     texts: list[str]
@@ -182,7 +177,6 @@ def tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
-    """Prepares a new process for its tasks."""
     global _tokenizer
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()

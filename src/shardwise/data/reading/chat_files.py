@@ -115,7 +115,6 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
 
 
 def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
-    """The columns of a table that are read; DataError if none holds messages."""
     fields = _fields(names, key)
     if not set(fields) <= set(names):
         raise DataError(
@@ -220,7 +219,6 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
 
 
 def _is_text(content: Any) -> bool:
-    """True for text, and for parts of text."""
     if not isinstance(content, list):
         return isinstance(content, str)
     return all(

@@ -62,8 +62,6 @@ class HubFile:
 
 @dataclass(frozen=True)
 class _Packing:
-    """A program that packs files: their possible beginnings and suffixes, and a function that unpacks an open file."""
-
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
     unpacked: Callable[[IO[bytes]], Any]
@@ -157,7 +155,6 @@ def _window(path: Path | HubFile) -> str:
 
 @contextmanager
 def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
-    """Turns what libraries raise about a packed file, while it is read, into a DataError."""
     try:
         yield
     except ImportError as error:

@@ -171,7 +171,6 @@ class _HubTables:
         return builder
 
     def _converted_files(self) -> dict[str, str]:
-        """Patterns of the configuration's files of each split."""
         from huggingface_hub import HfApi
 
         try:
@@ -261,7 +260,6 @@ class DataSet:
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
-        """The tables that are read, by the names of their splits."""
         key = self.data.text_key
         return {name: with_nested_column(table, key) for name, table in self._chosen(self.tables.load()).items()}
 

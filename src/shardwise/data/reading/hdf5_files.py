@@ -66,7 +66,6 @@ class Hdf5Shard:
         rows: number of samples N.
         length: sequence length S.
         predictions: most predictions of a sample P.
-        chunked: True if an array is stored in chunks.
         unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
     """
 
@@ -134,7 +133,6 @@ def open_hdf5(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns the library's errors about an opened file, which have many types, into a DataError."""
     try:
         yield
     except DataError:
@@ -154,7 +152,6 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
-    """The shape of one array of integers."""
     array = file.get(key)
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")

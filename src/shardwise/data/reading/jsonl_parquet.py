@@ -197,7 +197,6 @@ def nested_field(record: Mapping[str, Any], key: str) -> Any:
 
 
 def _chat_hint(record: Mapping[str, Any]) -> str:
-    """The end of a message about an object without a text, if it holds a conversation."""
     is_chat = isinstance(record.get("messages"), list)
     return "; data.format=chat reads the conversation in 'messages'" if is_chat else ""
 
@@ -251,7 +250,6 @@ def parquet_batches(
 
 @contextlib.contextmanager
 def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
-    """Turns what pyarrow and the system raise about a parquet file into a DataError."""
     arrow = _arrow("pyarrow")
     with read_errors(path):
         try:

@@ -348,7 +348,6 @@ class UnfinishedIndex:
     PREFIX.bin has the tokens, PREFIX.sizes the sizes of sequences (i32), PREFIX.documents the document bounds (i64).
 
     Args:
-        vocab_size: vocabulary, which decides the dtype of the tokens.
         tokens, sequences, documents: numbers that the files keep, of those that they hold already.
 
     Raises:

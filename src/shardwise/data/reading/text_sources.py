@@ -271,7 +271,6 @@ def text_files_at(path: Path, data: DataConfig) -> FileSource:
 
 
 def _left_out(files: Sequence[Path], kind: content.Kind | None, key: str) -> set[Path]:
-    """The files of a folder that are no data."""
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     has_rows = kind != "text"

@@ -145,7 +145,6 @@ def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterato
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers."""
     with open_unpacked(file) as content:
         yield from ((number, line) for number, line in enumerate(content, start=1) if line.strip())
 

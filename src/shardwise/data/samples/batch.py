@@ -185,7 +185,6 @@ class BlendedBatches(Batches):
 
     Args:
         stages: weights of the sources that are read, one stage after another; they count blocks.
-        together: samples of a block, which are of one source.
     """
 
     def __init__(self, sources: Mapping[str, Batches], stages: Sequence[MixtureStage], together: int = 1) -> None:

@@ -228,7 +228,6 @@ class BlendPattern:
 
 
 def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each source in a block."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * common) for fraction in fractions]

@@ -154,7 +154,6 @@ class PackedSamples:
         pieces: first token of each piece and the number of its tokens that are read, one sample after another,
             [pieces, 2].
         begins: first piece of each sample, then the number of pieces, [samples + 1].
-        length: sequence length S.
     """
 
     pieces: IntArray
@@ -194,7 +193,6 @@ def packed_windows(bounds: IntArray, length: int, together: int = 1) -> Iterator
 
     Args:
         bounds: first token of each document, then the number of tokens, [documents + 1].
-        length: sequence length S.
         together: samples of a block, in which the pieces of a document that is longer than a sample follow each other,
             see `PackedSamples.joined`.
     """

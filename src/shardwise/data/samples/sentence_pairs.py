@@ -228,7 +228,6 @@ class SentencePairBatches(Batches):
         )
 
     def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
-        """A and B before truncation."""
         bounds = self.chunks.bounds
         chunk = self.chunks.find(indices)
         size = chunk.end - chunk.start

@@ -60,11 +60,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class _StreamBlock:
-    """A block of documents that were shuffled, joined and cut into samples.
-
-    Attributes:
-        samples: samples of the block; None if it has none.
-    """
+    """A block of documents that were shuffled, joined and cut into samples."""
 
     start: StreamPosition
     stop: StreamPosition
@@ -161,7 +157,6 @@ class TextStream:
             offset = 0
 
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
-        """All documents joined, each with its marks."""
         rows = []
         pieces = (("", piece) for piece in chain.from_iterable(documents))
         for _, row, _ in document_tokens(pieces, self.tokenizer, self.marks, _ENCODED_CHARACTERS):
@@ -256,7 +251,6 @@ class StreamBatches(Batches):
         return join_batches(parts, places, samples)
 
     def _block(self, sample: int) -> _StreamBlock:
-        """The block that has a sample."""
         for block in self._kept:
             if block.start.samples <= sample < block.stop.samples:
                 return block

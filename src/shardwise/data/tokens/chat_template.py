@@ -96,7 +96,6 @@ class _EncodedChat(NamedTuple):
 
     Attributes:
         answers: first and next token of each answer, [answers, 2].
-        left_out: as of `_RenderedChat`.
     """
 
     ids: IntArray
@@ -109,7 +108,6 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Attributes:
-        source: its jinja2 code.
         name: the file that holds it, for messages.
         special: special tokens by their roles, such as `bos_token`.
         with_tools: template of conversations that name tools; None if this one renders them too.
@@ -238,7 +236,6 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """The names that the template has, of fields and of variables."""
         return frozenset(self.code.names())
 
     @cached_property
@@ -281,7 +278,6 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """True if the template reads a content that is a list of parts."""
         messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
         values = {"tools": None, "documents": None, **self.special, "messages": messages}
         with contextlib.suppress(*RAISED):

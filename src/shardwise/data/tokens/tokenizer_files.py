@@ -325,7 +325,6 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _piece_model(file: Path) -> Any:
-    """The parsed file."""
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2
@@ -437,7 +436,6 @@ class _SpecialTokens:
 
 
 def _added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
-    """The token that a file gives, with these flags; TypeError if it gives none."""
     import tokenizers
 
     if (content := token_content(value)) is None:
