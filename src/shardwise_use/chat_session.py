@@ -163,12 +163,7 @@ class _ChatSession:
 def run_chat_session(
     config: Config, weights: Root, transcript: ChatTranscript, stops: Collection[int], channel: Connection | None
 ) -> None:
-    """Hold a conversation with the model of a folder, on every rank, until the channel is closed.
-
-    Raises:
-        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
-        not match their checksums. RunError: memory ran out.
-    """
+    """Hold a conversation with the model of a folder, on every rank, until the channel is closed."""
     with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         reader = open_token_reader(model, mesh, transcript.window, parallel=config.parallel)

@@ -60,10 +60,6 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     Args:
         source: the folder of the checkpoint, or of one iteration.
         vocab_size: number of tokens without padding, where the checkpoint lacks it.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
-        that is wrong; or its files are not safe to open.
     """
     folder = _iteration(source)
     if is_dcp_folder(folder):

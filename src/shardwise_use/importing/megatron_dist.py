@@ -65,9 +65,6 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
 
     Args:
         vocab_size: number of tokens without padding, where the checkpoint lacks it.
-
-    Raises:
-        ConfigError: it is of another version or model, incomplete, contradicts itself, or is not safe to open.
     """
     common = _common(folder)
     args = vars(common["args"])

@@ -68,10 +68,6 @@ def open_nemo(
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
         vocab_size: number of tokens without padding, which no checkpoint tells.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
-        is wrong; or its files are not safe to open.
     """
     folder, files = _files(source)
     saved = {rank: _opened(file) for rank, file in files.items()}

@@ -73,10 +73,6 @@ def open_neuronx(
 
     Args:
         config_file: the model's Hugging Face `config.json`, or the folder of it.
-
-    Raises:
-        ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
-        everything that is wrong; or its files are not safe to open.
     """
     described, config = model_of_config_file(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):

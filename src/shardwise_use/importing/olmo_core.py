@@ -70,10 +70,6 @@ def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
 
     Args:
         source: the folder of one step, or of several, of which the newest is taken.
-
-    Raises:
-        ConfigError: it is none, is incomplete, of a model that no family here has, or its pickles ask for more than
-        plain values.
     """
     step = source.parent if source.name == _TENSORS else dcp_models.newest_step_folder(source, _TENSORS)
     inner = step / _TENSORS

@@ -50,9 +50,6 @@ def open_torchtitan(
     Args:
         source: the folder of one step, or of several, of which the newest is taken.
         config_file: the model's Hugging Face `config.json`, or its folder (torchtitan's `hf_assets_path`).
-
-    Raises:
-        ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
     """
     folder = dcp_models.open_dcp_folder(dcp_models.newest_step_folder(source), "torchtitan")
     path, config = model_of_config_file(config_file, ignore)
