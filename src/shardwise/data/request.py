@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, samples_between
 from shardwise.data.rows import Part
 from shardwise.data.samples.order import MixtureStage, mix_integer
 
 _SEED_BITS = 63
+Announce = Callable[[str], None] | None
+"""Called with one line when something is fetched or built."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class DataRequest:
         block_length: tokens that all stages of the run keep together in the order of the data.
         unit_length: tokens of the shortest samples into which whole documents are packed.
         stages: weights of a mixture's sources from the first step on; empty for other data.
+        root: the data cache, for results that take long to make.
+        announce: called with a line before such work; None tells nobody.
+        any_size: True if parts may hold less than a sample each, which training needs.
     """
 
     data: DataConfig
@@ -47,10 +54,15 @@ class DataRequest:
     has_sets: bool
     sample_prompt: str | None
     stages: tuple[MixtureStage, ...]
+    root: Path
+    announce: Announce = None
+    any_size: bool = False
 
     @staticmethod
-    def of(config: Config) -> DataRequest:
-        """The request of the run of a configuration."""
+    def of(
+        config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
+    ) -> DataRequest:
+        """The request of the run of a configuration; `cache_dir`: see `cache_root`."""
         shapes = config.shapes
         return DataRequest(
             data=config.data,
@@ -69,6 +81,9 @@ class DataRequest:
             has_sets=bool(config.evaluation.sets),
             sample_prompt=config.log.sample_prompt,
             stages=tuple(continued_stages(config, (), 0, 0)) if config.data.mixture else (),
+            root=cache_root(cache_dir),
+            announce=announce,
+            any_size=any_size,
         )
 
     @property
@@ -83,7 +98,9 @@ class DataRequest:
 
     @property
     def needed_parts(self) -> list[Part]:
-        """The parts that training reads."""
+        """The parts that training reads, each of which must hold a sample."""
+        if self.any_size:
+            return []
         return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
 
     def of_source(self, name: str) -> DataRequest:

@@ -265,7 +265,7 @@ def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.M
         name="probe",
         contents="tokens",
         is_at=lambda path: path.suffix == ".probe",
-        open_data=lambda _request, _root, _announce, *, any_size: random_tokens(),
+        open_data=lambda _request: random_tokens(),
         preview=lambda _request: "a probe",
         inspect=lambda data, _samples: Inspection(str(data.path), "probe", 0, [], {}),
     )

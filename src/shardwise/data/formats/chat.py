@@ -35,7 +35,7 @@ from shardwise.data.reading.chat_files import (
 )
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_text_source
-from shardwise.data.request import DataRequest
+from shardwise.data.request import Announce, DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, json_digest, part_sizes_text
 from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
 from shardwise.data.tokens import encoding
@@ -70,21 +70,19 @@ class _PreparedChat(prepared_data.PreparedData):
         return ConversationBatches(chats, length, 0 if evaluation else request.seed)
 
 
-def _open_data(request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool) -> _PreparedChat:
+def _open_data(request: DataRequest) -> _PreparedChat:
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
     known = None if stamp is None else json_digest({"chat": stamp})
-    content, scan = digest_of_text(root, known, source, lambda: _scan(source, announce), announce)
+    content, scan = digest_of_text(request, known, source, lambda: _scan(source, request.announce))
     entry = prepared_data.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    return _prepared(entry, source, request, any_size)
+    return _prepared(entry, source, request)
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
@@ -138,7 +136,7 @@ def _conversations(source: _Source) -> Iterator[Chat]:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
-def _scan(source: _Source, announce: prepared_data.Announce = None) -> TextScan:
+def _scan(source: _Source, announce: Announce = None) -> TextScan:
     digest = _ChatDigest()
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
         characters = [*map(_characters, digest.watch_chats(_conversations(source)))]
@@ -170,9 +168,8 @@ def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]
     return np.cumsum(scan.characters) > split.boundary
 
 
-def _build(
-    folder: Path, source: _Source, scan: TextScan, request: DataRequest, announce: prepared_data.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: _Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     is_held_out = _held_out(scan, request.data.split_weights)
     named = request.data.tokenizer
     kept = folder / "tokenizer"
@@ -253,7 +250,7 @@ def _encode(
     return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
-def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> _PreparedChat:
+def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) -> _PreparedChat:
     facts = entry.manifest
     chats = {
         part: Conversations(
@@ -262,13 +259,12 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, an
         for part in PARTS
     }
     length = request.sequence_length
-    needed = [] if any_size else request.needed_parts
     problems = [
         f"the {PART_NAMES[part]} part of {request.data.key} {source.name} "
         f"({counted(facts[part]['documents'], 'conversation')} at data.split={request.data.split}) must have an answer "
         f"that begins within the first train.sequence_length + 1 ({length + 1:,}) tokens of a conversation: give more "
         "conversations, a longer sequence or another split"
-        for part in needed
+        for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
     if problems:

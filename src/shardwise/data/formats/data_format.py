@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.formats.prepared_data import Announce, PreparedData
+from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import TokenSource
@@ -109,12 +109,6 @@ class FirstDocuments:
     is_all: bool
 
 
-class _OpenData(Protocol):
-    """Opens the data of a run; results that take long to make are kept in the cache `root`."""
-
-    def __call__(self, request: DataRequest, root: Path, announce: Announce, *, any_size: bool) -> PreparedData: ...
-
-
 @dataclass(frozen=True)
 class DataFormat:
     """A format of training data, as `data.format` names it.
@@ -123,6 +117,7 @@ class DataFormat:
 
     Attributes:
         name: value of `data.format`; "text" stands for jsonl and parquet too.
+        open_data: opens the data of a run; results that take long to make are kept in the data cache.
         preview: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
         inspect: describes the data, with the first samples, whose number is given.
         is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
@@ -137,7 +132,7 @@ class DataFormat:
 
     name: str
     contents: DataContents
-    open_data: _OpenData
+    open_data: Callable[[DataRequest], PreparedData]
     preview: Callable[[DataRequest], str]
     inspect: Callable[[DataConfig, int], Inspection]
     is_at: Callable[[Path], bool] = lambda _path: False

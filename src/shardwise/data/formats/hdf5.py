@@ -68,9 +68,7 @@ class _PreparedShards(prepared_data.PreparedData):
         return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, request.seed)
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedShards:
+def _open_data(request: DataRequest) -> _PreparedShards:
     data = request.data
     token_types = prepared_data.require_sentence_pairs(request)
     shards = []
@@ -87,10 +85,12 @@ def _open_data(
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
     if problems:
         raise DataError(problems)
-    rows = Hdf5ShardRows(hdf5_files.unpack_hdf5_shards(root, shards, announce), request.vocab_size, token_types)
+    rows = Hdf5ShardRows(
+        hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
+    )
     bounds = part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(request.needed_parts, pairwise(bounds), strict=False):
-        if first == stop and not any_size:
+        if first == stop:
             problems.append(
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
@@ -102,7 +102,7 @@ def _open_data(
     with content.read_errors("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return _PreparedShards(
-        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         shards=rows,
         bounds=bounds,
         fingerprint=json_digest({"digests": digests, "bounds": bounds}),

@@ -103,9 +103,7 @@ class _PreparedDocuments(prepared_data.PreparedData):
         return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedDocuments:
+def _open_data(request: DataRequest) -> _PreparedDocuments:
     problems = prepared_data.missing_tokenizer_problems(request, has_documents=True)
     files: list[IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
@@ -117,14 +115,14 @@ def _open_data(
     if problems:
         raise DataError(problems)
     parts = _parts(files, request)
-    if not any_size and (problems := _too_short(parts, request)):
+    if problems := _too_short(parts, request):
         raise DataError(problems)
-    packed_parts = tuple(_packed(files, parts, request, root, announce))
+    packed_parts = tuple(_packed(files, parts, request))
     weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return _PreparedDocuments(
-        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         weights=weights,
         parts=parts,
         fingerprint=json_digest(
@@ -140,11 +138,7 @@ def _open_data(
 
 
 def _packed(
-    files: Sequence[IndexedFile],
-    parts: Mapping[Part, tuple[MegatronDocuments, ...]],
-    request: DataRequest,
-    root: Path,
-    announce: prepared_data.Announce,
+    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
     """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
@@ -161,9 +155,8 @@ def _packed(
         documents = {part: chosen[number] for part, chosen in parts.items()}
         numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
         bounds = {part: chosen.bounds for part, chosen in documents.items() if len(chosen)}
-        yield packing_cache.open_packed_samples(
-            root, packing_cache.packing_key([file.digest, numbers], request), bounds, request, file.prefix, announce
-        )
+        key = packing_cache.packing_key([file.digest, numbers], request)
+        yield packing_cache.open_packed_samples(request, file.prefix, key, bounds)
 
 
 def _manifests(data: DataConfig) -> list[Path]:

@@ -23,8 +23,6 @@ from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, op
 if TYPE_CHECKING:
     from shardwise.data.samples import packing
 
-Announce = Callable[[str], None] | None
-"""Called with one line when something is fetched or built."""
 # Digits of a digest in messages: enough to tell two apart.
 _SHOWN_DIGITS = 12
 
@@ -288,8 +286,8 @@ def _digest_of(name: str) -> str | None:
         return None
 
 
-def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: Path) -> Path | None:
-    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
+def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None) -> Path | None:
+    """The folder in the data cache that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
     path = request.data.tokenizer
     if tokenizer is None or path is None:
         return None
@@ -300,7 +298,7 @@ def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: 
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
     key = user_tokenizer_digest(path)[:32]
-    return cache.open_or_build(root, "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
+    return cache.open_or_build(request.root, "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
 
 
 def padding_problems(special: PairTokens | None, request: DataRequest) -> list[str]:
@@ -365,21 +363,20 @@ def too_short_parts(request: DataRequest, entry: cache.CacheEntry, name: str, pa
 
 
 def open_text_tokens(
-    root: Path,
-    key_with: Callable[[str | None], str],
-    tokenizer: str | None,
-    build: Callable[[Path], Mapping[str, object]],
+    request: DataRequest,
     name: str,
-    announce: Announce,
+    key_with: Callable[[str | None], str],
+    build: Callable[[Path], Mapping[str, object]],
 ) -> cache.CacheEntry:
-    """The cached tokens of a text, built if the cache `root` has none.
+    """The cached tokens of the text `name`, built if there are none.
 
     Args:
         key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
         build: function that fills a folder, see `cache.open_or_build`.
     """
-    key = cache.token_entry_key(root, key_with(tokenizer))
-    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", announce)
+    root = request.root
+    key = cache.token_entry_key(root, key_with(request.data.tokenizer))
+    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", request.announce)
     # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
     cache.remember_same_tokens(root, key, key_with(str(entry.tokenizer_path)))
     return entry

@@ -29,7 +29,7 @@ from shardwise.data.reading.text_sources import (
     announce_empty,
     open_text_source,
 )
-from shardwise.data.request import DataRequest
+from shardwise.data.request import Announce, DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
 from shardwise.data.tokens import encoding
@@ -118,38 +118,35 @@ class TextScan:
     characters: npt.NDArray[np.int64]
 
 
-def open_text(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool, source: Source | None = None
-) -> prepared_data.PreparedText:
-    """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+def open_text(request: DataRequest, source: Source | None = None) -> prepared_data.PreparedText:
+    """Opens `source`, or the text of `request`, tokenizing it first if the data cache has no tokens of it."""
     if request.data.streaming:
         from shardwise.data.formats import streamed_text
 
-        return streamed_text.open_stream(request, root, announce, any_size=any_size)
+        return streamed_text.open_stream(request)
     source = source or open_text_source(request.data)
-    content, scan = digest_of_text(root, source.stamp(), source, lambda: _scan(source, announce), announce)
+    content, scan = digest_of_text(request, source.stamp(), source, lambda: _scan(source, request.announce))
     entry = prepared_data.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    data = _prepared(entry, source, request, any_size)
+    data = _prepared(entry, source, request)
     if request.data.packs_documents:
         from shardwise.data.formats import packing_cache
 
-        return packing_cache.with_packed_samples(request, root, data, announce)
+        return packing_cache.with_packed_samples(request, data)
     return data
 
 
 def digest_of_text(
-    root: Path, stamp: str | None, source: Source, scan: Callable[[], TextScan], announce: prepared_data.Announce
+    request: DataRequest, stamp: str | None, source: Source, scan: Callable[[], TextScan]
 ) -> tuple[str, TextScan | None]:
     """The digest of a source's text, and the scan by which it was found; None if the data cache knew the digest."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
+    root = request.root
     content = cache.known_text_digest(root, stamp)
     if content is not None:
         return content, None
@@ -160,14 +157,14 @@ def digest_of_text(
             content = cache.known_text_digest(root, stamp)
             if content is not None:
                 return content, None
-            if announce is not None:
-                announce(f"preparing the data {source.name}: reading them")
+            if request.announce is not None:
+                request.announce(f"preparing the data {source.name}: reading them")
         scanned = scan()
         cache.remember_text_digest(root, stamp, scanned.content)
     return scanned.content, scanned
 
 
-def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
+def _scan(source: Source, announce: Announce = None) -> TextScan:
     digest = encoding.ContentDigest()
     document = 0
     characters = array("q")
@@ -206,9 +203,8 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     return cache.cache_key(described)
 
 
-def _build(
-    folder: Path, source: Source, scan: TextScan, request: DataRequest, announce: prepared_data.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_text_split(scan.characters, request.data.split_weights)
@@ -260,18 +256,15 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(
-    entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool
-) -> prepared_data.PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> prepared_data.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
     if request.in_pairs:
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
-    needed = [] if any_size else request.needed_parts
     problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
-        request, entry, source.name, needed
+        request, entry, source.name, request.needed_parts
     )
     if problems:
         raise DataError(problems)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -30,12 +29,10 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 _LOOKED_AT = 1 << 22
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> prepared_data.PreparedText:
+def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     data = request.data
     if not _is_flat(data):
-        return datasets.open_token_rows(RowFiles(data), request, root, announce, any_size=any_size)
+        return datasets.open_token_rows(RowFiles(data), request)
     if problems := prepared_data.document_mark_problems(data):
         raise DataError(problems)
     tokenizer = prepared_data.tokenizer_of_tokens(request, datatrove_metadata_files(data), problems)
@@ -53,13 +50,12 @@ def _open_data(
         cuts = ends[part_bounds(len(ends) - 1, data.split_weights)].tolist()
     rows = {part: tokens.part(*bounds) for part, bounds in zip(PART_NAMES, pairwise(cuts), strict=True)}
     sizes: dict[Part, int] = {part: len(row) for part, row in rows.items()}
-    if not any_size:
-        for part in request.needed_parts:
-            problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
+    for part in request.needed_parts:
+        problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
     if problems:
         raise DataError(problems)
     prepared = prepared_data.PreparedText(
-        prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        prepared_data.tokenizer_in_cache(request, tokenizer),
         json_digest([tokens.digest, cuts]),
         f"{data.name}: {_shown(tokens)}, {part_sizes_text(sizes)} tokens",
         tokens=rows,
@@ -67,7 +63,7 @@ def _open_data(
     )
     # An index tells the documents, else their last token.
     finders = None if ends is None else {part: row.bounds for part, row in rows.items() if len(row)}
-    return packing_cache.with_packed_samples(request, root, prepared, announce, finders)
+    return packing_cache.with_packed_samples(request, prepared, finders)
 
 
 def _is_flat(data: DataConfig) -> bool:
