@@ -161,11 +161,7 @@ def _evaluate_on_tasks(
 
 
 def _print_tasks(
-    arguments: argparse.Namespace,
-    folder: ModelFolder,
-    config: Config,
-    layout: Layout,
-    results: dict[str, Any],
+    arguments: argparse.Namespace, folder: ModelFolder, config: Config, layout: Layout, results: dict[str, Any]
 ) -> None:
     tables = [name for name in ("results", "groups") if name in results]
     if arguments.json:
