@@ -84,11 +84,7 @@ class ChatTranscript:
 
 @dataclass(frozen=True)
 class _ChatSession:
-    """One rank's part in a conversation.
-
-    Attributes:
-        channel: connection to the person's terminal, on rank 0; None on the others.
-    """
+    """One rank's part in a conversation; `channel`: to the person's terminal, on rank 0 alone."""
 
     model: GenerativeModel | Stages
     mesh: Mesh

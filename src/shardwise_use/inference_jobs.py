@@ -60,11 +60,7 @@ def run_generation(
 def run_evaluation_tasks(
     config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]
 ) -> dict[str, Any] | None:
-    """Score the model of a folder on `evaluation.tasks`, on every rank.
-
-    Returns:
-        The results, as `lm_eval` returns them; None on all ranks but 0.
-    """
+    """Score the model of a folder on `evaluation.tasks`, on every rank; rank 0 gets the results of `lm_eval`."""
     # It imports lm_eval, an extra.
     from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
 

@@ -36,12 +36,7 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request of an evaluation task: tokens of which the last are scored.
-
-    Attributes:
-        tokens: ids, at least one more than `targets`. The model reads all but the last.
-        targets: number of the last tokens that are scored.
-    """
+    """A request of an evaluation task: ids of which the last `targets` are scored; the model reads all but the last."""
 
     tokens: Sequence[int]
     targets: int
@@ -61,11 +56,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request of an evaluation task: a prompt to continue.
-
-    Attributes:
-        until: texts, each of which ends the continuation where it is complete.
-    """
+    """A request of an evaluation task: a prompt to continue, up to the first text of `until` that is complete."""
 
     prompt: Sequence[int]
     max_tokens: int

@@ -68,11 +68,7 @@ def path_refusal(error: OSError) -> ConfigError | None:
 
 
 def user_path(path: str | Path) -> Path:
-    """A path that a user gave, with the home for `~`; as it is where there is no user of the name after `~`.
-
-    Raises:
-        ConfigError: it has a zero character, at which the system would end it.
-    """
+    """A path that a user gave, with the home for `~` where that user exists; ConfigError for a zero character."""
     if "\0" in str(path):
         raise ConfigError(f"the path {path} must have no zero character")
     return Path(os.path.expanduser(path))  # noqa: PTH111  the other one raises a RuntimeError there
@@ -175,11 +171,7 @@ def open_to_append(path: Path) -> int:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A regular file to read; links are followed.
-
-    Raises:
-        OSError: as `os.open`; EISDIR of a folder, and EINVAL of a pipe or a device, which might never answer.
-    """
+    """A regular file to read; links are followed. OSError also for a folder, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -267,11 +259,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Replace a file: a reader or a crash sees the old content or the new one, never a part. `mode` as in `new_file`.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
+    """Replace a file: a reader or a crash sees its old content or the new, never a part. `mode` as in `new_file`."""
     # Processes of several machines or containers, which may have the same number, can write to one folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -288,11 +276,7 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
 
 
 def require_replaceable(path: Path, option: str) -> None:
-    """Refuse what a file that is written by `write_atomic`, at a path that the user gave by `option`, must not replace.
-
-    Raises:
-        ConfigError: a folder, a link, a pipe or a device has that name.
-    """
+    """Refuse a path that the user gave by `option`, for `write_atomic`, where a folder, link, pipe or device is."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:

@@ -36,11 +36,7 @@ def require_lm_eval(settings: EvaluationConfig) -> None:
 
 @functools.cache
 def find_tasks(settings: EvaluationConfig) -> TaskManager:
-    """The index of `lm_eval` in which all of `evaluation.tasks` are.
-
-    Raises:
-        ConfigError: as `require_lm_eval`, or a name is unknown.
-    """
+    """The index of `lm_eval` with all of `evaluation.tasks`; ConfigError as `require_lm_eval`, or of unknown names."""
     require_lm_eval(settings)
     names = settings.tasks
     folder = settings.tasks_path
@@ -131,12 +127,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` of an evaluation task of `lm_eval`.
-
-    Attributes:
-        draws: True if tokens are drawn; otherwise each is the likeliest.
-        unknown: names of others.
-    """
+    """The `generation_kwargs` of a task of `lm_eval`; `draws`: tokens are drawn, else the likeliest is taken."""
 
     max_tokens: int
     until: Sequence[str]

@@ -92,11 +92,7 @@ def prepare_generation(
     values: dict[str, Any],
     announce: Callable[[str], None] | None = None,
 ) -> tuple[Config, Tokenizer]:
-    """Return the configuration and the tokenizer of a model that generates text, whose ranks hold one copy of it.
-
-    Raises:
-        ConfigError: it is none, or needs other ranks.
-    """
+    """The configuration and tokenizer of a model that generates text; ConfigError: it is none, or needs other ranks."""
     config = model_argument.generation_config(folder, values)
     if not config.model.causal:
         raise ConfigError(

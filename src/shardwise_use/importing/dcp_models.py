@@ -48,11 +48,7 @@ def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
 
 
 def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
-    """Open a folder of torch.distributed.checkpoint that a program, the maker, wrote.
-
-    Raises:
-        ConfigError: as `DcpFolder.open`, or another maker wrote it: the message says which.
-    """
+    """Open a folder of torch.distributed.checkpoint; ConfigError as of `DcpFolder.open`, or with who else wrote it."""
     if not (folder / METADATA).exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         hint = "is a Hugging Face folder: leave out --from" if has_weights(names) else ""

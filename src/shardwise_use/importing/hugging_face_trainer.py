@@ -45,11 +45,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 
 def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
-    """A model with the progress of the Hugging Face Trainer that saved it; as it is where its files are not there.
-
-    Raises:
-        ConfigError: the files are damaged, name what could run code, or are of another optimizer or model.
-    """
+    """A model with the progress that a Hugging Face Trainer saved, if any; ConfigError: its files do not fit."""
     if not (folder / OPTIMIZER).exists():
         if not (folder / _STATE).exists():
             return opened

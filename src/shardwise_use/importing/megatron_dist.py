@@ -61,11 +61,7 @@ _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
 def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress.
-
-    Args:
-        vocab_size: number of tokens without padding, where the checkpoint lacks it.
-    """
+    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress; `vocab_size`: without padding."""
     common = _common(folder)
     args = vars(common["args"])
     megatron_arguments.require_known_arguments(args, str(folder))

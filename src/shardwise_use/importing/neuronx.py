@@ -69,11 +69,7 @@ def open_neuronx(
     ignore: Collection[str] = (),
     weights_only: bool = False,
 ) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed, with its progress where the state of AdamW is there.
-
-    Args:
-        config_file: the model's Hugging Face `config.json`, or the folder of it.
-    """
+    """The model in a checkpoint of neuronx-distributed, and its progress; `config_file`: config.json, or its folder."""
     described, config = model_of_config_file(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
@@ -220,11 +216,7 @@ def _fused_attention(shards: TensorParallelShards, config: LlamaConfig, attentio
 def _without_copies(
     shards: TensorParallelShards, config: LlamaConfig, attention: str, qkv: Sequence[LazyTensor]
 ) -> list[LazyTensor]:
-    """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
-
-    Args:
-        qkv: Q, K and V as the ranks hold them, one rank below the other.
-    """
+    """Q, K, V and the output projection with each head once and in order; `qkv`: as the ranks hold them."""
     out = shards.rows(f"{attention}.o_proj.weight")
     q, k, v = qkv
     n = config.num_attention_heads

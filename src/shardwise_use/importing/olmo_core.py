@@ -66,11 +66,7 @@ _MODEL: Mapping[str, tuple[Any, ...]] = {
 
 
 def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
-    """The model of a checkpoint of OLMo-core's trainer, with its progress where the optimizer's state is there.
-
-    Args:
-        source: the folder of one step, or of several, of which the newest is taken.
-    """
+    """The model of a checkpoint of OLMo-core, with its progress; `source`: a step's folder, or that of several."""
     step = source.parent if source.name == _TENSORS else dcp_models.newest_step_folder(source, _TENSORS)
     inner = step / _TENSORS
     folder = dcp_models.open_dcp_folder(inner if inner.is_dir() else step, "olmo-core")
@@ -121,11 +117,7 @@ def _get(fields: Any, path: str) -> Any:
 
 
 def _model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
-    """The model of a config.json, and True if its heads are rotated in neighbouring pairs.
-
-    Raises:
-        ConfigError: no family here has it: every field that differs.
-    """
+    """The model of a config.json, and True if it rotates neighbours; ConfigError with all fields that do not fit."""
     model = described["model"]
     blocks = [_block(model["block"])] * model["n_layers"]
     for number, block in (model.get("block_overrides") or {}).items():

@@ -107,11 +107,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of another program's checkpoint, of which boxes are read when they are asked for.
-
-    Attributes:
-        load: function of a box that reads it; the result has shape `box.size`.
-    """
+    """A tensor of another program's checkpoint; `load` reads a box when it is asked for, in shape `box.size`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -216,11 +212,7 @@ class DcpFolder:
 
     @staticmethod
     def open(folder: Path) -> DcpFolder:
-        """Open a folder.
-
-        Raises:
-            ConfigError: it is none, is incomplete or of another version, or its pickle asks for more than records.
-        """
+        """Open a folder; ConfigError: it is none, incomplete, of another version, or not safe to open."""
         record = _read_metadata(folder / METADATA)
         opened = DcpFolder(str(folder))
         with pickled.content_errors(f"{folder / METADATA} is no list of tensors as torch writes it"):

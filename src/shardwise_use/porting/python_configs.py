@@ -73,11 +73,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 class _Reader:
-    """Reads calls with named arguments; by an index, it has the values that names stand for.
-
-    Attributes:
-        nodes: what names are assigned to.
-    """
+    """Reads calls with named arguments; `nodes`: what names are assigned to, whose values an index gives."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = _assigned(tree.body)

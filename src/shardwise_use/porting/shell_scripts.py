@@ -88,11 +88,7 @@ def script_commands(
 
 
 class _Branches:
-    """The branches of conditions that a script is in; `variables` change while it is read.
-
-    Attributes:
-        knows_unset: True if a name that the script does not assign is known to be unset.
-    """
+    """The branches of conditions around a line; `knows_unset`: a name without an assignment is unset."""
 
     def __init__(self, variables: Mapping[str, str], text: str) -> None:
         self.knows_unset = True

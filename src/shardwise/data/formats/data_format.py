@@ -62,12 +62,7 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """The beginning of a document or row that `data inspect` shows.
-
-    Attributes:
-        text: text, decoded if the data are tokens; None if there is no tokenizer.
-        ids: tokens; None if the data are text.
-    """
+    """The beginning of a document or row that `data inspect` shows: its text if it is known, its ids if it has some."""
 
     number: int
     text: str | None
@@ -76,13 +71,7 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of data as `data inspect` shows them, for a user and for programs.
-
-    Attributes:
-        rows: names and their descriptions, in the order in which to show them.
-        counts: numbers behind the rows, for programs.
-        notes: warnings, and the reason why samples are shown as ids.
-    """
+    """The contents of data as `data inspect` shows them: `rows` and `notes` for a user, `counts` for programs."""
 
     path: str
     format: str

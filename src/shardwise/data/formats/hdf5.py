@@ -34,11 +34,7 @@ _RUN_ROWS = 64
 
 @dataclass(frozen=True)
 class _PreparedShards(prepared_data.PreparedData):
-    """HDF5 shards, whose rows are divided into parts.
-
-    Attributes:
-        bounds: first row of the training, the evaluation and the test part, then the number of rows.
-    """
+    """HDF5 shards, whose parts are rows between two of `bounds` each."""
 
     shards: Hdf5ShardRows
     bounds: Sequence[int]

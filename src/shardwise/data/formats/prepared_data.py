@@ -199,11 +199,7 @@ def _document_end_problems(data: DataConfig) -> list[str]:
 
 
 def document_mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
-    """The problems of keys that ask for marks of documents where the data are tokens already.
-
-    Args:
-        of_rows: True if the data are rows, after which `data.append_eod` can put an end of document.
-    """
+    """The problems of keys that ask for marks of documents in tokens; `of_rows`: `data.append_eod` is possible."""
     if of_rows and data.append_eod:
         data = data.model_copy(update={"append_eod": None})
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
@@ -220,11 +216,7 @@ def require_sentence_pairs(request: DataRequest) -> int:
 
 
 def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """The problems of keys that need a tokenizer, where the data are tokens and `data.tokenizer` names none.
-
-    Args:
-        has_documents: True if the data themselves tell where documents end.
-    """
+    """The problems of keys that need a tokenizer, and none is named; `has_documents`: the data tell their documents."""
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
@@ -396,11 +388,7 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
 
 
 def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Random training data, for tests and measurements: four in five tokens follow from their predecessor.
-
-    Args:
-        pairs: True if the tokens are in sentences, for samples of sentence pairs.
-    """
+    """Random training data for tests and measurements, which a model can learn; `pairs`: they are in sentences."""
     generator = np.random.default_rng(0)
     tokens = [1]
     for noise in generator.random(samples * length):

@@ -25,12 +25,7 @@ _INDEX_BYTES = 32
 
 @dataclass(frozen=True)
 class _SizeEstimate:
-    """Estimated sizes of a source, a little more rather than less.
-
-    Attributes:
-        exact: True if `bytes` is the size of the text itself, and not of files that wrap it.
-        output_bytes: size of the data set and of the files that it is made of.
-    """
+    """Estimated sizes of a source and of its result, rather more than less; `exact`: `bytes` is that of its text."""
 
     bytes: int
     exact: bool

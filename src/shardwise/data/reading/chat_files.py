@@ -81,11 +81,7 @@ def conversations_of_file(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
 
 
 def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
-    """The conversations of a data set's column, one split after another; one may have no messages.
-
-    Raises:
-        DataError: there is no such column, or a row holds no conversation with an answer; names it.
-    """
+    """The conversations of a data set's column, split by split; DataError for a row that holds none with an answer."""
     for split in dataset.splits:
         names = dataset.column_names(split)
         columns = _columns(names, dataset.data.text_key, dataset.shown)

@@ -79,11 +79,7 @@ class Hdf5Shard:
 
     @classmethod
     def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
-        """Looks at the shapes; S must be `sequence_length`, or may be any if that is None.
-
-        Raises:
-            DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
-        """
+        """The shapes of a file; DataError: it is no HDF5 file, or an array is missing, empty or of another shape."""
         sizes: dict[str, int] = {}
         with open_hdf5(path) as file, _reading(path):
             for key, dimensions in KEYS.items():

@@ -74,12 +74,7 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The text of data files: plain texts (one document each), JSON lines and parquet (a document a line or row).
-
-    Attributes:
-        kind: kind of all files; None: the content of each file decides.
-        left_out: files of the same folder that are not read.
-    """
+    """The text of data files, a document a file, line or row; `kind`: of all; None: the content of each decides."""
 
     name: str
     files: tuple[Path, ...]
@@ -184,12 +179,7 @@ class ColumnSource(DataSet):
 
 @dataclass(frozen=True)
 class _CodeSource:
-    """Built-in text that code makes.
-
-    Attributes:
-        files: files of text of which it is made; empty if it is made of none.
-        stamped: files that decide it.
-    """
+    """Built-in text that code makes of `files`, if any; `stamped`: the files that decide it."""
 
     name: str
     files: tuple[Path, ...]

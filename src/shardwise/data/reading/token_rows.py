@@ -31,12 +31,7 @@ _FIX = "(data.text_key): write it as a list of integers, or name another"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of token ids in tables or JSON lines, one after another.
-
-    Attributes:
-        nulls: True for each token that is null; None if none is.
-        place: function that names row 0, 1, … of these in messages.
-    """
+    """Rows of token ids, one after another; `nulls`: True for a token that is null; `place` names a row in messages."""
 
     lengths: IntArray
     tokens: npt.NDArray[np.integer[Any]]

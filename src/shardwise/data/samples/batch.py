@@ -292,9 +292,5 @@ def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: 
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """The number of micro-batches of each rank in an evaluation over at most `count` global batches.
-
-    Args:
-        portion: samples of one micro-batch of every data-parallel rank together.
-    """
+    """Micro-batches of each rank in an evaluation; `portion`: samples of one micro-batch of all ranks together."""
     return -(-min(count * global_batch, num_samples) // portion)

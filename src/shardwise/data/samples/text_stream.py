@@ -43,13 +43,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The place in a text stream at which a block of samples begins.
-
-    Attributes:
-        samples: number of samples in all blocks before.
-        shard: number of the shard in the epoch's order.
-        offset: place in that shard at which the block's first document begins, as `TextShard.documents` counts.
-    """
+    """The place at which a block of a stream begins: the samples before it, a shard in its order, a place in that."""
 
     samples: int = 0
     epoch: int = 0
@@ -170,13 +164,7 @@ class TextStream:
 
 
 def stream_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
-    """The documents of a stream's shard from the one at `start` on, in pieces, with the place of the next one.
-
-    Documents without text are left out.
-
-    Raises:
-        DataError, RunError: it cannot be read.
-    """
+    """The documents with text of a stream's shard from the one at `start` on, with the place of the next one."""
     for stop, blocks in shard.documents(start):
         if pieces := list(cut_document(blocks)):
             yield stop, pieces

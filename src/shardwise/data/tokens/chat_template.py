@@ -92,11 +92,7 @@ class _RenderedChat:
 
 
 class _EncodedChat(NamedTuple):
-    """The tokens of a conversation.
-
-    Attributes:
-        answers: first and next token of each answer, [answers, 2].
-    """
+    """The tokens of a conversation; `answers`: first and next token of each answer, [answers, 2]."""
 
     ids: IntArray
     answers: IntArray
@@ -122,22 +118,14 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer_folder: Path) -> ChatTemplate | None:
-        """The template of the tokenizer in a folder; None if it has none.
-
-        Raises:
-            DataError: a file of the tokenizer is missing or broken, or the template is no jinja2.
-        """
+        """The template of the tokenizer in a folder; None if it has none; DataError: a file is missing or broken."""
         files = TokenizerFiles.find(tokenizer_folder)
         templates = _read_templates(files)
         return cls._made(templates, Tokenizer.load(tokenizer_folder), files) if _DEFAULT in templates else None
 
     @classmethod
     def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
-        """The template of a tokenizer, else the one that is built in.
-
-        Raises:
-            DataError: as `of`; or no built-in template fits, as no token could end a message.
-        """
+        """The template of a tokenizer, else a built-in one; DataError as `of`, or if no token could end a message."""
         files = TokenizerFiles.find(path)
         tokenizer = Tokenizer.load(path)
         templates = _read_templates(files)
@@ -215,11 +203,7 @@ class ChatTemplate:
         return _ANSWER.split(self._rendered(chat.messages[:count], chat.variables, add_generation_prompt=False))
 
     def unread(self, chat: Conversation, known: Container[str]) -> set[str]:
-        """The names of variables and of fields of messages without which a conversation has the same text.
-
-        Args:
-            known: names that are not looked at.
-        """
+        """The names of variables and fields, but `known` ones, without which a conversation has the same text."""
         template = self.with_tools if self.with_tools is not None and "tools" in chat.variables else self
         fields = {name for message in chat.messages for name in message}
         names = (fields | chat.variables.keys()) - {*_READ} - template._names

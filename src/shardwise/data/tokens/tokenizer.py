@@ -83,11 +83,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
-
-        Raises:
-            DataError: it is missing or unreadable.
-        """
+        """Opens the tokenizer of a folder, or the one that a file belongs to; DataError: it is missing or broken."""
         return cls._of(TokenizerFiles.find(Path(path)))
 
     @classmethod
@@ -260,11 +256,7 @@ class Tokenizer:
 
 
 def plain_tokenizer_config(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
-    """A `tokenizer_config.json` by which transformers reads the `tokenizer.json` beside it as it is.
-
-    Args:
-        pairs: True if the model reads the types of tokens.
-    """
+    """Settings by which transformers reads `tokenizer.json` as it is; `pairs`: for a model of sentence pairs."""
     inputs = {} if pairs else {"model_input_names": ["input_ids", "attention_mask"]}
     kept = {name: value for name, value in settings.items() if name != "auto_map"}  # which names a class in a file
     return {**inputs, **kept, **PLAIN_CLASS}
@@ -277,11 +269,7 @@ def _bytes_of_piece(piece: str) -> int:
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool, chat: bool = False) -> list[str]:
-    """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
-
-    Raises:
-        DataError: the vocabulary has no room for them and for 256 bytes, or is larger than LARGEST_TRAINED.
-    """
+    """The special tokens of a tokenizer that is trained on the data; DataError: the vocabulary is too small or big."""
     special = [END_OF_DOCUMENT]
     if pairs:
         special = list(PAIR_TOKENS.values())

@@ -61,11 +61,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of one tokenizer.
-
-    Attributes:
-        vocabulary: files that the tokenizer is made of, by the names that transformers has for them.
-    """
+    """The files of one tokenizer; `vocabulary`: those that it is made of, by their names in transformers."""
 
     vocabulary: Mapping[str, Path]
     companions: tuple[Path, ...]
