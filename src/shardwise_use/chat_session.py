@@ -55,11 +55,7 @@ class ChatTranscript:
             self.messages[-1]["content"] += content
 
     def ids(self) -> list[int]:
-        """The tokens that an answer follows. The oldest messages are left out once there is no room for them.
-
-        Raises:
-            ConfigError: there is no text, or its last message has no room.
-        """
+        """The tokens that an answer follows; the oldest messages are left out. ConfigError: the last has no room."""
         if not self.messages:
             raise ConfigError("there is no text yet that could be continued: write some")
         room = self.window - self.max_tokens + 1

@@ -195,11 +195,7 @@ class GGUFExport:
 
     @cached_property
     def _rotary(self) -> tuple[npt.NDArray[np.float32] | None, float]:
-        """llama.cpp's divisors of the angle of each pair, None where it computes them, and the factor on the angles.
-
-        Raises:
-            ConfigError: it has none for this scaling in this architecture.
-        """
+        """llama.cpp's divisors of the angle of each pair, if it needs some, and the factor on the angles."""
         model: Any = self.model
         scaling = getattr(model, "rope_scaling", None)
         kind = (scaling or {}).get("rope_type", "default")

@@ -52,14 +52,7 @@ class GGUFVocabulary:
 
 
 def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabulary:
-    """The GGUF vocabulary of a `tokenizer.json`.
-
-    Args:
-        vocab_size: rows of the model's embedding; ids without a token get one that no text has.
-
-    Raises:
-        ConfigError: llama.cpp has no tokenizer that gives the same ids.
-    """
+    """The GGUF vocabulary of a `tokenizer.json`; ConfigError: llama.cpp has none that gives the same ids."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(f"it is of type {model['type']}, and only BPE is written")

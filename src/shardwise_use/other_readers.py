@@ -72,14 +72,7 @@ def is_computed_right(result: Mapping[str, Any] | None) -> bool:
 
 
 def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
-    """Check that a program computes what the model computes, as far as it was tried.
-
-    Returns:
-        sentences for the user, on what was not tried.
-
-    Raises:
-        ConfigError: there is no such program, or it refuses the model or computes something else.
-    """
+    """Sentences on what was not tried of a model in another program; ConfigError: it computes something else."""
     readers = reader_record()["readers"]
     if reader not in readers:
         near = nearest_name(reader, readers)

@@ -43,12 +43,7 @@ class ScoreRequest:
 
 
 class TokenScore(NamedTuple):
-    """The score of a request of an evaluation task.
-
-    Attributes:
-        log_probability: sum of the logarithms of the targets' probabilities, each given all tokens before it.
-        is_likeliest: true if each target is the model's likeliest token.
-    """
+    """The score of a request of an evaluation task: the log-probability of its targets, and if each is likeliest."""
 
     log_probability: float
     is_likeliest: bool
@@ -90,14 +85,7 @@ class TaskModel:
         self.in_step = self.in_step or self.mesh.passes_in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
-        """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.
-
-        Returns:
-            What `work` returns; None on all other ranks.
-
-        Raises:
-            ConfigError: that of `work`, on every rank.
-        """
+        """Do some work on rank 0, whose requests all ranks answer, and return its result there. Collective."""
         world = self.mesh.world
         problems: list[str] = []
         result = None

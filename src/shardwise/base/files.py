@@ -123,11 +123,7 @@ def _require_own(path: Path, entry: os.stat_result) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it. Where anyone may write it is for this user alone; no other user may write it.
-
-    Raises:
-        OSError: it cannot be made. UntrustedError: a part of its path may be another user's trap.
-    """
+    """Make a folder and those above, for this user alone where anyone may write; OSError also of `require_trusted`."""
     require_trusted(path)
     if not path.exists():
         make_folder(path.parent)
@@ -136,15 +132,7 @@ def make_folder(path: Path) -> None:
 
 
 def open_own(path: Path, flags: int, denied: int = 0) -> int:
-    """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
-
-    Args:
-        denied: bits that the modes of the file and of its folder must not have.
-
-    Raises:
-        OSError: as `os.open` and `require_trusted`; ELOOP where the file is a link, symbolic or hard, or no regular
-            file.
-    """
+    """A descriptor of the regular file at `path`; OSError as `os.open` and `require_trusted`, ELOOP of any link."""
     require_trusted(path.parent, denied)
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -197,14 +185,7 @@ def read_small(file: BinaryIO, path: Path) -> bytes:
 
 
 def new_file(path: Path, mode: int = 0o666) -> BinaryIO:
-    """An empty file to write and read. What had the name before is removed; of a link, the link alone.
-
-    Args:
-        mode: who may read and write it, before the process's umask.
-
-    Raises:
-        OSError: it cannot be removed or made.
-    """
+    """An empty file to write and read, in place of what had the name; of a link, of the link alone."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b")
@@ -221,12 +202,8 @@ def open_lock(path: Path) -> BinaryIO:
 def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
     """Take the lock on an open file, until it is closed or the process ends; False where another process has it.
 
-    Args:
-        wait: True waits until the other process gives it back.
-        shared: True takes a lock that any number of processes may have at once, while none has an exclusive one.
-
-    Raises:
-        NoLocksError: the file system has none.
+    `wait` waits until that gives it back. A `shared` lock any number may have, while none has an exclusive one.
+    NoLocksError: the file system has none.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:

@@ -140,11 +140,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
-    """The entry of the data cache, or None if it is absent, of another format, or damaged as `is_sound` finds.
-
-    Raises:
-        DataError: another user may have put it there.
-    """
+    """The entry of the data cache; None if it is absent or unsound. DataError: another user may have put it there."""
     path = root / kind / key
     with write_errors(root):
         files.require_trusted(path)
@@ -184,15 +180,10 @@ def has_sound_tokenizer(entry: CacheEntry) -> bool:
 def open_or_build(
     root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
-    """The entry of the data cache; if there is none, `build` fills a folder that becomes the entry.
+    """The entry of the data cache; if there is none, `build` fills a folder, and returns the facts of its manifest.
 
-    Any number of processes may call it at once: one builds, and the others wait.
-
-    Args:
-        build: function that fills the folder and returns the facts of the manifest.
-
-    Raises:
-        DataError: the cache cannot be written, or returns other bytes than were written.
+    Any number of processes may call it at once: one builds, and the others wait. DataError: the cache cannot be
+    written, or returns other bytes than were written.
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry

@@ -44,14 +44,7 @@ class EvaluationSets:
 def prepare_evaluation_sets(
     config: Config, data: prepared_data.PreparedData, announce: Announce = None
 ) -> EvaluationSets:
-    """Open `evaluation.sets`, tokenizing those that the cache lacks.
-
-    Args:
-        data: data of the run, whose tokenizer reads the sets.
-
-    Raises:
-        DataError: a set is empty or cannot be read; all their problems.
-    """
+    """Open `evaluation.sets` by the tokenizer of `data`, the run's; DataError with the problems of all sets."""
     batches: dict[str, Batches] = {}
     problems: list[str] = []
     for name in config.evaluation.sets:

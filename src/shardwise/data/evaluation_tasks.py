@@ -63,12 +63,8 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
 def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainConfig, tokenizer: Path | None) -> None:
     """Read the data of `evaluation.tasks`, which are then in the cache of the library `datasets`.
 
-    Args:
-        tokenizer: folder of the model's tokenizer; None if it is not known.
-
-    Raises:
-        ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the
-        data of a task cannot be read.
+    ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the data
+    of a task cannot be read.
     """
     names = settings.tasks
     if tokenizer is None:

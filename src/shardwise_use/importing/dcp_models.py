@@ -68,14 +68,7 @@ def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
 def named_weights(
     where: str, config: FamilyConfig, found: Found, stored: Mapping[str, LazyTensor], state: str = MODEL
 ) -> list[StreamedWeight]:
-    """The weights of a model to be imported, or the moments of them, in the model's order.
-
-    Args:
-        stored: all weights, or moments, of the folder: each must be one of the model's.
-
-    Raises:
-        ConfigError: every tensor that is missing, has another shape or is not the model's; or adapters.
-    """
+    """The weights or moments of an imported model, in its order; ConfigError with all of `stored` that do not fit."""
     adapters = [name for name in stored if "lora_" in name]
     if adapters:
         raise ConfigError(

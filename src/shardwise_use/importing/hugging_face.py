@@ -206,13 +206,10 @@ def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> 
 
 
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
-    """The model of a folder with config.json and safetensors weights.
+    """The model of a folder with config.json and safetensors weights, without the fields to `ignore`.
 
-    `ignore`: fields of config.json that change nothing, as the user says.
-
-    Raises:
-        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
-        cannot be read.
+    ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file cannot
+    be read.
     """
     if not (folder / writing.CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {writing.CONFIG} that describes the model: it has none")

@@ -189,14 +189,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
-    """The vocabulary of a Megatron-LM model: the embedding has more rows, so that all ranks have equally many.
-
-    Args:
-        padded: rows of the embedding.
-
-    Raises:
-        ConfigError: the size of the vocabulary is not known.
-    """
+    """The vocabulary of a Megatron-LM model, of `padded` rows of its embedding; ConfigError: it is not known."""
     # NullTokenizer adds a token to the size that it is given.
     if vocab_size is None and args.get("tokenizer_type") != "NullTokenizer":
         vocab_size = args.get("vocab_size")

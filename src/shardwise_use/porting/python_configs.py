@@ -18,14 +18,7 @@ class UnknownPythonValue(str):
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
-    """The settings of a config by the dotted names of arguments, such as `training.local_batch_size`.
-
-    Args:
-        wanted: the function that returns the config; empty for the only one, or for what is assigned in the file.
-
-    Raises:
-        ConfigError: it is no Python, or has several configs and none is named.
-    """
+    """The settings of a Python config by dotted names; `wanted`: the function that returns it, if there are several."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -51,12 +51,7 @@ _PASSES = 8
 def script_commands(
     text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each command line of a training script, and of the scripts beside it that it runs.
-
-    Args:
-        variables: those of the script that runs it.
-        inner: the scripts that were read already.
-    """
+    """Yield the settings of each command line of a training script, and of those that it runs, read once each."""
     is_whole = variables is None
     variables = {"HOME": "~"} if variables is None else variables
     inner = [] if inner is None else inner

@@ -86,12 +86,7 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FirstDocuments:
-    """The first documents of data, or all, whose packed samples `data inspect` shows.
-
-    Attributes:
-        bounds: first token of each document, then the number of tokens, [documents + 1].
-        is_all: True if the data have no more.
-    """
+    """The first documents of data, whose packed samples `data inspect` shows; `is_all`: there are no more."""
 
     tokens: TokenSource
     bounds: IntArray

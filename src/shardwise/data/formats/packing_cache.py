@@ -28,11 +28,7 @@ _Text = TypeVar("_Text", bound=prepared_data.PreparedText)
 def open_packed_samples(
     request: DataRequest, name: object, key: str, bounds: Mapping[Part, Callable[[], IntArray]]
 ) -> dict[Part, PackedSamples]:
-    """The shortest samples of each part of the data `name`, which are packed first if the cache has none.
-
-    Args:
-        bounds: functions that find the bounds of the documents of each part that has some.
-    """
+    """The shortest samples of each part of the data `name`, packed first if need be; `bounds` finds documents."""
     length = request.unit_length
     together = request.block_length // length
 

@@ -173,11 +173,7 @@ def pair_batches(
 
 
 def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
-    """The changes at ends of documents that the section `data` asks for; None: a sample is a row of tokens.
-
-    Raises:
-        ConfigError: neither a key nor a tokenizer says which token ends a document.
-    """
+    """The changes at ends of documents that `data` asks for, if any; ConfigError: nothing says what ends a document."""
     if not data.document_options:
         return None
     token = data.eod_token
@@ -229,12 +225,7 @@ def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = Fa
 
 
 def tokenizer_of_tokens(request: DataRequest, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names, if data are tokens already; None if it names none.
-
-    Args:
-        manifests: files next to the data that say which tokenizer made them.
-        problems: list to which the problems of the tokenizer are appended; the result must not be used then.
-    """
+    """The tokenizer that `data.tokenizer` names for tokens, if any; `problems` gets why it cannot be used."""
     named = request.data.tokenizer
     if named is None:
         return None

@@ -60,15 +60,7 @@ def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _
 
 
 def require_disk_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
-    """Announces how much disk the prepared data `output` need.
-
-    Args:
-        needed: bytes that it needs; None if nobody knows.
-        written: bytes that are on the disk already.
-
-    Raises:
-        DataError: the disk has less.
-    """
+    """Announces the bytes that `output` needs, if known, of which some are written; DataError: the disk has less."""
     if needed is None:
         announce(f"preparing {output}: its size is known only after the text was read")
         return

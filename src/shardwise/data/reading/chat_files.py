@@ -65,14 +65,7 @@ def message_text(message: Message) -> str:
 
 
 def conversations_of_file(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
-    """The conversations of a file, in its lines or rows; one may have no messages.
-
-    Args:
-        key: field or column that holds the messages.
-
-    Raises:
-        DataError: a line or row holds no conversation with an answer; names it.
-    """
+    """The conversations of a file, in the field or column `key`; DataError names a line or row that holds none."""
     if kind == "text":
         raise DataError(f"{path} is plain text, and conversations must be JSON lines or parquet: leave it out")
     located = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)

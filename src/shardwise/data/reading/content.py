@@ -207,14 +207,7 @@ class FileReading:
 
 
 def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
-    """The reading of a data file: of the kind that the user chose, or else as its content says.
-
-    Args:
-        kind: kind that `data.format` chooses; None: the content decides.
-
-    Raises:
-        DataError: the file cannot be read, or does not hold text.
-    """
+    """How a data file is read: as `kind`, or as its content says; DataError: it is unreadable, or holds no text."""
     if kind == "parquet":
         return FileReading(kind)
     with read_errors(path), path.open("rb") as file:

@@ -284,10 +284,9 @@ class Hdf5ShardRows:
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
-        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B], with the largest P of all shards.
+        """These rows by key, int64: [B, S], [B, P] or [B], with the largest P of all shards.
 
-        Raises:
-            DataError: a value is beyond its range, or a file cannot be read; names file and row.
+        DataError names file and row of a value beyond its range.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
         result = {key: np.zeros([sizes[name] for name in dimensions], np.int64) for key, dimensions in KEYS.items()}

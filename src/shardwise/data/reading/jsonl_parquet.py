@@ -161,14 +161,7 @@ def json_type(value: Any) -> str:
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
-    """The value of a JSON line's field, or of one within another: `meta.body`. A field whose name has a dot goes first.
-
-    Args:
-        content: what the field must hold, for the message.
-
-    Raises:
-        DataError: there is no such field.
-    """
+    """The value of a JSON line's field, which holds `content`, or of one in another (`meta.body`); DataError: none."""
     try:
         return nested_field(record, key)
     except KeyError:

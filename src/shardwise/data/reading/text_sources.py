@@ -386,12 +386,7 @@ class FileShard:
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """The documents from the one that begins at `start` on, as blocks of text, with the place of the next one.
-
-        Raises:
-            DataError: a document cannot be read; names file and line, row or byte.
-            RunError: the hub does not answer.
-        """
+        """The documents from the one at `start` on, as blocks of text, with the place of the next one."""
         try:
             yield from jsonl_parquet.documents_of_file(
                 self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS

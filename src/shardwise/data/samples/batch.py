@@ -116,11 +116,7 @@ class Batches(ABC):
         """Stop reading ahead, for which an ending process would wait; batches may be asked for again."""
 
     def places_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> IntArray:
-        """The places, among `total` samples, of those of a rank: [micro-batches, samples of each].
-
-        Raises:
-            ConfigError: the samples are not an equal number of whole micro-batches of each rank.
-        """
+        """The places of a rank's samples of `total`, [micro-batches, samples of each]; ConfigError: not whole ones."""
         if not 0 <= dp_rank < dp_size:
             raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
         if total < 1 or total % (dp_size * micro_batch):

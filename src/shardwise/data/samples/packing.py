@@ -28,9 +28,7 @@ _SCANNED_TOKENS = 1 << 24
 class Packs:
     """Numbers of pieces of documents, divided into packs that become samples.
 
-    Attributes:
-        members: numbers of all packs, one pack after another.
-        begins: place of the first number of each pack, then the number of all, [packs + 1].
+    `members` has one pack after another; `begins`: the place of the first number of each, then of all, [packs + 1].
     """
 
     members: IntArray

@@ -158,15 +158,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        """The text of a conversation, as `apply_chat_template` gives it.
-
-        Args:
-            variables: what the template reads beside the messages, such as `tools`.
-            add_generation_prompt: True to add the text after which the assistant's answer follows.
-
-        Raises:
-            DataError: the template refuses the conversation, or fails.
-        """
+        """The text of a conversation, as of `apply_chat_template`; DataError: the template refuses it, or fails."""
         return _ANSWER.sub("", self._rendered(messages, variables or {}, add_generation_prompt))
 
     def rendered_chat(self, chat: Conversation) -> _RenderedChat:
@@ -317,13 +309,7 @@ class ChatTemplate:
 def encode_chats(
     template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Conversation]]
 ) -> Iterator[_EncodedChat]:
-    """The tokens of each conversation.
-
-    A token that an answer shares with the text before or after belongs to the answer, as in transformers.
-
-    Raises:
-        DataError: the template refuses a conversation; names the place, which its function gives.
-    """
+    """The tokens of each conversation; those that an answer shares are the answer's. DataError names the place."""
     rendered: list[_RenderedChat] = []
     for where, chat in chats:
         try:

@@ -184,11 +184,7 @@ class Tokenizer:
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of all texts one after another, nothing added, and the number of ids of each; encoded on all cores.
-
-        Args:
-            literally: True if the name of a special token, such as "[SEP]", is text like any other.
-        """
+        """All ids of texts, and the number of each; `literally`: the name of a special token is text like any other."""
         self._read_special_tokens(literally=literally)
         with self._library_errors():
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -331,11 +327,7 @@ def train_tokenizer(
 
 
 def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
-
-    Raises:
-        DataError: it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that pairs need.
-    """
+    """The tokenizer that `data.tokenizer` names, here or in the hub's cache; DataError: it does not fit the model."""
     files = _files(path)
     tokenizer = Tokenizer._of(files)
     problems = []
