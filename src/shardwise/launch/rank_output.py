@@ -39,7 +39,7 @@ def redirect(rank: int, log_path: Path) -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def output_restored() -> Iterator[None]:
     """Restore stdout and stderr after the `with` statement, though a rank's were redirected inside."""
     global _terminal
     streams = (("stdout", sys.stdout, 1), ("stderr", sys.stderr, 2))
