@@ -37,13 +37,7 @@ from shardwise.train.profiler_trace import no_trace_text, trace_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.step_meters import STRAGGLER_STEPS
-from shardwise.train.step_record import (
-    SMOOTHED_STEPS,
-    StartTotals,
-    StepRecord,
-    Throughput,
-    last_step_of_run,
-)
+from shardwise.train.step_record import SMOOTHED_STEPS, StartTotals, StepRecord, Throughput, last_step_of_run
 from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:

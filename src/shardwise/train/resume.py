@@ -26,13 +26,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints, find_resumable_checkpoints, goes_back
-from shardwise.checkpoint.storage.checkpoint_folders import (
-    StepFolder,
-    abandon,
-    put_in_place,
-    require_step,
-    step_name,
-)
+from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, abandon, put_in_place, require_step, step_name
 from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
 from shardwise.config import Config, changed_size_stages, data_position_after
 from shardwise.data import PreparedData, continued_stages

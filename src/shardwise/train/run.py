@@ -27,11 +27,7 @@ from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
-from shardwise.train.build import (
-    build_checkpoints,
-    build_memory_copies,
-    build_run_trainer,
-)
+from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
 from shardwise.train.checkpoint_saving import CheckpointSaver, make_stop_check
 from shardwise.train.device_memory import config_for_device_memory, out_of_memory_text, require_device
 from shardwise.train.observers import Observer, SteppedCollection, build_observers, run_observers
