@@ -212,7 +212,6 @@ def _further(options: Sequence[str]) -> list[str]:
 
 
 def _exports(job: JobPlan) -> list[str]:
-    """Return the lines of `launch.environment`, whose names the configuration has checked."""
     return [f"export {name}={shlex.join([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 

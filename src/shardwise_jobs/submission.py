@@ -186,7 +186,6 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
 
 
 def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
-    """Return the bytes of the rank that needs most; None for a model of the user's own."""
     rank = neediest_rank(config, layout, accelerator)
     memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
     return None if memory is None else memory.total

@@ -387,7 +387,6 @@ def _micro_batches(parallel: Mapping[str, Any]) -> int:
 
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
-    """The error for a folder without a tokenizer that is needed."""
     return ConfigError(
         f"{folder.name} must hold the model's tokenizer ({tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"

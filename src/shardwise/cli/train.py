@@ -500,7 +500,6 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
 
 def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
-    """The command of one rank of `world`."""
     # -P: the folder that the user is in must not put its files before installed packages.
     command = [sys.executable, "-P", "-m", "shardwise", "train"]
     command += [f"--change={key}" for key in arguments.change]
@@ -508,7 +507,6 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
-    """Train on several local ranks."""
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved

@@ -185,7 +185,6 @@ class _Verified:
     refused: Sequence[str]
 
     def facts(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "recipe": self.name,
             "miniature": self.config.recorded(),

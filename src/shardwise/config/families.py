@@ -173,7 +173,6 @@ class FamilyConfig(Section):
         return self
 
     def _problems(self) -> list[str]:
-        """Return the rules that the values of several keys break together."""
         scaling = getattr(self, "rope_scaling", None)
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 

@@ -24,7 +24,6 @@ def step_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
 
 
 def _is_step_field(field: FieldInfo) -> bool:
-    """Return whether a field is that of a key that counts steps."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and extra.get(_UNIT) == _STEPS
 

@@ -169,7 +169,6 @@ def _has_begun(run: Path) -> bool:
 
 
 def _is_recorded(directory: RunDirectory, began: float) -> bool:
-    """Return True if this start of the run has a record of its failure."""
     start = {"time": datetime.fromtimestamp(began, UTC).isoformat()}
     return failure_of(directory.recorded_failure(), start) is not None
 

@@ -78,7 +78,6 @@ def devices_of_machine(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Pat
 
 
 def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
-    """Add the GPUs that NVML reports."""
     import pynvml  # type: ignore[import-untyped]  # costly to import, for machines with a driver alone
 
     try:
@@ -137,7 +136,6 @@ def _nvidia_links(ask: Callable[..., Any], handle: Any, most_links: int) -> tupl
 
 
 def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Path) -> None:
-    """Add the chips of AWS that neuron-ls reports."""
     # Costly to import, for machines with the program alone.
     import subprocess
 

@@ -223,7 +223,6 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
 
 
 def _described(opened: OpenedRun) -> dict[str, Any]:
-    """The fields of a manifest on layout and data."""
     config = opened.config
     layout: dict[str, Any] = {**opened.layout.recorded(), "zero": config.optimizer.zero}
     if opened.layout.pipeline == 1:
@@ -244,7 +243,6 @@ def _described(opened: OpenedRun) -> dict[str, Any]:
 def _build_pipeline(
     config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype
 ) -> Pipeline | None:
-    """The schedule over the stages of this rank; None where the model is in one piece."""
     if not isinstance(model, Stages):
         return None
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
@@ -315,7 +313,6 @@ def _optimizer_class(
 
 
 def _require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a pattern that is the name of no weight on any rank."""
     names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
     matches = collectives.reduce_numbers([bool(any_like(names, name)) for name in no_decay], mesh.world)
     for pattern in [name for name, is_found in zip(no_decay, matches, strict=True) if not is_found]:
@@ -376,6 +373,5 @@ def _decay_groups(
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's dtype name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -192,7 +192,6 @@ class CheckpointSaver:
             self.reporter.saved(saved, continues=continues)
 
     def _described(self) -> dict[str, Any]:
-        """The fields of a manifest on the training's progress."""
         config = self.training.config
         progress = self.training.progress
         schedule = {

@@ -452,7 +452,6 @@ class Reporter:
         return self._last.step if self._last is not None else self._steps_before
 
     def _report_trace(self) -> None:
-        """Print the path of the trace, if this run recorded a step."""
         text = trace_text(self.config.log, self._steps_before, self._step, self.layout.world, self.run)
         if text is not None:
             self.message(text)
@@ -558,7 +557,6 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
-    """The losses under their names in the run's files."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
 
 

@@ -235,7 +235,6 @@ def _following(config: Config, progress: Progress) -> Config | None:
 
 
 def _phase(progress: Progress) -> str:
-    """The phase of the run, with its step, as the user reads it."""
     return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
 
 
@@ -419,7 +418,6 @@ def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
 
 
 def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
-    """Draw the sample and report the results of a run that did all its steps."""
     config = opened.config
     data = opened.data
     progress = opened.progress

@@ -162,7 +162,6 @@ class _Stragglers:
         self._claim = (0.0, 0.0, 0.0)
 
     def add(self, work_seconds: float) -> None:
-        """Count this rank's own work of a step."""
         self._recent.append(work_seconds)
         # The first steps of a run compile, warm up caches and are no measure: the best is known after a whole window.
         if len(self._recent) == STRAGGLER_STEPS:

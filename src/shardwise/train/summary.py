@@ -192,7 +192,6 @@ class _Summary:
 
     @cached_property
     def rank(self) -> int:
-        """The pipeline rank that needs most memory."""
         return neediest_rank(self.config, self.layout, self.accelerator)
 
     @property
@@ -355,7 +354,6 @@ class _Summary:
         return rows
 
     def memory_text(self, total: int) -> str:
-        """The bytes of the rank that needs most."""
         where = f"on {self.rank_name}, which needs most" if self.layout.pipeline > 1 else "per rank"
         overhead = "the device's own context" if self.accelerator else _PYTHON_AND_TORCH
         return f"{units.size(total)} {where}, plus {overhead}"
@@ -461,7 +459,6 @@ class _Summary:
 
 
 def _parameters_text(model: ModelConfig) -> str:
-    """The parameters of a model, and of a sparse one those that compute a token."""
     count = parameter_counts.parameter_count(model)
     if count is None or model.is_own:
         return _UNKNOWN
@@ -523,7 +520,6 @@ def block_range(stage: Stage) -> str:
 
 
 def _token_flops(config: Config) -> float | None:
-    """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
     return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
 
