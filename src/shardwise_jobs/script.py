@@ -88,7 +88,7 @@ class JobPlan:
 
 
 def job_script(job: JobPlan) -> str:
-    """Write the script that trains."""
+    """Write the script of the job that trains."""
     launch = job.config.launch
     supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]

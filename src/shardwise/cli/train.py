@@ -198,7 +198,7 @@ def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) 
 
 
 def check_user_code(config: Config) -> None:
-    """Import code of the user's own, so that its errors are told once, as a ConfigError, before any rank starts."""
+    """Import code of the user's own before the command starts ranks: its errors are told once, as a ConfigError."""
     if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 

@@ -109,7 +109,7 @@ def model_remark(named: str, config: Config) -> str:
 
 
 def default_warmup(steps: object) -> int | str:
-    """The warmup of a run of so many steps, or tokens such as `1T`: one part in fifty."""
+    """The warmup in the recipe of a model, for so many steps, or tokens such as `1T`: one part in fifty."""
     if isinstance(steps, int):
         return max(0, steps) // 50
     tokens = parse_tokens(steps)

@@ -20,7 +20,7 @@ Frequency = Literal["micro_batch", "step"]
 
 
 class RatePoint(Section):
-    """The learning rate at a step, and the way to it from the point before."""
+    """An entry of `optimizer.points`: the learning rate at a step, and the way to it from the point before."""
 
     at: int = step_field(ge=0, description="the step")
     factor: float = Field(ge=0, description="the rate, as a fraction of optimizer.lr")

@@ -89,7 +89,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def replace_at_place(values: Any, place: Path, value: Any) -> Any:
-    """Return nested mappings, sections and lists with the value at a place replaced; what is given is not changed."""
+    """Return nested mappings, sections and lists of keys with the value at a place replaced; the given ones stay."""
     if not place:
         return value
     first, *inside = place

@@ -22,7 +22,7 @@ _NO_DRIVER = ("LibraryNotFound", "DriverNotLoaded", "NoData")
 
 @dataclass(frozen=True)
 class DeviceProcess:
-    """A process that uses a device; `run` and `rank` are None unless it is a rank of a known run."""
+    """A process that uses a device of this machine; `run` and `rank` are None unless it is a rank of a known run."""
 
     pid: int
     run: str | None = None
@@ -31,7 +31,7 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """A device of this machine. A fact that its tool does not report is None.
+    """A device of this machine, with the runs that use it. A fact that its tool does not report is None.
 
     Attributes:
         cores: cores of a chip or a CPU.

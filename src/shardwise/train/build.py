@@ -24,6 +24,7 @@ from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
@@ -33,7 +34,7 @@ from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.checkpoint_saving import CheckpointSaver, make_stop_check
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.model_checks import check_axes
@@ -146,8 +147,8 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         _require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer
-    memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
-    reporter.parameters = sum(collectives.all_gather_objects(count_parameters(trainer.model), mesh.pp))
+    memory = _state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
+    reporter.parameters = sum(collectives.all_gather_objects(_count_parameters(trainer.model), mesh.pp))
     reporter.memory = memory
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
@@ -157,13 +158,13 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
     return trainer
 
 
-def count_parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model's canonical tensors, each counted once."""
     shapes = {piece.name: piece.shape for _, _, placement in placements(model) for piece in placement.pieces}
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
+def _state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
     """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
 
     `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
@@ -204,7 +205,7 @@ def build_checkpoints(
         trainer,
         saver,
         reporter,
-        reason_to_stop=make_stop_check(opened.folder.directory),
+        reason_to_stop=make_stop_check(opened.folder.directory.path),
         went_back=recorded_return(config, None if resumed is None else resumed.manifest),
         copies=copies,
         followed=opened.followed,
@@ -266,7 +267,7 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """The optimizer over data parallelism."""
+    """The optimizer of a trainer, over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(

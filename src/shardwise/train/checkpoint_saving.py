@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +17,8 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
-from shardwise.launch import stop_requests
-from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.runs.folder import FollowedFolder, RunDirectory
+from shardwise.runs.folder import FollowedFolder
 from shardwise.train.rank_agreement import first_stop_reason
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM
@@ -43,17 +40,6 @@ class _SaveFlags(NamedTuple):
 
     stop: float
     save: float
-
-
-def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
-    """A function that returns this rank's reason to stop, or None.
-
-    On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
-    network disk by every rank in every step would load its server.
-    """
-    place = joined()
-    folder = directory.path if place is None or place.local_rank == 0 else None
-    return partial(stop_requests.requested, folder)
 
 
 @dataclass(eq=False)

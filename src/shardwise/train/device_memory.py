@@ -55,7 +55,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that each of this machine's ranks has on a device of its type; None if nobody knows.
+    """Return the bytes that each rank on this machine may use on such a device to train; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """
@@ -145,7 +145,7 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
 
 
 def require_matmul_support(matmul: str | None, device: torch.device) -> None:
-    """Check that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
+    """Check before a training that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "

@@ -28,7 +28,7 @@ from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
 from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
-from shardwise.train.checkpoint_saving import CheckpointSaver, make_stop_check
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.device_memory import config_for_device_memory, out_of_memory_text, require_device
 from shardwise.train.observers import Observer, SteppedCollection, build_observers, run_observers
 from shardwise.train.profiler_trace import Trace
@@ -422,7 +422,7 @@ def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
     data = opened.data
     progress = opened.progress
     progress.phase = "generation of the sample"
-    reason_to_stop = make_stop_check(opened.folder.directory)
+    reason_to_stop = stop_requests.make_stop_check(opened.folder.directory.path)
     optimizer = trainer.optimizer
     with optimizer.gathered(all_units=False):
         sample = provided("draw_sample")(
