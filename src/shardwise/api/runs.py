@@ -270,7 +270,7 @@ def _with_hooks(
     changes: dict[str, Any] = {key: named(value) for key, value in single.items() if value is not None}
     if callbacks:
         changes["callbacks"] = tuple(named(callback) for callback in callbacks)
-    return config.model_copy(update={"hooks": config.hooks.model_copy(update=changes)}), objects
+    return config.with_keys(hooks=changes), objects
 
 
 def _require_layout(config: Config, world: int, *, is_new: bool) -> None:

@@ -18,7 +18,6 @@ from shardwise.checkpoint.save import Keeping, Saver
 from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
-from shardwise.config.optimizer_specs import OptimizerSpec
 from shardwise.config.sections import HooksConfig
 from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
@@ -147,7 +146,10 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         _require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer
-    memory = _state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
+    # What stays from step to step; the need of a micro-batch is not known.
+    optimizer = trainer.optimizer
+    states = state_bytes(optimizer, opened.config.optimizer.spec, all_masters=False)
+    memory = kept_bytes(trainer.model, optimizer, states)
     reporter.parameters = sum(collectives.all_gather_objects(_count_parameters(trainer.model), mesh.pp))
     reporter.memory = memory
     with raised_on_every_rank(mesh.world):
@@ -162,16 +164,6 @@ def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model's canonical tensors, each counted once."""
     shapes = {piece.name: piece.shape for _, _, placement in placements(model) for piece in placement.pieces}
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
-    """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
-
-    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
-    which the first step makes, and the masters where their dtype is not that of the parameters; with
-    `optimizer.offload` they are in the host's memory, and not counted.
-    """
-    return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
 
 
 def build_checkpoints(

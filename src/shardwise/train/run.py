@@ -231,7 +231,7 @@ def _following(config: Config, progress: Progress) -> Config | None:
     left = None if stop_after is None else stop_after - (progress.step - progress.before)
     if progress.step >= config.train.steps or left == 0:
         return None
-    return following.model_copy(update={"train": following.train.model_copy(update={"stop_after": left})})
+    return following.with_keys(train={"stop_after": left})
 
 
 def _phase(progress: Progress) -> str:

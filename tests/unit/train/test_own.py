@@ -6,7 +6,8 @@ from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
 from shardwise.config.optimizer_specs import OPTIMIZERS
-from shardwise.train.build import _count_parameters, _state_memory
+from shardwise.optim.state import kept_bytes, state_bytes
+from shardwise.train.build import _count_parameters
 from tests.unit.layers.groups import pretend_group
 
 
@@ -26,7 +27,7 @@ def test_each_canonical_element_counts_once(rank: int, tied: bool) -> None:
 def test_memory_is_that_of_the_buffers(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).requires_grad_(False)).to(dtype)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, lr=1e-3)
-    expected = _state_memory(model, optimizer, OPTIMIZERS["adamw"])
+    expected = kept_bytes(model, optimizer, state_bytes(optimizer, OPTIMIZERS["adamw"], all_masters=False))
     elements, frozen = 96, 36  # 64 + 8, each aligned to 32
     assert expected["parameters"] == (elements + frozen) * dtype.itemsize
     assert expected["gradients"] == elements * 4
