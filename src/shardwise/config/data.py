@@ -315,16 +315,8 @@ class DataConfig(SourceConfig):
         description="tokens attend only to their own document (causal models); always true for conversations and with"
         " packing: best_fit",
     )
-    eod_token: int | None = Field(
-        default=None,
-        ge=0,
-        description="the id that ends a document; null = the tokenizer's",
-    )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        description="threads that read data ahead, one global batch each",
-    )
+    eod_token: int | None = Field(default=None, ge=0, description="the id that ends a document; null = the tokenizer's")
+    workers: int = Field(default=1, ge=1, description="threads that read data ahead, one global batch each")
     mixture: dict[str, MixedSource] = Field(
         default_factory=dict,
         examples=[{"web": {"path": "web.jsonl", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}],

@@ -46,8 +46,7 @@ RopeScaling: TypeAlias = Annotated[
 RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
 Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
 _FeedForwardDropout: TypeAlias = Annotated[
-    float,
-    Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT"),
+    float, Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT")
 ]
 _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]

@@ -165,8 +165,7 @@ class OptimizerConfig(Section):
         default=1, ge=0, le=99, description="with zero 3: units (blocks) whose weights are gathered ahead"
     )
     offload: bool = Field(
-        default=False,
-        description="on accelerators, with adamw: the host holds and updates masters and optimizer state",
+        default=False, description="on accelerators, with adamw: the host holds and updates masters and optimizer state"
     )
     bucket_mib: float | None = Field(
         default=None,

@@ -302,7 +302,7 @@ class MemoryCopies:
             part = _CopyPart(rank, step)
             if part in nodes[node]:
                 continue
-            source = next(holder for holder, its_node in enumerate(rank_nodes) if part in nodes[its_node])
+            source = next(holder for holder, place in enumerate(rank_nodes) if part in nodes[place])
             received += 1
             if self._mesh.world.rank == source:
                 for send in self._send(part, rank):
