@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
 from shardwise.config.layout import Stage, pipeline_rank_of
-from shardwise.models.flops import block_work, head_work
+from shardwise.models.flops import LocalWidths, block_work, elements_by_ranks, head_work
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
@@ -32,6 +32,17 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
         head = own_head if model.is_own else _head_in_blocks(model, length, config.data.predictions(length))
         sizes = balanced(blocks, stages, head)
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
+
+
+def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+    plan = stage_plan(config, layout)
+    model = config.shapes
+    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
+    if model is None:
+        return [(stages, None) for stages in by_rank]
+    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
+    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
 
 
 @lru_cache(maxsize=2**10)

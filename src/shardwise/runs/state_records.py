@@ -26,7 +26,7 @@ class RecordedHash:
 
 @dataclass
 class StateRecords:
-    """Numbers of a run that are equal to the bit in a run that is equal to it.
+    """The records of a run that are equal to the bit in an equal run.
 
     Attributes:
         losses: step → loss.
@@ -79,7 +79,7 @@ class StateRecords:
 
 
 def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
-    """The differing part of two states, as a noun phrase; None where their hashes are equal."""
+    """The differing part of two runs' states, as a noun phrase; None where the recorded hashes are equal."""
     if a.text == b.text:
         return None
     tensors = differing_tensors(a, b)
@@ -89,5 +89,5 @@ def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
 
 
 def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
-    """`STATE/NAME` of the tensors whose digests differ, or that one of the two lacks."""
+    """`STATE/NAME` of the tensors whose recorded digests differ, or that one of the two runs lacks."""
     return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]
