@@ -216,7 +216,6 @@ def _are_numbers(numbers: object) -> bool:
 def _optimizer_problems(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
 ) -> list[str]:
-    """The reasons why an optimizer cannot go on with a checkpoint's states: it keeps others, or is of another class."""
     described = manifest.optimizer or {}
     saved_class = described.get("class")
     has_steps = bool(described.get("steps"))

@@ -170,7 +170,6 @@ def _require_end(result: SearchResult) -> None:
 
 
 def _learning_rates_text(plan: Plan) -> str:
-    """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
     optimizer, steps = plan.config.optimizer, plan.config.train.steps
     lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
     usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]

@@ -58,7 +58,9 @@ def test_few_layouts_are_asked_what_costs_much() -> None:
     found: SearchResult = profile.runcall(search_layouts, config, parse_cluster("h200:8", 4), best=30, fixed=fixed)
     assert (found.valid, len(found.plans)) == (834, 30)
     stats = pstats.Stats(profile, stream=StringIO())
-    counts = {name: calls for (_, _, name), (calls, *_) in stats.stats.items() if name in ("makespan", "estimated_memory")}
+    counts = {
+        name: calls for (_, _, name), (calls, *_) in stats.stats.items() if name in ("makespan", "estimated_memory")
+    }
     assert 0 < counts["estimated_memory"] <= 95, counts
     assert 0 < counts["makespan"] <= 95, counts
     assert stats.total_calls <= 1_500_000
