@@ -357,15 +357,10 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     has_network = any(key in flat for key in _NETWORK)
     needed = [key for key, figure in FIGURES.items() if figure.is_needed]
     needed += [*_TEXTS, *(_NETWORK if has_network else ())]
-    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS}
+    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS, *_LINKS}
     link = "must be a mapping with gb_per_second, latency_us and topology"
-    problems = [
-        f"{where}: {key} ({value}) {link}"
-        if key in _LINKS
-        else f"{where}: {key} is no figure of a device: leave it out"
-        for key, value in flat.items()
-        if key not in known
-    ]
+    problems = [f"{where}: {key} ({flat[key]}) {link}" for key in _LINKS if key in flat]
+    problems += [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
