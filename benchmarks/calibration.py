@@ -155,13 +155,15 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.data.formats.common import random_text
+    from shardwise.data.formats.prepared_data import random_tokens
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
     config = load_config(recipe, overrides)
     return build_trainer(
-        config, Mesh(**config.parallel.degrees), random_text(config.model.vocab_size, 128, config.train.sequence_length)
+        config,
+        Mesh(**config.parallel.degrees),
+        random_tokens(config.model.vocab_size, 128, config.train.sequence_length),
     )
 
 

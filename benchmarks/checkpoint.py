@@ -32,14 +32,14 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     import numpy as np
     import torch
 
-    from shardwise.config import config_from
-    from shardwise.data.formats.common import PreparedText
+    from shardwise.config import config_from_sections
+    from shardwise.data.formats.prepared_data import PreparedText
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.train.build import build_trainer
 
     torch.set_num_threads(1)
     join()
-    config = config_from({**SECTIONS, **overrides})
+    config = config_from_sections({**SECTIONS, **overrides})
     mesh = Mesh(tensor=config.parallel.tensor)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 20_000).astype(np.uint16)
     rows = {"train": tokens, "eval": tokens[:2000], "test": tokens[:0]}

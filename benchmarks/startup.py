@@ -255,7 +255,7 @@ class _SimulatedJob:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        from shardwise.train.rank_agreement import raised_on_every_rank, require_same, while_others_wait
+        from shardwise.train.rank_agreement import raised_on_every_rank, require_same_on_ranks, while_others_wait
 
         received = 0
 
@@ -274,7 +274,7 @@ class _SimulatedJob:
             reduced(tensor, **options)
 
         with patch.object(distributed_c10d, "all_gather", gathered), patch.object(dist, "all_reduce", counted):
-            require_same(self.config.model_dump(mode="json"), mesh)
+            require_same_on_ranks(self.config.model_dump(mode="json"), mesh)
             while_others_wait(lambda: None, mesh.world)
             for _ in range(AGREEMENTS):
                 with raised_on_every_rank(mesh.world):

@@ -17,7 +17,7 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.models.flops import flops_per_token
 from shardwise.train.build import build_trainer
 from shardwise.train.feed import Feed
 from shardwise.train.trainer import Trainer

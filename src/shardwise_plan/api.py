@@ -10,7 +10,7 @@ from shardwise.api.arguments import config_problems
 from shardwise.base.errors import ConfigError, count_problems, keys_renamed, listing
 from shardwise.base.registered import provided
 from shardwise.config import Config
-from shardwise.config.stand_in import asked_of
+from shardwise.config.stand_in import config_as_given
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import FIXABLE
 from shardwise_plan.search import SearchResult, search_layouts
@@ -61,5 +61,7 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     fixed = set(fixed)
     sized, _ = provided("sized_own")(config, fixed)
     result = search_layouts(sized, devices, best=best, fixed=fixed)
-    result.plans = [replace(plan, config=asked_of(plan.config), like=plan.config.known_shapes) for plan in result.plans]
+    result.plans = [
+        replace(plan, config=config_as_given(plan.config), like=plan.config.known_shapes) for plan in result.plans
+    ]
     return result

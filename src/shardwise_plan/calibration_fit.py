@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from shardwise.config import Config, check_layout, load_config
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise_plan import device_seconds
 from shardwise_plan.device_seconds import DeviceConstants, device_constants
 from shardwise_plan.device_specs import (

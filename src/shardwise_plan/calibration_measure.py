@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from shardwise.config import Config, DtypeName
-from shardwise.data.formats.common import random_text
+from shardwise.data.formats.prepared_data import random_tokens
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
@@ -145,7 +145,7 @@ def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
 def _trainer(config: Config) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)
-    text = random_text(config.model.vocab_size, 256, config.train.sequence_length)
+    text = random_tokens(config.model.vocab_size, 256, config.train.sequence_length)
     return build_trainer(config, mesh, text)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shardwise.config import Config, Layout, check_layout, stages_of
+from shardwise.config import Config, Layout, check_layout, size_stages_of
 
 
 def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
@@ -12,7 +12,7 @@ def stages_with_layout(config: Config, layout: Layout) -> list[Config]:
 
     The others keep their micro-batches, lowered where the data-parallel ranks have fewer samples.
     """
-    stages = stages_of(config)
+    stages = size_stages_of(config)
     if len(stages) == 1:
         return [config]
     return [

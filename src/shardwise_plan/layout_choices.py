@@ -14,8 +14,8 @@ from shardwise.base.errors import ConfigError, divisors
 from shardwise.base.mesh_axes import CHOSEN_AXES, CHOSEN_DEGREES, layout_text
 from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recompute, Schedule, check_layout
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES
-from shardwise.config.stand_in import StandIn, asked_of
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES
+from shardwise.config.stand_in import StandIn, config_as_given
 from shardwise_plan.data_stages import check_other_stages
 from shardwise_plan.device_specs import Device
 
@@ -156,7 +156,7 @@ def layout_choices(
         looked: is told 1 for each of `number_of_choices`.
     """
     refused = Counter() if refused is None else refused
-    base = asked_of(config)
+    base = config_as_given(config)
     if "parallel.stages" not in fixed:
         base = base.with_keys(parallel={"stages": None})
     is_fixed = "train.recompute" in fixed and config.train.recompute != "auto"
@@ -258,7 +258,7 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
     """
     parallel = config.parallel
     model = config.known_shapes
-    named_heads = asked_of(config).model.num_attention_heads or 0
+    named_heads = config_as_given(config).model.num_attention_heads or 0
     heads = [n for n in range(1, per_node + 1) if world % n == 0 and named_heads % n == 0]
     for tensor in _values(fixed, "parallel.tensor", parallel.tensor, heads):
         sequences = _values(

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.layout import rank_of
-from shardwise.config.pipeline_schedules import rounds_of_step
+from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import ORDERS, AlternatingOrder, VShapedOrder
 from shardwise.pipeline.timeline import StageTimes, timeline
 
@@ -211,7 +211,7 @@ def _program(parallel: ParallelConfig, m: int, period: int, repeats: int, whole_
     v = parallel.stages_per_rank
     stages = p * v
     levels = pass_levels(parallel, m, period)
-    rank_of_stage = np.array([rank_of(parallel, stage) for stage in range(stages)])
+    rank_of_stage = np.array([pipeline_rank_of(parallel, stage) for stage in range(stages)])
     stage_S1 = np.arange(stages)[:, None]
     rank_S1 = rank_of_stage[:, None]
     forward = levels.forward[:, :m]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardwise.models.parameter_counts import attended_tokens
+from shardwise.models.flops import attended_tokens
 from shardwise_plan import device_seconds
 from shardwise_plan.block_shape import BlockShape
 from shardwise_plan.device_seconds import DeviceConstants

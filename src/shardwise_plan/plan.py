@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.estimates.memory import RESERVED, MemoryEstimate, expected_memory
 from shardwise.estimates.memory_choice import fitted_to_memory
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
+from shardwise.models.flops import flops_per_token, model_flops_utilization
 from shardwise.pipeline.timeline import Timeline
 from shardwise_plan.data_stages import stages_with_layout
 from shardwise_plan.device_specs import Cluster, Device

@@ -7,13 +7,14 @@ from dataclasses import replace
 from functools import partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import activation_bytes
 from shardwise.estimates.memory import MemoryEstimate, estimated_memory, messages_of_a_micro_batch
 from shardwise.estimates.memory_choice import memory_candidates
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.step_peak import blocks_in_flight
 from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
-from shardwise.pipeline.partition import blocks_in_flight, stage_plan
+from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import LayoutChoice, with_compiled_blocks
 

@@ -33,8 +33,8 @@ from shardwise.checkpoint.format.writing import StreamedWeight, require_disk_roo
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
-from shardwise_use.gguf_tokenizer import Vocabulary, vocabulary
-from shardwise_use.sparse_models import add_gguf_keys, without_number
+from shardwise_use.gguf_tokenizer import GGUFVocabulary, gguf_vocabulary
+from shardwise_use.sparse_models import add_gguf_keys, without_expert_number
 
 _ARCHITECTURES = {
     "gpt": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2",
@@ -52,7 +52,7 @@ _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 class GGUFExport:
-    """An export into one file, planned before anything is written.
+    """An export of a model into one GGUF file, planned before anything is written.
 
     Args:
         folder, dtype: as those of `Export`; vectors and routers stay in float32.
@@ -144,7 +144,7 @@ class GGUFExport:
         tensors: dict[str, StreamedWeight] = {}
         numbered: dict[str, dict[int, StreamedWeight]] = {}
         for weight in self.export.weights:
-            plain, number = without_number(weight.name.replace("_correction_bias", "_correction.bias"))
+            plain, number = without_expert_number(weight.name.replace("_correction_bias", "_correction.bias"))
             name = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ConfigError(f"llama.cpp's architecture {self.architecture} has no tensor for {weight.name}")
@@ -271,10 +271,10 @@ class GGUFExport:
 
     # ---- tokenizer
 
-    def _vocabulary(self) -> Vocabulary | None:
+    def _vocabulary(self) -> GGUFVocabulary | None:
         if TOKENIZER not in self._files:
             return None
-        return vocabulary(json_object(self._files[TOKENIZER], TOKENIZER), self.model.vocab_size)
+        return gguf_vocabulary(json_object(self._files[TOKENIZER], TOKENIZER), self.model.vocab_size)
 
     def _add_tokenizer(self, writer: Any) -> None:
         if self.vocabulary is None:

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.runs.folder import RunDirectory, last_that_counts
+from shardwise.runs.folder import RunDirectory, last_kept_step
 from shardwise_watch import curve_points
 from shardwise_watch.run import RunView
 from shardwise_watch.step_metrics import StepSeries
@@ -81,7 +81,7 @@ def read_curve_file(path: Path, name: str | None = None) -> dict[int, float]:
             at = next((fields[key] for key in _STEPS if key in fields), number)
             step = _whole(at, f"{path}: the step of row {number:,}")
             # A run that was resumed undid the steps after its checkpoint: they leave the curve.
-            kept = last_that_counts(fields | {"step": step})
+            kept = last_kept_step(fields | {"step": step})
             if kept is not None and kept < last:
                 curves = {loss: {at: curve[at] for at in curve if at <= kept} for loss, curve in curves.items()}
             last = step

@@ -21,8 +21,8 @@ import psutil
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
 from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
-from shardwise.runs.failure import failure_of
-from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_that_counts
+from shardwise.runs.failure_record import failure_of
+from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_kept_step
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
 from shardwise.runs.local_devices import DeviceProcess, Owners
 from shardwise_watch.json_lines import GrowingFile, last_lines
@@ -326,7 +326,7 @@ class RunView:
 
     def _undo(self, resume: dict[str, Any]) -> None:
         """Forget the steps and evaluations that come after the checkpoint of a "resume" event."""
-        kept = last_that_counts(resume)
+        kept = last_kept_step(resume)
         if kept is None:
             return
         self.series.undo_after(kept)

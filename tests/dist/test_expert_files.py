@@ -16,7 +16,7 @@ from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from
+from shardwise.config import check_layout, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
@@ -56,7 +56,7 @@ def loaded(folder: Path, parallel: dict[str, int]) -> tuple[dict[str, torch.Tens
         "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
         "optimizer": {"lr": 1e-3},
     }
-    config = config_from(sections)
+    config = config_from_sections(sections)
     mesh = Mesh(**config.parallel.degrees, device="cpu")
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=torch.float32)
     count = 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import Config, check_layout, load_config
-from shardwise.config.pipeline_schedules import SCHEDULES, ScheduleSpec
+from shardwise.config.pipeline_schedule_specs import SCHEDULES, ScheduleSpec
 from shardwise.pipeline import action_order as orders
 from shardwise.pipeline.action_order import Action, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline

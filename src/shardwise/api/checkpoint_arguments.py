@@ -22,7 +22,7 @@ from shardwise.checkpoint.restore import tied_ends
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, weight_names
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import agree
+from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements, unplaced_state
 from shardwise.models.user_model import storage_problems
@@ -91,7 +91,7 @@ def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> Non
             "the model's parameters must be the same on all ranks: a rank and the first do not both have "
             f"{listing(differing, most=_SHOWN)}"
         )
-    agree(problems, mesh.world)
+    raise_on_all_ranks(problems, mesh.world)
 
 
 def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh) -> None:

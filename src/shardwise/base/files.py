@@ -51,7 +51,7 @@ class UntrustedError(OSError):
 
 
 def reason_of(error: OSError) -> str:
-    """The reason that the system gave, such as `No space left on device`."""
+    """The reason that the file system gave in an OSError, such as `No space left on device`."""
     return error.strerror or str(error)
 
 
@@ -344,7 +344,7 @@ def free_bytes(path: Path) -> int:
 
 
 def cache_root(chosen: Path | None = None) -> Path:
-    """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
+    """The folder for files that can be made again: `chosen`, else $SHARDWISE_CACHE, else shardwise under ~/.cache."""
     if chosen is not None:
         return chosen
     if cache := os.environ.get("SHARDWISE_CACHE"):
@@ -360,7 +360,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def name_problem(name: object, *, nested: bool = False) -> str | None:
-    """The reason why `name` must not be joined to a folder; None where the result is sure to lie in that folder.
+    """The reason why a file's name must not be joined to a folder; None where the result is sure to lie in that folder.
 
     Args:
         nested: True also allows a result in a folder of that folder, as `a/b` has.

@@ -9,12 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardwise.config import FamilyConfig, config_from
+from shardwise.config import FamilyConfig, config_from_sections
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
-from shardwise.models.blocks import Stages
 from shardwise.models.build import build_model
+from shardwise.pipeline.stages import Stages
 
 _ParameterKey: TypeAlias = tuple[int, int]
 """A parameter of a model: its pipeline stage, and its number in that stage."""
@@ -109,5 +109,5 @@ def canonical_shapes(model: FamilyConfig) -> dict[str, tuple[int, ...]]:
         "train": {"steps": 1, "global_batch": 1, "sequence_length": 1},
         "optimizer": {"lr": 1.0},
     }
-    built = build_model(config_from(sections), Group(), sequence_parallel=False, device="meta")
+    built = build_model(config_from_sections(sections), Group(), sequence_parallel=False, device="meta")
     return {piece.name: piece.shape for _, _, record in placements(built) for piece in record.pieces}

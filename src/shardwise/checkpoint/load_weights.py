@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.hub import check_weights
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import model_differences
@@ -34,7 +34,7 @@ def require_model_weights(config: ModelConfig, folder: Root, group: Group) -> No
         problems = list(model_differences(config, folder).problems)
     except ConfigError as error:
         problems = error.problems
-    collectives.agree(problems, group)
+    collectives.raise_on_all_ranks(problems, group)
 
 
 def load_hugging_face(
@@ -58,12 +58,12 @@ def load_hugging_face(
     stored = tensors.states[MODEL]
     sources, problems = find_sources(where, config.family, canonical_tensor_shapes(model, mesh), stored, tensors.files)
     # Weights of another configuration have other shapes: its keys tell why.
-    collectives.agree(config_problems or problems, mesh.world)
+    collectives.raise_on_all_ranks(config_problems or problems, mesh.world)
     requests: list[ReadRequest] = []
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
         request = ReadRequest(MODEL, piece.name, piece_box, target)
         # A stored value has at most 8 bytes.
-        requests += [request.part(box) for box in segments(piece_box.size, STREAM_BYTES // 8)]
+        requests += [request.part(box) for box in box_segments(piece_box.size, STREAM_BYTES // 8)]
     try:
         boxes = [(request.name, request.box) for request in requests]
         problems = differing_tied_copies(where, tensors, sources, boxes)
@@ -74,7 +74,7 @@ def load_hugging_face(
                 request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
-    collectives.agree(problems, mesh.world)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     for bucket in [] if optimizer is None else optimizer.buckets:
         bucket.adopt_values()
     require_finite_weights(model, mesh, folder, optimizer)
@@ -96,7 +96,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
         problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
         problems = [str(error)]
-    collectives.agree(problems, world)
+    collectives.raise_on_all_ranks(problems, world)
     assert tensors is not None
     return tensors, config_problems
 
@@ -116,7 +116,7 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
     _, problems = find_sources(f"checkpoint.load ({folder})", family, canonical_tensor_shapes(model, mesh), stored)
-    collectives.agree(problems, mesh.world)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
     for piece, target in local_pieces(model):

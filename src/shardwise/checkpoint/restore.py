@@ -117,7 +117,7 @@ def restore_checkpoint(
         problems += _optimizer_problems(manifest, model, optimizer, states, folder)
         numbers, number_problems = _numbers_by_bucket(manifest, model, optimizer, steps)
         problems += number_problems
-    collectives.agree(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
+    collectives.raise_on_all_ranks(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
     if not weights_only:
         begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)

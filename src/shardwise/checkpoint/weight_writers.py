@@ -16,7 +16,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.writing import PlannedPiece, cut_into_shards, shard_names
 from shardwise.distributed import collectives
@@ -129,7 +129,7 @@ class WeightPlan:
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
-                    for box in segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
+                    for box in box_segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
                         yield _WeightRows(weight, box)
 
     def _put_together(self, round_: Sequence[_WeightRows | None]) -> Tensor:

@@ -38,9 +38,9 @@ from shardwise.config import (
     recipe_name,
     recipe_names,
     require_data,
-    stages_of,
+    size_stages_of,
 )
-from shardwise.launch import output as stdio
+from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory
 
@@ -137,9 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder: PreparedFolder | None = None
         # A launched rank finds the folder claimed and the data prepared by the process that launched it.
         if not is_launched():
-            from shardwise.cli.run_preparation import is_finished, prepare_run
+            from shardwise.cli.run_preparation import is_finished_run, prepare_run
 
-            if run_path is not None and is_finished(claims, config, run_path, place):
+            if run_path is not None and is_finished_run(claims, config, run_path, place):
                 return 0
             folder = prepare_run(claims, config, recipe, run_path, place)
             run_path = folder.path
@@ -299,14 +299,14 @@ def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
         return
     # Costly to import, and the only way to learn it.
     from shardwise.distributed import devices
-    from shardwise.train.memory import require_products
+    from shardwise.train.device_memory import require_matmul_support
 
-    require_products(matmul, devices.local_device())
+    require_matmul_support(matmul, devices.local_device())
 
 
 def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """The stage of a run that needs most memory, fitted like all of them, and a row on that."""
-    stages = stages_of(config)
+    stages = size_stages_of(config)
     if len(stages) == 1:
         return _fitted(config, layout, cluster)
     from shardwise.estimates.memory import neediest_stage
@@ -332,7 +332,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     else:
         import torch
 
-        from shardwise.train.memory import memory_for_steps
+        from shardwise.train.device_memory import memory_for_steps
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)
@@ -364,15 +364,15 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     ):
         rows.append(("held out", config.held_out_text))
     else:
-        from shardwise.data.describe import glance
+        from shardwise.data.preview import preview_data
 
-        glanced = glance(config)
+        glanced = preview_data(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
     if config.evaluation.sets or config.evaluation.tasks_every:
-        from shardwise.data.describe import glance_at_evaluation
+        from shardwise.data.preview import preview_evaluation
 
-        glanced = glance_at_evaluation(config)
+        glanced = preview_evaluation(config)
         rows += glanced.rows
         problems.texts += glanced.problems
     if config.log.trackers:

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-    shown = Verified(recipe_name(arguments.recipe), config, result, refused)
+    shown = _Verified(recipe_name(arguments.recipe), config, result, refused)
     if arguments.json:
         output.json(shown.facts())
     else:
@@ -152,7 +152,7 @@ def _plan(
     first = next(iter(devices))
     alone = [layouts.Cell(device) for device in devices if device != first]
     chosen_cells = [
-        cell for device, ranks in devices.items() for cell in layouts.candidates(recipe, device, ranks, chosen)
+        cell for device, ranks in devices.items() for cell in layouts.layout_candidates(recipe, device, ranks, chosen)
     ]
     # One process on an accelerator may be among the chosen layouts too, and is trained once.
     cells = list(dict.fromkeys([*alone, *chosen_cells]))
@@ -164,11 +164,11 @@ def _plan(
         )
     has_accelerator = set(devices) != {"cpu"}
     config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
-    kept_cells, reasons = miniature.existing(config, cells)
+    kept_cells, reasons = miniature.trainable_cells(config, cells)
     if bitwise and kept_cells:
         # The grains are those of the layouts that the model can have.
         config = miniature.miniature(recipe, kept_cells, steps, has_accelerator=has_accelerator, bitwise=True)
-        kept_cells, further_reasons = miniature.existing(config, kept_cells)
+        kept_cells, further_reasons = miniature.trainable_cells(config, kept_cells)
         reasons = [*reasons, *further_reasons]
     if not kept_cells:
         raise ConfigError(reasons)
@@ -176,7 +176,7 @@ def _plan(
 
 
 @dataclass(frozen=True)
-class Verified:
+class _Verified:
     """A verification with the recipe that it verified."""
 
     name: str

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shardwise.base.errors import listing, nearest_name
-from shardwise.config.base_section import RuleTable, Section, broken, reject
+from shardwise.config.base_section import RuleTable, Section, broken_rules, reject
 from shardwise.config.token_counts import step_field
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
@@ -341,7 +341,7 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + broken(_RULES, self, "data")
+        problems = self._split_problems() + broken_rules(_RULES, self, "data")
         if self.is_chat:
             problems += self.refused_marks(f"{self.key} ({self.name}), whose conversations a chat template renders")
         if self.append_eod is False and self.needs_document_ends:

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
-from shardwise.config.base_section import RuleTable, Section, broken, reject
-from shardwise.config.learning_rates import LEARNING_RATES
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.base_section import RuleTable, Section, broken_rules, reject
+from shardwise.config.learning_rate_specs import LEARNING_RATES
+from shardwise.config.optimizer_specs import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
 _LONG_WARMUP, _USUAL_WARMUP = 4, 50
@@ -263,7 +263,7 @@ class OptimizerConfig(Section):
         problems += self._schedule_problems()
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        problems += broken(_RULES, self, "optimizer")
+        problems += broken_rules(_RULES, self, "optimizer")
         if not self.spec.orthogonalizes and self.muon != MuonConfig():
             default = MuonConfig()
             keys = (key for key in MuonConfig.model_fields if getattr(self.muon, key) != getattr(default, key))

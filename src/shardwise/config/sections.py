@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.mesh_axes import keys_text
-from shardwise.base.notice_targets import target_problem
+from shardwise.base.mesh_axes import degree_keys_text
+from shardwise.base.notice_targets import notice_target_problem
 from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
 
 
@@ -218,7 +218,7 @@ class ParallelConfig(Section):
     @property
     def keys_text(self) -> str:
         """The keys of the degrees with their values, as messages name them."""
-        return keys_text(self.degrees)
+        return degree_keys_text(self.degrees)
 
     @property
     def model_ranks_text(self) -> str:
@@ -321,7 +321,7 @@ class TrainConfig(Section):
     @field_validator("batch_rule")
     @classmethod
     def _rule_is_one(cls, value: str | None) -> str | None:
-        if value is not None and share_of(value) is None:
+        if value is not None and batch_per_rank(value) is None:
             reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
         return value
 
@@ -354,8 +354,8 @@ def gradient_groups(data_grain: int | None, micro_batches: int) -> int:
     return math.gcd(micro_batches, _MOST_GRADIENT_GROUPS) if data_grain is None else data_grain
 
 
-def share_of(rule: str | None) -> Fraction | None:
-    """Sequences for each rank by a rule `N per M ranks`; None for another text."""
+def batch_per_rank(rule: str | None) -> Fraction | None:
+    """Sequences for each rank by a rule `N per M ranks` of `train.global_batch`; None for another text."""
     match = re.fullmatch(BATCH_RULE, rule or "")
     return None if match is None else Fraction(int(match[1]), int(match[2]))
 
@@ -541,7 +541,7 @@ class LogConfig(Section):
 
     def name_problems(self) -> list[str]:
         """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
-        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
+        problems = [problem for problem in map(notice_target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:

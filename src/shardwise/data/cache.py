@@ -42,7 +42,7 @@ from shardwise.base.files import (
 )
 from shardwise.base.parsing import json_value
 from shardwise.base.progress import progress
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -54,8 +54,8 @@ _CHECKED_BLOCKS = 256
 
 
 @contextlib.contextmanager
-def writing(root: Path) -> Iterator[None]:
-    """Turns a failure to write under `root` into a DataError."""
+def write_errors(root: Path) -> Iterator[None]:
+    """Turns a failure to write into the data cache `root` into a DataError."""
     try:
         yield
     except OSError as error:
@@ -66,9 +66,9 @@ def writing(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(root: Path, key: str) -> Iterator[bool]:
-    """Waits for the only lock on `key`; False if the file system has no locks (then several may build at once)."""
-    with writing(root):
+def lock_entry(root: Path, key: str) -> Iterator[bool]:
+    """Waits for the lock on an entry of the data cache; False without locks on disk: then several may build at once."""
+    with write_errors(root):
         path = root / "locks" / f"{key}.lock"
         make_folder(path.parent)
         file = open_lock(path)
@@ -81,7 +81,7 @@ def locked(root: Path, key: str) -> Iterator[bool]:
 
 @dataclass
 class ArrayWriter:
-    """Appends integers to a file and counts them."""
+    """Appends integers to a file of the data cache and counts them."""
 
     file: BinaryIO
     dtype: np.dtype[Any]
@@ -105,7 +105,7 @@ class ArrayWriter:
 
 @dataclass
 class TokenWriter(ArrayWriter):
-    """Appends tokens to a file and counts documents too."""
+    """Appends tokens to a file of the data cache and counts documents too."""
 
     documents: int = 0
 
@@ -116,7 +116,7 @@ class TokenWriter(ArrayWriter):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A folder of the cache."""
+    """An entry of the data cache: a folder of tokens, bounds or a tokenizer, with its manifest."""
 
     path: Path
     manifest: dict[str, Any]
@@ -144,18 +144,18 @@ class CacheEntry:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 if every id fits it, else int32."""
+    """The dtype of cached tokens: uint16 if every id of the vocabulary fits it, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
-    """The entry, or None if it is absent, of another format, or damaged as `is_sound` finds.
+    """The entry of the data cache, or None if it is absent, of another format, or damaged as `is_sound` finds.
 
     Raises:
         DataError: another user may have put it there.
     """
     path = root / kind / key
-    with writing(root):
+    with write_errors(root):
         require_trusted(path)
     try:
         entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
@@ -167,17 +167,17 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry],
 
 
 def open_tokens(root: Path, key: str) -> CacheEntry | None:
-    """The entry of tokens, or None if it is absent, truncated or altered."""
+    """The cached tokens of a data set, or None if they are absent, truncated or altered."""
     return open_entry(root, "tokens", key, _are_sound_tokens)
 
 
 def _are_sound_tokens(entry: CacheEntry) -> bool:
     rows = entry.manifest
     has_tokens = all(spread_digest(entry.path / f"{part}.bin") == rows[part]["checked"] for part in PARTS)
-    return has_tokens and has_its_bounds(entry) and (rows["tokenizer"] is None or has_its_tokenizer(entry))
+    return has_tokens and has_sound_bounds(entry) and (rows["tokenizer"] is None or has_sound_tokenizer(entry))
 
 
-def has_its_bounds(entry: CacheEntry) -> bool:
+def has_sound_bounds(entry: CacheEntry) -> bool:
     return all(
         spread_digest(entry.path / f"{part}.{name}.bin") == row["checked"]
         for part in PARTS
@@ -185,15 +185,15 @@ def has_its_bounds(entry: CacheEntry) -> bool:
     )
 
 
-def has_its_tokenizer(entry: CacheEntry) -> bool:
-    """True if the tokenizer is the one that was written."""
+def has_sound_tokenizer(entry: CacheEntry) -> bool:
+    """True if the tokenizer in an entry of the data cache is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
 def open_or_build(
     root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
-    """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
+    """The entry of the data cache; if there is none, `build` fills a folder that becomes the entry.
 
     Any number of processes may call it at once: one builds, and the others wait.
 
@@ -205,11 +205,11 @@ def open_or_build(
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
-    with locked(root, key) as exclusive:
+    with lock_entry(root, key) as exclusive:
         # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-        with writing(root):
+        with write_errors(root):
             _build(root / kind / key, build, exclusive)
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
@@ -242,7 +242,7 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: 
 def open_or_build_tokens(
     root: Path, key: str, build: Callable[[Path], Mapping[str, Any]], name: str, announce: Callable[[str], None] | None
 ) -> CacheEntry:
-    """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
+    """The cached tokens of the data `name`, built if there are none; `announce` is called before they are built."""
 
     def announced(folder: Path) -> Mapping[str, Any]:
         if announce is not None:
@@ -250,18 +250,18 @@ def open_or_build_tokens(
         return build(folder)
 
     if announce is not None and open_tokens(root, key) is None:
-        with progress("waiting for another process"), locked(root, key):
+        with progress("waiting for another process"), lock_entry(root, key):
             pass  # it is done, or has ended
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 
-def key_of(described: dict[str, Any]) -> str:
-    """The key of the entry that these facts decide."""
-    return digest_of({"format": FORMAT, **described})[:32]
+def cache_key(described: dict[str, Any]) -> str:
+    """The key of the entry of the data cache whose content these facts decide."""
+    return json_digest({"format": FORMAT, **described})[:32]
 
 
-def fingerprint_of(digests: Sequence[str]) -> str:
-    """The digest of digests that belongs to prepared data."""
+def data_fingerprint(digests: Sequence[str]) -> str:
+    """The fingerprint of prepared data, made of the digests of its parts."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -274,8 +274,8 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def known_content(root: Path, stamp: str | None) -> str | None:
-    """The content digest that a text with this stamp had."""
+def known_text_digest(root: Path, stamp: str | None) -> str | None:
+    """The digest of a text that the data cache knows by the stamp of its files; None if it knows none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
             content = json_value(file.read())["content"]
@@ -284,8 +284,8 @@ def known_content(root: Path, stamp: str | None) -> str | None:
     return None
 
 
-def remember_content(root: Path, stamp: str | None, content: str) -> None:
-    """Keeps the content digest of a text for its next use, if the cache can be written: it only saves time."""
+def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
+    """Keeps the digest of a text in the data cache for its next use, if that can be written: it only saves time."""
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"
@@ -293,15 +293,15 @@ def remember_content(root: Path, stamp: str | None, content: str) -> None:
             write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
-def entry_key(root: Path, key: str) -> str:
-    """The key of the entry that holds the tokens of `key`: that of `remember_same_tokens`, else `key` itself."""
-    return known_content(root, f"tokens-{key}") or key
+def token_entry_key(root: Path, key: str) -> str:
+    """The key of the cached tokens that `key` names: that of `remember_same_tokens`, else `key` itself."""
+    return known_text_digest(root, f"tokens-{key}") or key
 
 
 def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
-    """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
-    if entry_key(root, other_key) == other_key != key:
-        remember_content(root, f"tokens-{other_key}", key)
+    """Lets `other_key` name the cached tokens of `key` too, unless it has some, or the cache cannot be written."""
+    if token_entry_key(root, other_key) == other_key != key:
+        remember_text_digest(root, f"tokens-{other_key}", key)
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

@@ -10,14 +10,14 @@ import xxhash
 
 from shardwise.config import Config, DataConfig, samples_between
 from shardwise.data.rows import Part
-from shardwise.data.samples.order import Stage, mix_integer
+from shardwise.data.samples.order import MixtureStage, mix_integer
 
 _SEED_BITS = 63
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Facts of a run that data are opened and cut into samples by.
+    """The facts of a run by which its data are opened and cut into samples.
 
     Attributes:
         data: section `data`, or that of a source of a mixture.
@@ -51,7 +51,7 @@ class DataRequest:
     eval_every: int
     has_sets: bool
     sample_prompt: str | None
-    stages: tuple[Stage, ...]
+    stages: tuple[MixtureStage, ...]
 
     @staticmethod
     def of(config: Config) -> DataRequest:
@@ -106,11 +106,13 @@ class DataRequest:
 
 
 def seed_of_source(seed: int, name: str) -> int:
-    """The seed of a source's order, which depends on its name, so that other sources change nothing of it."""
+    """The seed of the order of a mixture's source, by its name, so that other sources change nothing of it."""
     return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
 
 
-def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
+def continued_stages(
+    config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int
+) -> list[MixtureStage]:
     """The stages of a mixture in a run that continues after `step` steps, at `position` in the order of the data.
 
     They count blocks of samples (`size_stages.py`). Stages that have begun stay where they began, also if the batch was
@@ -121,9 +123,11 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
         recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
     """
     weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
-    begun = [Stage(**stage) for stage in recorded if stage["step"] < step] if step else [Stage(0, 0, weights)]
+    begun = (
+        [MixtureStage(**stage) for stage in recorded if stage["step"] < step] if step else [MixtureStage(0, 0, weights)]
+    )
     later = [
-        Stage(
+        MixtureStage(
             stage.at,
             (position + samples_between(config, step, stage.at)) // config.samples_together,
             dict(stage.weights),

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
-from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
+from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replicas_name
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
@@ -392,7 +392,7 @@ class Mesh:
             devices.begin_use(self.device)
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            named = [axis.degree for axis in CHOSEN_AXES if is_named(axis, degrees)]
+            named = [axis.degree for axis in CHOSEN_AXES if names_axis(axis, degrees)]
             product = " × ".join(named)
             values = " × ".join(str(degrees[name]) for name in named)
             raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
@@ -470,7 +470,7 @@ class Mesh:
         return self._host_groups[name]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if is_named(axis, self._degrees))
+        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if names_axis(axis, self._degrees))
         return f"Mesh({sizes}, rank={self.world.rank}, {self.device})"
 
 
@@ -518,15 +518,15 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
     bound_device = device if device.type != "cpu" and not devices.is_neuron(backend) else None
     # Costly to import, for the ranks of a job.
-    from shardwise.distributed import rendezvous
+    from shardwise.distributed import rendezvous, wait_limit
 
     with _while_ranks_meet():
         store = rendezvous.meet(job_rank(), job_size(), limit)
         options: dict[str, Any] = {}
         if store is not None:
             options = {"store": store, "rank": job_rank(), "world_size": job_size()}
-        if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
-            limit = rendezvous.NEVER
+        if backend == dist.Backend.GLOO and wait_limit.start_wait_limit(timeout):
+            limit = wait_limit.NEVER
         set_default_timeout(limit)
         dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
     devices.begin_use(device)

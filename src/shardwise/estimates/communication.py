@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import rank_of
+from shardwise.config.layout import pipeline_rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
 from shardwise.estimates.feed_forward import (
     expert_load_bytes,
@@ -194,7 +194,7 @@ def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
     """
     receivers = [stage.index + step for stage in workload.stages]
     existing = [index for index in receivers if 0 <= index < workload.layout.stages]
-    count = sum(rank_of(workload.config.parallel, index) != workload.pipeline_rank for index in existing)
+    count = sum(pipeline_rank_of(workload.config.parallel, index) != workload.pipeline_rank for index in existing)
     return Transfer("pp", "send", workload.layout.pipeline, workload.x_bytes, count, tensor)
 
 

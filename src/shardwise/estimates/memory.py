@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from shardwise.base import hardware, units
 from shardwise.base.errors import see
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import Stage, rank_of
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import (
     activation_stack,
     block_activations,
@@ -24,7 +24,8 @@ from shardwise.estimates.activations import (
 from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, whole_gradient_bytes
-from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, rounding_chunk_elements
+from shardwise.estimates.step_peak import PassBytes, StepPeak, step_peak
+from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
@@ -35,9 +36,8 @@ from shardwise.models.parameter_counts import (
     local_parameters,
     parameter_count,
 )
-from shardwise.optim.bucket_layout import matrix_chunk_elements
+from shardwise.optim.bucket_layout import matrix_chunk_elements, rounding_chunk_elements
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.partition import PassBytes, StepPeak, step_peak
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3
@@ -298,7 +298,7 @@ def _kept_at_ends(workload: RankWorkload, stage: Stage) -> tuple[int, int]:
 def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
     """Return whether a stage sends x to another rank, and whether it sends the gradient of x to another one."""
     parallel = workload.config.parallel
-    to_next, to_previous = (rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
+    to_next, to_previous = (pipeline_rank_of(parallel, stage.index + step) != stage.rank for step in (1, -1))
     return to_next and not stage.is_last, to_previous and not stage.is_first
 
 

@@ -17,10 +17,16 @@ from shardwise.base.errors import ConfigError, LostPeerError, RunError, Shardwis
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
-from shardwise.launch.first_failure import TRACEBACK, Failure, error_text, show_failure
+from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
-from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
+from shardwise.runs.failure_record import (
+    FailureRecord,
+    checkpoint_intervals,
+    fails_alike,
+    failure_of,
+    recorded_sections,
+)
 from shardwise.runs.folder import RunDirectory, now, open_log
 
 
@@ -41,7 +47,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
         waited = isinstance(error, LostPeerError)
         if waited:
             _write_traceback(error, log)
-        return Failure(rank, error_text(error), error.exit_code, waited)
+        return Failure(rank, text_of_error(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:

@@ -64,7 +64,7 @@ _requests = Requests()
 
 
 def install() -> None:
-    """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
+    """Let the first signal ask for a stop after a checkpoint. Call it in the main thread, before training."""
     global _requests
     _requests = Requests()
     handle_signals(_note)
@@ -111,7 +111,7 @@ def request(run_path: Path, by: str) -> None:
 
 
 def clear(run_path: Path) -> None:
-    """Remove a request to an earlier run in this folder. Only the holder of the folder's lock may call this."""
+    """Remove a request to stop an earlier run in this folder. Only the holder of the folder's lock may call this."""
     try:
         (run_path / STOP_FILE).unlink(missing_ok=True)
     except OSError as error:
@@ -127,7 +127,7 @@ def training_mark(logs: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Print on standard error from inside a signal handler; a terminal that is gone is no error."""
+    """Print on standard error from inside a handler of signals to stop; a terminal that is gone is no error."""
     # `sys.stderr` would raise RuntimeError if the handler interrupted a write to it.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -63,8 +63,8 @@ Owners = dict[int, DeviceProcess]
 """The ranks of this machine by their process id."""
 
 
-def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
-    """Return the accelerators of this machine; its CPU if there is none."""
+def devices_of_machine(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
+    """Return this machine's accelerators, with the runs that use them; its CPU if there is none."""
     found_devices = DeviceList()
     # dxg is the GPU of Windows, in WSL.
     if any(dev.glob("nvidia*")) or (dev / "dxg").exists():

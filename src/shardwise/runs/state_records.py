@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwise.base.errors import listing
 from shardwise.optim.state_digest import by_tensor
-from shardwise.runs.folder import RunDirectory, last_that_counts
+from shardwise.runs.folder import RunDirectory, last_kept_step
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StateRecords:
         names: Mapping[str, Sequence[str]] = {}
         for event in directory.events("start", "step", "resume", "state_hash"):
             step = event.get("step")
-            kept = last_that_counts(event)
+            kept = last_kept_step(event)
             if kept is not None:
                 records._forget_after(kept)
             if event["event"] == "start":

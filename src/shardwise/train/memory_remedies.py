@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
 from shardwise.config import Config, Layout, check_layout
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise.estimates.memory import expected_memory, memory_of_machine
 
 

@@ -27,12 +27,14 @@ from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.launch import notices
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
+from shardwise.models.flops import flops_per_token, model_flops_utilization
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
-from shardwise.train.loss import perplexity
+from shardwise.train.mean_loss import perplexity
 from shardwise.train.model_checks import mean_text
+from shardwise.train.profiler_trace import no_trace_text, trace_text
 from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
 from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
 from shardwise.train.step_meters import STRAGGLER_STEPS
@@ -41,15 +43,14 @@ from shardwise.train.step_record import (
     StartTotals,
     StepRecord,
     Throughput,
-    end_of_run,
+    last_step_of_run,
 )
 from shardwise.train.summary import start_rows
-from shardwise.train.trace import no_trace_text, trace_text
 
 if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
-    from shardwise.train.compile.units import CapturedGraph
-    from shardwise.train.evaluation import Evaluation
+    from shardwise.train.compile.compiled_units import CapturedGraph
+    from shardwise.train.evaluation_losses import Evaluation
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -148,7 +149,7 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        end_of_all = end_of_run(self.config.train, steps_before)
+        end_of_all = last_step_of_run(self.config.train, steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
             recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
@@ -209,7 +210,7 @@ class Reporter:
                 # As `Text`, since rich reads square brackets in a plain string, such as a path, as markup.
                 console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
             if self.layout.pipeline > 1:
-                from shardwise.train.start_screen import print_pipeline
+                from shardwise.train.pipeline_table import print_pipeline
 
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]

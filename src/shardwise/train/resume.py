@@ -4,17 +4,17 @@ A run is resumed by files of several rooms, in this order:
 
 1. `cli/train.py` reads the recipe. Where the batch is a rule, `with_batch` takes the number of the earlier run.
 2. `checkpoint/storage/run_identity.py` `earlier_run` finds the run that the folder holds: its id and
-   configuration, rebuilt from its checkpoints if a file is damaged. `config/rules.py` refuses keys that may
+   configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may
    not change, and lists those that did.
 3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
-   and chooses by `checkpoint.resume` which are tried (`checkpoint_choice.py` `choose`).
+   and chooses by `checkpoint.resume` which are tried (`checkpoint/storage/checkpoint_choice.py`).
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
-   else `restore_first` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`, which
-   reads it for any layout. `continue_from` sets steps, samples and position in the data.
-5. `continue_data` (here) refuses other data, and streams and stages of a mixture go to their places.
-6. `set_later_aside` (here) renames checkpoints whose steps are undone.
-7. `checkpoint_choice.py` `went_back` records in the next manifests to which step the run went back, so that the same
-   command, given again, does not undo its own steps (`goes_back`).
+   else `restore_first_intact` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`,
+   which reads it for any layout. `continue_progress_from` sets steps, samples and position in the data.
+5. `continue_data_from` (here) refuses other data, and streams and stages of a mixture go to their places.
+6. `set_later_checkpoints_aside` (here) renames checkpoints whose steps are undone.
+7. `checkpoint_choice.py` `recorded_return` records in the next manifests to which step the run went back, so that the
+   same command, given again, does not undo its own steps (`goes_back`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints, find_resumable_checkpoints, goes_back
 from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
     abandon_checkpoint,
@@ -33,13 +34,12 @@ from shardwise.checkpoint.storage.checkpoint_folders import (
     step_name,
 )
 from shardwise.checkpoint.storage.root import Root, StoreError, answer_in_time, require_writable_folder
-from shardwise.config import Config, changed_stages, position_after
+from shardwise.config import Config, changed_size_stages, data_position_after
 from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM, Progress
 from shardwise.train.training import Training
@@ -62,7 +62,7 @@ def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[st
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
         exists = answer_in_time(root, root.exists)
-        present = look_for_checkpoints(config, root, directory, stored)
+        present = find_resumable_checkpoints(config, root, directory, stored)
         if exists or config.checkpoint.path is not None:
             require_writable_folder(root)
         # Last, as this writes: nothing may change at a place that is refused.
@@ -100,7 +100,7 @@ class Resumed:
     seconds: float = 0.0
 
 
-def restore_first(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
+def restore_first_intact(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
     """Restore the first intact candidate, and warn of each that is damaged; None without candidates. Collective.
 
     A checkpoint is also used, with a warning, if only parts are damaged that the training does not need: weights beside
@@ -135,7 +135,7 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
                         f"the checkpoint of step {step:,} is damaged, but all that its training needs is intact: "
                         f"it is used, and saved again ({'; '.join(damage)})"
                     )
-                continue_from(manifest, training.progress, training.config)
+                continue_progress_from(manifest, training.progress, training.config)
                 return Resumed(replace(manifest, files=(), tensors={}), candidate.folder, damage)
         if unreadable:
             raise RunError(
@@ -158,7 +158,9 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
     return None
 
 
-def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
+def set_later_checkpoints_aside(
+    root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool
+) -> list[str]:
     """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
@@ -181,7 +183,7 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     return names
 
 
-def continue_data(manifest: Manifest, data: PreparedData, training: Training) -> None:
+def continue_data_from(manifest: Manifest, data: PreparedData, training: Training) -> None:
     """Let the training part go on from a checkpoint, whose progress is set.
 
     A mixture may have got sources since, and lost those that are not read. Other data, which `--change` allows, are
@@ -195,7 +197,7 @@ def continue_data(manifest: Manifest, data: PreparedData, training: Training) ->
     progress = training.progress
     batches = training.feed.batches
     # A copy in memory has no configuration, and fits one with the same stages alone.
-    if manifest.config and (problems := changed_stages(manifest.config, config, manifest.step)):
+    if manifest.config and (problems := changed_size_stages(manifest.config, config, manifest.step)):
         raise ConfigError(problems)
     stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
     now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
@@ -224,13 +226,13 @@ def continue_data(manifest: Manifest, data: PreparedData, training: Training) ->
         batches.set_stages(continued_stages(config, state["stages"], manifest.step, progress.position))
 
 
-def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
+def continue_progress_from(manifest: Manifest, progress: Progress, config: Config) -> None:
     """Set the progress to that of a checkpoint."""
     progress.step = manifest.step
     progress.before = manifest.step
     progress.samples = manifest.samples
     progress.tokens = manifest.tokens
-    progress.position = position_after(config, manifest.step, manifest.position)
+    progress.position = data_position_after(config, manifest.step, manifest.position)
     # Longer sequences have another loss: its first steps are no spike.
     if manifest.step > config.steps_before:
         progress.losses.extend(manifest.losses)

@@ -32,7 +32,6 @@ from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.build import totals_of
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -141,7 +140,7 @@ class StepClock:
         return sent
 
 
-class Stragglers:
+class _Stragglers:
     """One rank's knowledge of its own work and of the slowest rank.
 
     The ranks of a pipeline stage do the same work. A rank that is alone in its stage is compared with its own best
@@ -211,7 +210,7 @@ class Stragglers:
         return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
 
 
-class StepTotals(Protocol):
+class _StepTotals(Protocol):
     """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
 
     def take(self) -> Tensor:
@@ -221,7 +220,7 @@ class StepTotals(Protocol):
         """Return the record of these totals, at a place in the order of the data."""
 
 
-class StepNumbers(NamedTuple):
+class _StepNumbers(NamedTuple):
     """Numbers of a step that the host reads, equal on every rank.
 
     Attributes:
@@ -257,14 +256,17 @@ class StepMeters:
             from shardwise.train.source_losses import SourceLosses
 
             self.sources = SourceLosses(batches, mesh)
-        self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
-        if training.config.may_have_experts and (experts := totals_of(training.config.model, training.model, mesh)):
-            self.totals.append(experts)
-        self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
+        self.totals: list[_StepTotals] = [] if self.sources is None else [self.sources]
+        if training.config.may_have_experts:
+            from shardwise.layers.expert_totals import ExpertTotals
+
+            if experts := ExpertTotals.of(training.model, training.config.model, mesh):
+                self.totals.append(experts)
+        self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
         self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, reads_all: bool
-    ) -> StepNumbers:
+    ) -> _StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before. Collective.
 
         All travel in one tensor, the ranks' flags too: a transfer of their own would stop the host a second time in
@@ -295,7 +297,7 @@ class StepMeters:
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
         losses, (gradient_norm, *parameter_norm), *read_totals = read
-        return StepNumbers(
+        return _StepNumbers(
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm[0] if parameter_norm else None,
             losses=tuple(map(math.fsum, np.reshape(losses, losses_NK.shape).T)),
@@ -306,7 +308,7 @@ class StepMeters:
 
     def record(
         self,
-        numbers: StepNumbers,
+        numbers: _StepNumbers,
         *,
         lr: float,
         spike: float | None,

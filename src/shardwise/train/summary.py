@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, stages_of, tokens_of_run
+from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, size_stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops
@@ -31,6 +31,7 @@ from shardwise.estimates.memory import (
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
+from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import LocalWidths, OwnShapes, elements_by_ranks
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stage_plan
@@ -48,7 +49,7 @@ _Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The prediction for machines that need not be here.
+    """The planner's prediction of a step, which the summary of a dry run prints for machines that need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
@@ -138,7 +139,7 @@ def start_rows(
     epochs: str,
     run_path: Path,
 ) -> _Rows:
-    """The rows that a run prints at its start.
+    """The rows of the summary that a training prints at its start.
 
     Args:
         memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
@@ -266,7 +267,7 @@ class _Summary:
         if parameters is not None:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
-            shown_parameters = f"{parameters_text(config.model)}, {most} {share}"
+            shown_parameters = f"{_parameters_text(config.model)}, {most} {share}"
         # stop_after ends one run of a training that several jobs share.
         stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
         tensors = parameter_counts.canonical_tensor_count(config.model)
@@ -294,7 +295,7 @@ class _Summary:
 
     def _stages(self) -> _Rows:
         """The sequences of each stretch of steps, of a run whose stages change them."""
-        stages = stages_of(self.config)
+        stages = size_stages_of(self.config)
         if len(stages) == 1:
             return []
         shown = [
@@ -345,7 +346,7 @@ class _Summary:
         if token_flops is None or workload is None:
             return [("compute", _UNKNOWN)]
         total = 0.0
-        for stage in stages_of(self.config):
+        for stage in size_stages_of(self.config):
             tokens = stage.train.global_batch * stage.train.sequence_length
             flops = _token_flops(stage) if self.own is None else token_flops
             total += (flops or 0.0) * (stage.last_step - stage.steps_before) * tokens
@@ -460,7 +461,7 @@ class _Summary:
         return ""
 
 
-def parameters_text(model: ModelConfig) -> str:
+def _parameters_text(model: ModelConfig) -> str:
     """The parameters of a model, and of a sparse one those that compute a token."""
     count = parameter_counts.parameter_count(model)
     if count is None or model.is_own:
@@ -512,10 +513,10 @@ def _named(stages: list[Stage]) -> str:
     head = ", head" if any(stage.is_last for stage in stages) else ""
     plural = "s" if len(stages) > 1 else ""
     numbers = listing(stage.index for stage in stages)
-    return f"stage{plural} {numbers} (blocks {listing(map(blocks_of, stages))}{embedding}{head})"
+    return f"stage{plural} {numbers} (blocks {listing(map(block_range, stages))}{embedding}{head})"
 
 
-def blocks_of(stage: Stage) -> str:
+def block_range(stage: Stage) -> str:
     """The blocks of a stage: `4-7`, or `4`."""
     first = stage.layers[0]
     last = stage.layers[-1]
@@ -525,7 +526,7 @@ def blocks_of(stage: Stage) -> str:
 def _token_flops(config: Config) -> float | None:
     """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
-    return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
+    return flops_per_token(config.model, length, config.data.predictions(length))
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
@@ -536,7 +537,7 @@ def _recompute(workload: RankWorkload, token_flops: float) -> str:
     if config.recompute == "selective" and fused:
         return f"{cheap}, no matrix product"
     part = "each block" if config.recompute == "full" else f"{cheap}, and the attention core"
-    flops = parameter_counts.recomputed_flops_per_token(
+    flops = recomputed_flops_per_token(
         config.model, config.train.sequence_length, config.recompute, fused_attention=fused
     )
     assert flops is not None, "the shapes of the model are known"

@@ -1,6 +1,6 @@
 """A function called on new ranks of this machine, whose results come back: the harness of measurements.
 
-`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.rank_process`, and import no
+`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.called_rank`, and import no
 torch for it. Function, arguments and results pass as pickles through a folder that only this user can read.
 """
 
@@ -63,7 +63,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
     (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder)
+        launch([sys.executable, "-P", "-m", "shardwise.verify.called_rank", str(folder)], ranks, folder)
     except EndedError:
         raise
     except LaunchError as error:

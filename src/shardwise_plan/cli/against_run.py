@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
-from shardwise.config import Config, check_layout, config_from, stages_of
+from shardwise.config import Config, check_layout, config_from_sections, size_stages_of
 from shardwise_plan import device_seconds, device_specs
 from shardwise_plan.plan import Plan, predict_layout
 from shardwise_plan.step_time import COMMUNICATION
@@ -47,7 +47,7 @@ def compare_with_run(folder: Path, machines: device_specs.Cluster, *, as_json: b
     run = open_run(folder, all_steps=True)
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
-    plan = _predicted(run, config_from(run.config), machines)
+    plan = _predicted(run, config_from_sections(run.config), machines)
     facts = _measured_pairs(run, plan)
     facts["constants"] = _corrected_constants(facts["parts_seconds"], machines.device)
     if as_json:
@@ -95,7 +95,7 @@ def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> P
             f"--device must name as many devices as the run had ranks ({ranks}), and with --nodes it names "
             f"{cluster.world}: add :N to the device"
         )
-    if len(stages_of(config)) > 1:
+    if len(size_stages_of(config)) > 1:
         raise ConfigError(f"RUN ({run.path}) must have steps of one size to be compared, and data.stages changes them")
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)

@@ -15,9 +15,9 @@ from shardwise.base.prices import Price
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
-from shardwise.config.learning_rates import LEARNING_RATES
-from shardwise.config.stand_in import asked_of
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.config.learning_rate_specs import LEARNING_RATES
+from shardwise.config.stand_in import config_as_given
+from shardwise.models.flops import flops_per_token
 from shardwise_plan.cli.wording import cost_text, duration, has_published_error, published_error_ratios
 from shardwise_plan.device_specs import Cluster, parse_cluster
 from shardwise_plan.layout_choices import number_of_choices
@@ -283,7 +283,7 @@ class _Nodes:
             config = self._config.with_batch_for(on.world)
             needs = f"`shardwise train RECIPE --dry-run --nproc {on.world}` says what one needs"
             try:
-                check_layout(asked_of(config), on.world)
+                check_layout(config_as_given(config), on.world)
             except ConfigError as error:
                 needs = f"in its own layout, {'; '.join(error.problems)}"
             return (

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from shardwise import __version__
 from shardwise.base import units
-from shardwise.base.terminal import wrapped
+from shardwise.base.terminal import wrap_words
 from shardwise.pipeline.timeline import Timeline
 from shardwise_plan.cli import wording
 from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, training_text
@@ -186,7 +186,7 @@ def _told(plan: Plan, title: str) -> list[str]:
     time = f"{units.counted(plan.cluster.nodes, 'node')}, {wording.duration(plan.calendar.seconds)}, {price}"
     doubt = " (may not fit)" if plan.is_tight else ""
     memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free{doubt}"
-    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), time, memory]
+    return [f"{title}{degrees}", *wrap_words(details, _CHART_COLUMNS), time, memory]
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:

@@ -20,13 +20,13 @@ from pathlib import Path
 from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.base.prices import Price
+from shardwise.base.units import parse_tokens
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
-from shardwise.config import dump_yaml, largest_stage, recipe_name
+from shardwise.config import dump_yaml, largest_size_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model, own_data
-from shardwise.config.stand_in import asked_of
-from shardwise.config.token_counts import parse_tokens
+from shardwise.config.stand_in import config_as_given
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_prices
 from shardwise_plan.cli.layout_list import answer_facts, print_layouts
@@ -149,7 +149,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         if parse_tokens(arguments.tokens) is None:
             raise ConfigError(f"--tokens ({arguments.tokens}) must be a number with k, M, B or T, such as 300B or 1.5T")
         arguments.overrides.append(f"train.steps={arguments.tokens}")
-    config = largest_stage(load_recipe(recipe, arguments.overrides))
+    config = largest_size_stage(load_recipe(recipe, arguments.overrides))
     fixed = {override.partition("=")[0].strip() for override in arguments.overrides}
     if arguments.budget is not None or "," in f"{arguments.nodes}{arguments.device}":
         # A rule of the batch would otherwise let each of the compared clusters train other tokens.
@@ -279,7 +279,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
     plan = plans[number - 1]
-    config = asked_of(run_with_layout(plan.config, plan.layout))
+    config = config_as_given(run_with_layout(plan.config, plan.layout))
     which = "as `shardwise plan` predicts it fastest" if number == 1 else f"layout {number} of `shardwise plan`{choice}"
     text = f"# {recipe_name(recipe)} on {plan.cluster}: {plan.text()}, {which}\n{carried_comments(recipe, config)}"
     # Keys that the recipe left out stay out: a later release may have a better default for them.

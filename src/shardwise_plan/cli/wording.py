@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from shardwise.base import units
 from shardwise.base.errors import listing
-from shardwise.base.terminal import wrapped
+from shardwise.base.terminal import wrap_words
 from shardwise.cli import output
 from shardwise_plan.device_specs import pipeline_warnings
 from shardwise_plan.goodput import best_checkpoint_interval
@@ -32,7 +32,7 @@ _NOT_COMPARED = "no published run on this device was compared; `shardwise plan R
 
 def print_prose(text: str, indent: str = "") -> None:
     """Print a sentence of a plan in lines of 80 columns; `indent` begins all of them but the first."""
-    for line in wrapped(text, _COLUMNS, indent):
+    for line in wrap_words(text, _COLUMNS, indent):
         output.line(line)
 
 

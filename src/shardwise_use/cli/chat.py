@@ -31,7 +31,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import output
 from shardwise.cli.model_argument import HELP
 from shardwise.launch.environment import joined
-from shardwise_use.cli.sampling import add_sampling, require_valid
+from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
 
 _POLL_SECONDS = 0.2
 _PROMPT = "> "
@@ -44,16 +44,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
-    add_sampling(parser, max_tokens=512, top_p=0.95)
+    add_sampling_options(parser, max_tokens=512, top_p=0.95)
     parser.add_argument("--stats", action="store_true", help="print the number of tokens and the speed of each answer")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_valid(arguments)
-    return talk(arguments, system=arguments.system, shows_stats=arguments.stats)
+    require_valid_sampling(arguments)
+    return _talk(arguments, system=arguments.system, shows_stats=arguments.stats)
 
 
-def talk(
+def _talk(
     arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
 ) -> int:
     """Start the process of the model, and pass texts between it and the terminal.

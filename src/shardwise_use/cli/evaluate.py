@@ -31,12 +31,12 @@ from shardwise.cli.model_argument import (
     LAYOUT_KEYS,
     ModelFolder,
     evaluation_config,
+    evaluation_ranks_and_config,
     launch_command,
-    open_folder,
-    open_tokenizer,
+    open_model_folder,
     parse_overrides,
-    ranks_and_config,
     tasks_config,
+    tokenizer_of_command,
 )
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import Rank, is_launched
@@ -44,7 +44,7 @@ from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part
-    from shardwise.train.evaluation import Evaluation
+    from shardwise.train.evaluation_losses import Evaluation
 
 KEYS = (
     "data.", *LAYOUT_KEYS, "parallel.sequence", "parallel.context", "parallel.schedule", "parallel.virtual_stages",
@@ -96,23 +96,23 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and not on_tasks:
             raise ConfigError(f"{option} ({value}) needs --tasks, the names of the tasks")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+    with open_model_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
         if on_tasks:
             return _evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
-        world, config = ranks_and_config(
+        world, config = evaluation_ranks_and_config(
             lambda replicas: evaluation_config(folder, values, replicas, part), place, arguments.nproc
         )
         layout = check_layout(config, world)
         # Once, before the ranks start: each of them then finds data and tokenizer in the cache.
         if not is_launched():
-            from shardwise.data.open_data import prepare
+            from shardwise.data.open_data import prepare_data
             from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
-                open_tokenizer(config, folder, announce=announce)
+                tokenizer_of_command(config, folder, announce=announce)
             fetch_dataset(config.data, announce)
-            prepare(config, announce=announce, any_size=True)
+            prepare_data(config, announce=announce, any_size=True)
         if place is None:
             check_accelerators(world, accelerators()[1])
             if world > 1:
@@ -149,11 +149,11 @@ def _evaluate_on_tasks(
         raise ConfigError(f"--tasks ({arguments.tasks!r}) must name tasks: --tasks arc_easy,lambada_openai")
     settings = {"tasks": tasks, "tasks_path": arguments.tasks_path, "limit": arguments.limit}
     with keys_renamed(_TASK_OPTIONS):
-        world, config = ranks_and_config(
+        world, config = evaluation_ranks_and_config(
             lambda replicas: tasks_config(folder, values, replicas, settings), place, arguments.nproc
         )
         layout = check_layout(config, world)
-        tokenizer = open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        tokenizer = tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
         # Once, before the ranks start: rank 0 then finds the data in the cache.
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks
@@ -164,10 +164,10 @@ def _evaluate_on_tasks(
         if world > 1:
             return launch_command("evaluate", arguments, folder, world)
     with as_rank(place) as ending:
-        from shardwise_use.inference_jobs import run_tasks
+        from shardwise_use.inference_jobs import run_evaluation_tasks
 
         with folder, keys_renamed(_TASK_OPTIONS):
-            results = run_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
+            results = run_evaluation_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
         if results is not None:
             _print_tasks(arguments, folder, config, layout, results)
     return ending.code

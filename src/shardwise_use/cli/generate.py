@@ -27,19 +27,19 @@ from shardwise.cli.model_argument import (
     ModelFolder,
     generation_config,
     launch_command,
-    open_folder,
-    open_tokenizer,
+    open_model_folder,
     parse_overrides,
+    tokenizer_of_command,
 )
 from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
-from shardwise_use.cli.chat import talk
-from shardwise_use.cli.sampling import add_sampling, require_valid
+from shardwise_use.cli.chat import _talk
+from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
 
 if TYPE_CHECKING:
-    from shardwise_use.generation import Answer
+    from shardwise_use.generation import Continuation
 
 KEYS = (
     *LAYOUT_KEYS, "precision.mode", "data.tokenizer", "model.family", "model.ignore", "checkpoint.revision",
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
     )
-    add_sampling(parser, max_tokens=128, top_p=1.0)
+    add_sampling_options(parser, max_tokens=128, top_p=1.0)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
 
@@ -65,14 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     values = parse_overrides(arguments.overrides, KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    require_valid(arguments)
+    require_valid_sampling(arguments)
     if arguments.interactive:
         if arguments.json:
             raise ConfigError("--json must not go with --interactive: leave one of them out")
-        return talk(arguments, completes=True)
+        return _talk(arguments, completes=True)
     text = _prompt_text(arguments)
-    with open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
-        config, tokenizer = prepare(arguments, place, folder, values, announce)
+    with open_model_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+        config, tokenizer = prepare_generation(arguments, place, folder, values, announce)
         ids, room = _fit(config.model, folder.longest(config.model), tokenizer, text)
         if place is None and config.parallel.model_ranks > 1:
             return launch_command("generate", arguments, folder, config.parallel.model_ranks)
@@ -95,14 +95,14 @@ def run(arguments: argparse.Namespace) -> int:
         return ending.code
 
 
-def prepare(
+def prepare_generation(
     arguments: argparse.Namespace,
     place: Rank | None,
     folder: ModelFolder,
     values: dict[str, Any],
     announce: Callable[[str], None] | None = None,
 ) -> tuple[Config, Tokenizer]:
-    """Return the configuration and the tokenizer of a model that writes text, whose ranks hold one copy of it.
+    """Return the configuration and the tokenizer of a model that generates text, whose ranks hold one copy of it.
 
     Raises:
         ConfigError: it is none, or needs other ranks.
@@ -123,7 +123,7 @@ def prepare(
     if place is None:
         # Before the ranks start, each of which would fail by itself.
         check_accelerators(ranks, hardware.accelerators()[1])
-    return config, open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+    return config, tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -162,7 +162,12 @@ def _show(piece: str) -> None:
 
 
 def _finish(
-    arguments: argparse.Namespace, folder: ModelFolder, text: str, prompt_tokens: int, answer: Answer, stopped: str
+    arguments: argparse.Namespace,
+    folder: ModelFolder,
+    text: str,
+    prompt_tokens: int,
+    answer: Continuation,
+    stopped: str,
 ) -> None:
     """Print the end of the answer: one JSON object, or on standard error the number of tokens and the speed."""
     new = len(answer.tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
 from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
@@ -51,18 +51,18 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
-def described_model(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The file that `--config` names, or that of its folder, and the model in it; `ignore` as of `read_model`."""
+def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
+    """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
     path = config_file / CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     return path, read_model(Root.of(path), ignore)
 
 
-def rate_keys(
+def schedule_keys(
     points: list[dict[str, Any]], lr: float, step: int, next_rate: float, schedule: object
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a schedule by `points`, whose next rate must be the other program's; or a sentence on it."""
+    """The keys of an imported schedule of rates by `points`, whose next rate must fit; or a sentence on it."""
     curve = [RateAtStep(point["at"], lr * point["factor"], point["shape"]) for point in points]
     if curve and math.isclose(rate_at(curve, step + 1), next_rate, rel_tol=1e-6, abs_tol=1e-12):
         return {"optimizer.schedule": "points", "optimizer.points": points}, []
@@ -72,7 +72,7 @@ def rate_keys(
     ]
 
 
-def rate_points(
+def schedule_points(
     first: float, warmup: int, stop: int, end: int, least: float, shape: str, *, lag: int = 1
 ) -> list[dict[str, Any]]:
     """Points of `optimizer.points`, factors of the peak: `first`, 1 from `warmup` to `stop` updates, `least` at `end`.
@@ -158,8 +158,10 @@ class ForeignModel:
         return max(sizes, key=lambda name: sizes[name])
 
 
-def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES) -> WrittenFolder:
-    """Write a checkpoint into a folder of checkpoints, complete or not at all.
+def write_imported_checkpoint(
+    opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> WrittenFolder:
+    """Write an imported model as a checkpoint into a folder of checkpoints, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 
@@ -265,4 +267,4 @@ def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
 
 def _segments(entry: TensorEntry) -> Iterator[Box]:
     """A tensor, cut so that one box fits into memory."""
-    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
+    return box_segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)

@@ -46,10 +46,10 @@ _LARGEST = 10**9
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_args(
+def read_megatron_arguments(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The model, and notes on arguments that have no counterpart.
+    """The model that Megatron-LM's arguments describe, and notes on arguments that have no counterpart.
 
     Args:
         vocab_size: number of tokens without padding.
@@ -59,15 +59,15 @@ def read_args(
     Raises:
         ConfigError: every argument that makes another model, and every one that is missing.
     """
-    require_known(args, where)
+    require_known_arguments(args, where)
     section, notes = _section(args, vocab_size, where, legacy)
     config = validated_model(section, where)
     assert isinstance(config, MegatronConfig)
     return config, notes
 
 
-def require_known(args: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, as `read_args` does, for arguments that make another model, or are missing."""
+def require_known_arguments(args: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, as `read_megatron_arguments` does, for arguments that make another model, or are missing."""
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
         "makes a model that no family here has"
@@ -193,7 +193,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
-    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
+    """The vocabulary of a Megatron-LM model: the embedding has more rows, so that all ranks have equally many.
 
     Args:
         padded: rows of the embedding.

@@ -18,7 +18,7 @@ from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import refuse_divided
+from shardwise_use.sparse_models import refuse_divided_experts
 
 _SHOWN = 8
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
@@ -27,12 +27,12 @@ _DRIFT_TOO_LARGE = (
     "configuration (such as num_key_value_heads) is not that of the shards"
 )
 _MOST_DRIFT = 1.0
-"""The largest `drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
+"""The largest `replica_drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size → integers with the same bits."""
 
 
-def same_bits(tensor: Tensor, replica: Tensor) -> bool:
+def _same_bits(tensor: Tensor, replica: Tensor) -> bool:
     """True if two tensors are equal; a NaN equals itself."""
     if tensor is replica:
         return True
@@ -42,9 +42,9 @@ def same_bits(tensor: Tensor, replica: Tensor) -> bool:
     return torch.equal(tensor.view(integers), replica.view(integers))
 
 
-def drift(tensor: Tensor, replica: Tensor) -> float:
-    """The norm of the difference of two replicas as a part of the larger norm of both; infinite if it is no number."""
-    if same_bits(tensor, replica):
+def replica_drift(tensor: Tensor, replica: Tensor) -> float:
+    """The norm of the difference of two imported replicas, relative to the larger norm; infinite if it is no number."""
+    if _same_bits(tensor, replica):
         return 0.0
     if tensor.shape != replica.shape:
         return math.inf
@@ -57,7 +57,7 @@ def drift(tensor: Tensor, replica: Tensor) -> float:
     return relative if math.isfinite(relative) else math.inf
 
 
-def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
     """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
 
     Raises:
@@ -67,15 +67,15 @@ def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], 
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
-        refuse_divided(folder, path.name)
+        refuse_divided_experts(folder, path.name)
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path
     return ranks
 
 
-def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where the ranks of a source are not those of its degrees; `name`: format of a rank's name."""
+def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
+    """Raise ConfigError where a checkpoint's ranks are not those of its degrees; `name`: of a rank, a format."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
@@ -90,13 +90,13 @@ def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline
         raise ConfigError(problems)
 
 
-def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
+def _lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
     return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor)
 
 
 @dataclass
-class Shards:
-    """The tensors of all tensor-parallel ranks and pipeline stages.
+class TensorParallelShards:
+    """The tensors of an imported checkpoint, of all tensor-parallel ranks and pipeline stages.
 
     What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
     another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic
@@ -130,7 +130,7 @@ class Shards:
                     f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
                 )
                 continue
-            parts = [lazy(tensors[name]) for tensors in tensors_by_rank]
+            parts = [_lazy(tensors[name]) for tensors in tensors_by_rank]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
             self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)
@@ -148,16 +148,16 @@ class Shards:
     ) -> None:
         """Note replicas that differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
         drifts = {
-            str(rank): drift(part.read(), replica.read())
+            str(rank): replica_drift(part.read(), replica.read())
             for rank, (part, replica) in enumerate(zip(parts, replicas, strict=True))
-            if part is not replica and not same_bits(part.read(), replica.read())
+            if part is not replica and not _same_bits(part.read(), replica.read())
         }
         if drifts:
             requirement = text.format(", ".join(drifts))
             self.note_drift(name, max(drifts.values()), requirement, are_matrices=len(parts[0].shape) > 1)
 
     def note_drift(self, name: str, drift: float, requirement: str, *, are_matrices: bool) -> None:
-        """Note the `drift` of replicas; `requirement`: what the tensor must be.
+        """Note the `replica_drift` of replicas; `requirement`: what the tensor must be.
 
         Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights
         are much alike in any model.

@@ -6,15 +6,15 @@ import ast
 from typing import Any, cast
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config.translation import computed
+from shardwise.config.translation import evaluate_expression
 
 _MOST_CALLS = 40
 """Calls and names inside each other, as a name may stand for itself."""
 _CONVERSIONS = ("int", "float", "str", "cast", "round")
 
 
-class UnknownValue(str):
-    """Code whose value is known to the program alone."""
+class UnknownPythonValue(str):
+    """Code in a Python config whose value is known to the program alone."""
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class _Reader:
         try:
             if self._depth > _MOST_CALLS:
                 raise ValueError(f"{name} stands for itself")
-            return computed(self.nodes[name], cast(Any, self))
+            return evaluate_expression(self.nodes[name], cast(Any, self))
         finally:
             self._depth -= 1
 
@@ -120,11 +120,11 @@ class _Reader:
                 self.read(self.nodes[changed], f"{path}.{changed.removeprefix(f'{name}.')}", depth + 1)
         else:
             try:
-                value = computed(node, cast(Any, self))
+                value = evaluate_expression(node, cast(Any, self))
             except (KeyError, ValueError, TypeError):
                 # A member of an enumeration, such as DType.bfloat16, has its value's name.
                 is_member = isinstance(node, ast.Attribute) and name[:1].isupper() and name.count(".") == 1
-                value = name.partition(".")[2] if is_member else UnknownValue(name)
+                value = name.partition(".")[2] if is_member else UnknownPythonValue(name)
             self._note(path, value)
 
     def _note(self, path: str, value: Any) -> None:
@@ -148,7 +148,7 @@ class _Reader:
         is_class = not name[:1].islower() or name == "dict"
         inner = path if is_class else f"{path}.{name}"
         if path.isidentifier():
-            self._note(path, UnknownValue(ast.unparse(call)))
+            self._note(path, UnknownPythonValue(ast.unparse(call)))
         if is_class or not call.args:
             self._note(f"{path}.{'class' if is_class else 'preset'}", name)
         for argument in call.args[:0] if is_class else call.args[:1]:

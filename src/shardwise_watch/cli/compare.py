@@ -25,7 +25,7 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.cli import output
 from shardwise.runs.events import last_event
-from shardwise.runs.failure import failure_of
+from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
 from shardwise_watch import curve_points

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
     ranks = ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
-    machine_devices = local_devices.devices(ranks)
+    machine_devices = local_devices.devices_of_machine(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
     try:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shardwise.base import errors, files, redaction
 from shardwise.runs.events import number
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise_watch.cli.ls import run_cells
 from shardwise_watch.json_lines import last_raw_lines
 from shardwise_watch.lost_time import LostTime

@@ -14,7 +14,7 @@ from rich.text import Text
 from shardwise.base import units
 from shardwise.base.mesh_axes import AXES
 from shardwise.config import ParallelConfig
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise.pipeline.schedule_picture import MOST_ROWS, schedule_picture
 from shardwise_watch.rank_views import NodeView, PipelineView, RankView
 from shardwise_watch.screen import drawing

@@ -15,7 +15,7 @@ from shardwise.base.hub import BESIDE_WEIGHTS
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, UserModelConfig, config_from, data_from, load_config
+from shardwise.config import Config, UserModelConfig, checked_data_section, config_from_sections, load_config
 from shardwise.data.cache import tokenizer_digest
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, train_tokenizer
 
@@ -91,7 +91,9 @@ def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tm
     assert found.ids == IDS | {"eos_token_id": [END, TURN, PAD]}
     assert generation_of(found) == GENERATION | {"eos_token_id": [TURN, END, PAD]}
     assert find_checkpoint_companions(run_of(), Root.of(weights), weights).ids == IDS
-    mixed = chat.model_copy(update={"data": data_from({"mixture": {"a": {"dataset": "chat", "weight": 1.0}}})})
+    mixed = chat.model_copy(
+        update={"data": checked_data_section({"mixture": {"a": {"dataset": "chat", "weight": 1.0}}})}
+    )
     assert find_checkpoint_companions(mixed, None, weights).ids == {"eos_token_id": [END, PAD]}
     own = tokenizer(tmp_path / "own")
     (own / "chat_template.jinja").write_text(template)
@@ -184,7 +186,7 @@ QWEN2: dict[str, Any] = {
 def test_a_tokenizer_that_transformers_splits_otherwise_is_named(split: Path) -> None:
     """Whatever the files say, transformers takes the class of Qwen 2 for this model type."""
     train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
-    run = config_from({"model": QWEN2, "train": train, "optimizer": {"lr": 1.0}})
+    run = config_from_sections({"model": QWEN2, "train": train, "optimizer": {"lr": 1.0}})
     (note,) = find_checkpoint_companions(run, None, split).notes
     assert note.startswith("AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own")
     (split / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

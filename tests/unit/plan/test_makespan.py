@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
-from shardwise.config.layout import rank_of
-from shardwise.config.pipeline_schedules import rounds_of_step
-from shardwise.config.rules import fits_schedule
+from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.layout_rules import fits_schedule
+from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise_plan import makespan as levels
@@ -31,7 +31,7 @@ def by_level(parallel: ParallelConfig, m: int) -> list[list[Action]]:
     found = pass_levels(parallel, m, m // rounds_of_step(parallel.pipeline, m))
     placed: dict[int, dict[int, Action]] = defaultdict(dict)
     for stage in range(parallel.pipeline * parallel.stages_per_rank):
-        row = placed[rank_of(parallel, stage)]
+        row = placed[pipeline_rank_of(parallel, stage)]
         for k in range(m):
             kind: ActionKind = "input" if found.split[stage, k] else "backward"
             for level, action in (

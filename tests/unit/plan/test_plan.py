@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base import units
-from shardwise.config import check_layout, load_config, stages_of
+from shardwise.config import check_layout, load_config, size_stages_of
 from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
@@ -269,11 +269,11 @@ def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(cli: CommandLin
     written = load_config(str(path))
     assert written.train.steps == 20
     assert check_layout(written, 8).data == 8
-    trains = [stage.train for stage in stages_of(written)]
+    trains = [stage.train for stage in size_stages_of(written)]
     sizes_of = [(train.sequence_length, train.global_batch, train.micro_batch) for train in trains]
     assert sizes_of == [(64, 256, 4), (64, 256, 4), (2048, 8, 1)]
     assert [stage.rope_theta for stage in written.data.stages] == [1000.0, None]
-    longest = stages_of(load_config("llama3-tiny", [*sizes, stages]))[-1]
+    longest = size_stages_of(load_config("llama3-tiny", [*sizes, stages]))[-1]
     planned = run_with_layout(longest, check_layout(longest, 8))
     assert "compile" not in planned.model_fields_set, "neither the recipe nor this layout sets it"
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
-from shardwise.config.optimizers import OPTIMIZERS
+from shardwise.config.optimizer_specs import OPTIMIZERS
 from shardwise.train.build import count_parameters, state_memory
 from tests.unit.layers.groups import pretend_group
 

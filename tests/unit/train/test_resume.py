@@ -14,18 +14,18 @@ import pytest
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
 from shardwise.checkpoint.format.verify import verify_checkpoint
+from shardwise.checkpoint.storage.checkpoint_choice import goes_back, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.config import Config, check_changes
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
-from shardwise.train.checkpoint_choice import goes_back, went_back
 from shardwise.train.resume import find_checkpoints
-from shardwise.train.step_record import Progress, end_of_run
+from shardwise.train.step_record import Progress, last_step_of_run
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
 
@@ -151,16 +151,18 @@ def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     asked = make_config(checkpoint={"resume": 100}, train={"skip_batches": 2})
     first = Manifest.read(write_checkpoint(tmp_path / "checkpoints", 100))
     assert goes_back(asked, first)
-    schedule = {"name": "linear", **went_back(asked, first)}
+    schedule = {"name": "linear", **recorded_return(asked, first)}
     for step in (200, 300):
         after = Manifest.read(write_checkpoint(tmp_path / "checkpoints", step, schedule=schedule))
     assert found_by(asked, tmp_path) == [300, 200, 100]
     assert not goes_back(asked, after)
-    assert went_back(config(), after) == went_back(asked, after), "a run that goes on forgets that it went back"
+    assert recorded_return(config(), after) == recorded_return(asked, after), (
+        "a run that goes on forgets that it went back"
+    )
     another = make_config(checkpoint={"resume": 100}, train={"skip_batches": 3})
     assert found_by(another, tmp_path) == [100]
     assert goes_back(another, after)
-    assert went_back(config(), first) == {}
+    assert recorded_return(config(), first) == {}
 
 
 @pytest.mark.parametrize(("asked", "position"), [(None, 900), (100, 900 + 2 * 8)])
@@ -174,7 +176,7 @@ def test_a_run_goes_on_where_it_was(
     monkeypatch.setattr("shardwise.checkpoint.restore.restore_checkpoint", lambda *_: SimpleNamespace(damage=()))
     candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
     progress = Progress()
-    resume.restore_first(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
+    resume.restore_first_intact(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
     assert (progress.step, progress.samples, progress.tokens) == (100, 800, 25_600)
     assert progress.position == position
 
@@ -182,29 +184,29 @@ def test_a_run_goes_on_where_it_was(
 def test_other_data_are_refused(tmp_path: Path) -> None:
     manifest = Manifest.read(write_checkpoint(tmp_path, 100))
     continued = training(config(), batches=TokenBatches(np.arange(99), 16, seed=1))
-    resume.continue_data(manifest, replace(make_data(), fingerprint="tiny"), continued)
+    resume.continue_data_from(manifest, replace(make_data(), fingerprint="tiny"), continued)
     with pytest.raises(ConfigError, match=r"the data .* must be those that the run began with \(fingerprint tiny"):
-        resume.continue_data(manifest, replace(make_data(), fingerprint="other"), continued)
+        resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), continued)
 
 
 def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_path: Path) -> None:
     """A stream has a state of its own, which means nothing to a mixture."""
     manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
     sources = {"web": TokenBatches(np.arange(99), 16, seed=1)}
-    batches = BlendedBatches(sources, [Stage(0, 0, {"web": 1.0})])
+    batches = BlendedBatches(sources, [MixtureStage(0, 0, {"web": 1.0})])
     chosen = config()
     chosen.let_change(check_changes(["data.path", "data.mixture"]))
     progress = Progress()
     progress.losses.extend([1.0, 2.0])
-    resume.continue_data(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
-    assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
+    resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
+    assert batches.order.stages == (MixtureStage(0, 0, {"web": 1.0}),)
     assert not progress.losses, "the first losses of other data are no spikes"
 
 
 def test_a_run_that_goes_on_stops_after_as_many_steps_of_its_own() -> None:
     chosen = make_config(train={"steps": 20, "stop_after": 5}).train
-    assert [end_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
-    assert end_of_run(config().train, 10) == 20
+    assert [last_step_of_run(chosen, before) for before in (0, 10, 18)] == [5, 15, 20]
+    assert last_step_of_run(config().train, 10) == 20
 
 
 def training(chosen: Config, progress: Progress | None = None, batches: Any = None) -> Any:
@@ -232,7 +234,7 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
     monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", silent)
     told = Told()
     with pytest.raises(RunError, match=r"checkpoint of step 100 could not be used, and no older .*: no answer; start"):
-        resume.restore_first(found, training(config()), told)  # type: ignore[arg-type]
+        resume.restore_first_intact(found, training(config()), told)  # type: ignore[arg-type]
     (warning,) = told.warnings
     assert warning.startswith("the checkpoint of step 200 was left out: "), "what a killed save leaves is no checkpoint"
     assert "set aside" not in warning
@@ -284,4 +286,4 @@ def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeyp
         "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"
     )
     with pytest.raises(RunError, match=told):
-        resume.set_later_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)
+        resume.set_later_checkpoints_aside(Root.of(folder), found, 100, Mesh(device="cpu"), damaged=False)

@@ -12,7 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory
 from shardwise_watch import curve_points
 from shardwise_watch.curves import read_curve_file

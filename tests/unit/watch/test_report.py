@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
 from shardwise_watch.report.chart import _LOADS, axis_numbers, line_chart, load_map, stacked_chart, time_ticks
 from shardwise_watch.report.numbers import curve_columns

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
 from shardwise_watch.report.numbers import report_numbers
 from shardwise_watch.run import RunView, UnreadableRun, open_run, run_folders, runs_at

@@ -18,7 +18,7 @@ import pytest
 from textual.pilot import Pilot
 
 from shardwise.base.errors import ConfigError
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_watch.cli import top
 from shardwise_watch.run import open_run

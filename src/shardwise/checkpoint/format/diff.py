@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.parsing import by_dotted_key, json_value
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.safetensors import CODED, Values, cast_values
 from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
@@ -125,7 +125,7 @@ def _compare(
     largest = 0.0
     change_squares = 0.0
     reference_squares = 0.0
-    for box in segments(entry.shape, _SEGMENT_ELEMENTS):
+    for box in box_segments(entry.shape, _SEGMENT_ELEMENTS):
         bits_a = a.read(state, name, box)
         bits_b = b.read(state, name, box)
         progress(bits_a.nbytes)

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.model_files import validated_model, with_readable_tokenizer
@@ -110,7 +110,7 @@ class Export:
 
     def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
         entry = self._manifest.tensors[state][name]
-        for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
+        for box in box_segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
             values = self._stored.read(state, name, box)
             # A value beyond the range would become infinite without a word.
             if target == "F16" and cast_overflows(values, entry.dtype, target):

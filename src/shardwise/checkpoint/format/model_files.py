@@ -16,9 +16,9 @@ from shardwise.base.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, TOKEN
 from shardwise.base.parsing import json_object, json_value
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, ModelConfig, model_from, rope_scaling, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings
+from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_tokenizer_config
 
 BEGIN_ID = "bos_token_id"
 END_ID = "eos_token_id"
@@ -105,7 +105,7 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
         with contextlib.suppress(ConfigError):  # transformers cannot read the file either
             settings = json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
             if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
-                read[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
+                read[TOKENIZER_CONFIG] = to_json(plain_tokenizer_config(settings, pairs=pairs))
     return read
 
 
@@ -225,7 +225,7 @@ def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
 def validated_model(section: Mapping[str, Any], where: str) -> FamilyConfig:
     """The model of a stored `model` section; ConfigError, with every problem, where `where` describes none."""
     try:
-        return model_from(section)
+        return checked_model_section(section)
     except ConfigError as error:
         reasons = error.problems
     raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
+from shardwise.base.hub import INDEX, SHARDS, SINGLE, absent_parts_problem, indexed_weight_files, unconsolidated_files
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
@@ -169,8 +169,8 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
         return (SINGLE,)
     index = folder / INDEX
     if not index.exists():
-        if files := shards(folder.names()):
-            if problems := lacking_files(folder, files):
+        if files := unconsolidated_files(folder.names()):
+            if problems := absent_parts_problem(folder, files):
                 raise ConfigError(problems)
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
@@ -183,7 +183,7 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
         raise ConfigError(
             f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
         )
-    return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))
+    return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))
 
 
 # ---- the order of states and names, and cuts of a tensor
@@ -224,7 +224,9 @@ def find_sources(
     for canonical_name, names in sources.items():
         # The canonical spelling comes first, and the second copy of a tied weight last.
         names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
-    absent = lacking_files(where, files, _ranks_of_parts(shapes, stored, sources) if shards(files) else 0)
+    absent = absent_parts_problem(
+        where, files, _ranks_of_parts(shapes, stored, sources) if unconsolidated_files(files) else 0
+    )
     return sources, absent or tensor_mismatches(where, shapes, stored, canonical=canonical_names)
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, find, has_weights, is_url, place_of_weights
+from shardwise.base.hub import FOUND, find_on_hub, has_weights, is_url, place_of_weights
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
@@ -393,7 +393,7 @@ def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | No
     place = place_of_weights(location, revision)
     if isinstance(place, Path):
         return location, Root.of(place)
-    return f"{location}: {FOUND[find(place)]}", None
+    return f"{location}: {FOUND[find_on_hub(place)]}", None
 
 
 def _checkpoint_path(run: Root) -> str | None:

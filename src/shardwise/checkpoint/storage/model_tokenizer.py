@@ -69,5 +69,7 @@ def _tokenizer_beside(weights: Root) -> str | None:
         write_files(folder / "tokenizer", files)
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
-    key = cache.key_of({"model": {name: content.hex() for name, content in files.items()}})
-    return str(cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path)
+    key = cache.cache_key({"model": {name: content.hex() for name, content in files.items()}})
+    return str(
+        cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
+    )

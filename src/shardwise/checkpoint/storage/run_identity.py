@@ -40,7 +40,7 @@ def run_owner(root: Root) -> RunOwner | None:
     if OWNER not in root.names():
         return None
     try:
-        return parsing.instance(RunOwner, parsing.record_of((root / OWNER).read(0, files.MOST_BYTES)))
+        return parsing.record_instance(RunOwner, parsing.record_of_json((root / OWNER).read(0, files.MOST_BYTES)))
     except ValueError:
         return None
 

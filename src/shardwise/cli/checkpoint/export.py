@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     export = Export(folder, arguments.dtype)
     if arguments.reader is not None:
         _require_readable(export, arguments.reader)
-    parent, name = split(arguments.dest)
+    parent, name = parent_and_name(arguments.dest)
     done = export.write(parent, name, max_shard_bytes)
     formats = " and ".join(sorted(export.dtypes))
     # Of no tensor, of all or of some the weights come from the masters.
@@ -160,7 +160,7 @@ def shard_bytes(given: str) -> int:
     return digits
 
 
-def split(location: str) -> tuple[Root, str]:
+def parent_and_name(location: str) -> tuple[Root, str]:
     """The folder that a new one is made in, and its name."""
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")

@@ -19,19 +19,26 @@ from shardwise.base.progress import progress
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common
-from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, announce_empty, open_source
+from shardwise.data.formats import prepared_data
+from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
+from shardwise.data.reading.text_sources import (
+    ColumnSource,
+    FileSource,
+    Source,
+    TextPiece,
+    announce_empty,
+    open_text_source,
+)
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
-from shardwise.data.samples.order import mix, mix_integer
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
+from shardwise.data.samples.order import mix_bits, mix_integer
 from shardwise.data.tokens.encoding import (
     RULE,
     ContentDigest,
-    digests_of,
     document_marks,
     encode_documents,
     encode_sentences,
+    part_digests,
 )
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
@@ -86,7 +93,7 @@ class TextSplit:
             start = end
 
 
-def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+def plan_text_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
     """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
 
     Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
@@ -96,7 +103,7 @@ def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> T
     share = int(total * (weights[1] / sum(weights)))
     if share == 0:
         return TextSplit(None, total)
-    order = np.argsort(mix(np.arange(len(characters), dtype=np.uint64)), kind="stable")
+    order = np.argsort(mix_bits(np.arange(len(characters), dtype=np.uint64)), kind="stable")
     order = order[characters[order] <= _LARGEST_HELD_OUT * share]
     taken = order[np.cumsum(characters[order]) <= share]
     if int(characters[taken].sum()) < _LEAST_HELD_OUT * share:
@@ -110,7 +117,7 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Scan:
+class TextScan:
     """The digest and the size of a text, or of conversations, and the length of each document, [documents]."""
 
     content: str
@@ -118,17 +125,17 @@ class Scan:
     characters: npt.NDArray[np.int64]
 
 
-def open_data(
-    request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
-) -> common.PreparedText:
+def open_text(
+    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool, source: Source | None = None
+) -> prepared_data.PreparedText:
     """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
     if request.data.streaming:
-        from shardwise.data.formats import stream
+        from shardwise.data.formats import streamed_text
 
-        return stream.open_data(request, root, announce, any_size=any_size)
-    source = source or open_source(request.data)
-    content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
-    entry = common.open_text_tokens(
+        return streamed_text.open_stream(request, root, announce, any_size=any_size)
+    source = source or open_text_source(request.data)
+    content, scan = digest_of_text(root, source.stamp(), source, lambda: _scan(source, announce), announce)
+    entry = prepared_data.open_text_tokens(
         root,
         lambda tokenizer: _key(content, request, tokenizer),
         request.data.tokenizer,
@@ -138,36 +145,36 @@ def open_data(
     )
     data = _prepared(entry, source, request, any_size)
     if request.data.packs_documents:
-        from shardwise.data.formats import packed
+        from shardwise.data.formats import packing_cache
 
-        return packed.packed_text(request, root, data, announce)
+        return packing_cache.with_packed_samples(request, root, data, announce)
     return data
 
 
-def content_of(
-    root: Path, stamp: str | None, source: Source, scan: Callable[[], Scan], announce: common.Announce
-) -> tuple[str, Scan | None]:
-    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
+def digest_of_text(
+    root: Path, stamp: str | None, source: Source, scan: Callable[[], TextScan], announce: prepared_data.Announce
+) -> tuple[str, TextScan | None]:
+    """The digest of a source's text, and the scan by which it was found; None if the data cache knew the digest."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
-    content = cache.known_content(root, stamp)
+    content = cache.known_text_digest(root, stamp)
     if content is not None:
         return content, None
     with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
             # One process reads it, as a data set of the hub is fetched first; the others wait.
-            lock.enter_context(cache.locked(root, source.stamp()[:32]))
-            content = cache.known_content(root, stamp)
+            lock.enter_context(cache.lock_entry(root, source.stamp()[:32]))
+            content = cache.known_text_digest(root, stamp)
             if content is not None:
                 return content, None
             if announce is not None:
                 announce(f"preparing the data {source.name}: reading them")
         scanned = scan()
-        cache.remember_content(root, stamp, scanned.content)
+        cache.remember_text_digest(root, stamp, scanned.content)
     return scanned.content, scanned
 
 
-def _scan(source: Source, announce: common.Announce = None) -> Scan:
+def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
     digest = ContentDigest()
     document = 0
     characters = array("q")
@@ -178,7 +185,7 @@ def _scan(source: Source, announce: common.Announce = None) -> Scan:
                 characters.append(document)
                 document = 0
     announce_empty(source, announce)
-    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    return TextScan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
@@ -198,19 +205,21 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
     described: dict[str, Any] = {
         "content": content,
         "split": list(request.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": common.tokenizer_key(tokenizer),
+        "tokenizer": prepared_data.tokenizer_key(tokenizer),
         "vocab_size": request.vocab_size,
         **request.data.chosen_marks,
     }
     if request.in_pairs:
         described["sentences"] = RULE
-    return cache.key_of(described)
+    return cache.cache_key(described)
 
 
-def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, announce: common.Announce) -> dict[str, Any]:
+def _build(
+    folder: Path, source: Source, scan: TextScan, request: DataRequest, announce: prepared_data.Announce
+) -> dict[str, Any]:
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
-    split = plan_split(scan.characters, request.data.split_weights)
+    split = plan_text_split(scan.characters, request.data.split_weights)
     named = request.data.tokenizer
     pairs = request.in_pairs
     if named is None:
@@ -229,7 +238,7 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
         else:
             parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
     # The text was read twice: to find its content and lengths, and to encode it.
-    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
+    prepared_data.require_unchanged(source.name, digest.hexdigest(), scan.content)
     # Without splits the test part is empty, and fingerprints from before there was one must stay.
     fingerprinted = {part: facts for part, facts in parts.items() if part != "test" or request.data.split_names}
     manifest = {
@@ -240,7 +249,7 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(fingerprinted)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *part_digests(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
@@ -257,7 +266,9 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool) -> common.PreparedText:
+def _prepared(
+    entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool
+) -> prepared_data.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
@@ -265,18 +276,20 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
     needed = [] if any_size else request.needed_parts
-    problems = common.padding_problems(special, request) + common.entry_problems(request, entry, source.name, needed)
+    problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
+        request, entry, source.name, needed
+    )
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {describe_sizes(sizes)} "
+        f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {part_sizes_text(sizes)} "
         f"tokens, vocabulary {facts['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
     )
     if isinstance(source, FileSource):
         summary += source.left_out_note()
-    return common.PreparedText(
+    return prepared_data.PreparedText(
         entry.tokenizer_path,
         facts["fingerprint"],
         summary,
@@ -287,10 +300,10 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any
     )
 
 
-def glance(request: DataRequest) -> str:
+def _preview(request: DataRequest) -> str:
     """The size of the text; no more is read than the first line or row of each file."""
-    source = open_source(request.data)
-    time = when_read(request)
+    source = open_text_source(request.data)
+    time = preparation_time(request)
     if not isinstance(source, FileSource):
         return f"built-in, {time}"
     source.require_text()
@@ -298,15 +311,15 @@ def glance(request: DataRequest) -> str:
     return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
-def most_tokens(request: DataRequest, limit: int) -> int | None:
+def _most_tokens(request: DataRequest, limit: int) -> int | None:
     """The bytes of the files, as a token has one at least; None where files are packed, or pairs repeat sentences."""
-    source = open_source(request.data)
+    source = open_text_source(request.data)
     if not isinstance(source, FileSource) or request.in_pairs:
         return None
     return source.bytes_within(limit)
 
 
-def when_read(request: DataRequest) -> str:
+def preparation_time(request: DataRequest) -> str:
     if request.data.streaming:
         return "read during training"
     return "prepared when the run starts, unless the cache has it"
@@ -335,8 +348,8 @@ def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tup
     return tokens.astype(np.int64), sizes
 
 
-def files_of(source: Source) -> tuple[Sequence[Path], str]:
-    """The files of a text that is the user's, and the way in which they are read."""
+def files_of_source(source: Source) -> tuple[Sequence[Path], str]:
+    """The files of a data source that are the user's, and the way in which they are read."""
     if isinstance(source, FileSource):
         return source.files, source.described()
     if not isinstance(source, ColumnSource):
@@ -344,16 +357,16 @@ def files_of(source: Source) -> tuple[Sequence[Path], str]:
     return [Path(file) for names in source.files_by_split().values() for file in names], "a data set"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
-    """Files of text, as training reads them: all of them, or the beginning of large ones."""
-    from shardwise.data.formats import inspecting
+def inspect_text(data: DataConfig, samples: int) -> Inspection:
+    """An inspection of files of text, as training reads them: all of them, or the beginning of large ones."""
+    from shardwise.data.formats import inspections
 
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
     if given and data.tokenizer is None:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
-    source = open_source(data)
+    source = open_text_source(data)
     documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
-    files, described = files_of(source)
+    files, described = files_of_source(source)
     notes: list[str] = []
     announce_empty(source, notes.append)
     lengths = np.array([*map(len, documents)])
@@ -388,17 +401,17 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        Lengths.of("characters of a document", lengths, number),
-        inspecting.text_samples(documents[:samples]),
+        LengthStatistics.of("characters of a document", lengths, number),
+        inspections.inspected_texts(documents[:samples]),
         notes=notes,
     )
 
 
-def first_documents(data: DataConfig) -> FirstDocuments:
+def _first_documents(data: DataConfig) -> FirstDocuments:
     """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
-    documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)
+    documents, is_all = _beginning(open_text_source(data), _ENCODED_CHARACTERS)
     tokens, sizes = _tokens(documents, Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)), data)
     return FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
@@ -407,9 +420,9 @@ def first_documents(data: DataConfig) -> FirstDocuments:
 FORMAT = DataFormat(
     name="text",
     contents="text",
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    most_tokens=most_tokens,
-    first_documents=first_documents,
+    open_data=open_text,
+    preview=_preview,
+    inspect=inspect_text,
+    most_tokens=_most_tokens,
+    first_documents=_first_documents,
 )

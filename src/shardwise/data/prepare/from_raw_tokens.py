@@ -15,8 +15,8 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of
 from shardwise.data.prepare import disk_room
-from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
-from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
+from shardwise.data.reading.megatron_files import UnfinishedIndex, megatron_dtype, megatron_prefix
 from shardwise.data.reading.raw_tokens import RawTokens
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
@@ -27,8 +27,8 @@ _LONGEST_SEQUENCE = 1 << 30
 
 
 @dataclass(frozen=True)
-class RawJob:
-    """A file of ids that is to be converted.
+class RawConversionJob:
+    """A file of raw token ids that `data prepare` is to convert.
 
     Attributes:
         dtype: dtype of the ids; None: the header or the bytes decide.
@@ -43,13 +43,13 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes the data set of `job`, unless it is there already.
+def convert_raw_tokens(job: RawConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
+    """Makes a Megatron data set of a file of raw token ids, unless it is there already.
 
     Raises:
         DataError: the file holds no such ids, other data are at the output, or the disk is too small.
     """
-    if job.output.resolve() == prefix_of(job.path).resolve():
+    if job.output.resolve() == megatron_prefix(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
         conversion = _RawConversion(job, announce)
@@ -59,7 +59,7 @@ def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) ->
 
 
 class _RawConversion:
-    def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
+    def __init__(self, job: RawConversionJob, announce: Callable[[str], None]) -> None:
         self.job = job
         self.announce = announce
         self.tokenizer: Tokenizer | None = None
@@ -78,7 +78,7 @@ class _RawConversion:
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
-        self.output = Output(job.output, job.tokenizer, self.tokenizer, options)
+        self.output = PreparedOutput(job.output, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
@@ -88,8 +88,8 @@ class _RawConversion:
     def make(self, _progress: None) -> Mapping[str, Any]:
         vocab_size = self._vocab_size()
         output = self.output
-        needed = len(self.tokens) * written_dtype(vocab_size).itemsize
-        disk_room.check_room(needed, 0, output.path, self.announce)
+        needed = len(self.tokens) * megatron_dtype(vocab_size).itemsize
+        disk_room.require_disk_room(needed, 0, output.path, self.announce)
         with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
             index.finish()

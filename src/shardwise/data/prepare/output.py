@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import NoLocksError, lock, open_lock, reason_of, sync_folder, user_path, write_atomic
 from shardwise.base.parsing import json_value
-from shardwise.data.reading import manifest
-from shardwise.data.reading.megatron_files import count_sequences, publish
+from shardwise.data.reading import data_manifest
+from shardwise.data.reading.megatron_files import count_sequences, publish_megatron_files
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 VERSION = 2
@@ -40,14 +40,14 @@ _OWNER = "owner.json"
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """The result of a preparation."""
+    """The result of `data prepare`: the manifest of the data, and whether they were there before."""
 
     manifest: Mapping[str, Any]
     was_there: bool
 
 
-class Output:
-    """The prefix at which data are written.
+class PreparedOutput:
+    """The prefix at which `data prepare` writes data.
 
     Args:
         named: tokenizer that makes or made the ids, as the user names it; None if it is unknown.
@@ -99,8 +99,8 @@ class Output:
                 facts = make(progress)
             with self.writing():
                 if Path(f"{self.made}.idx").exists():
-                    manifest.write_manifest(manifest.of_prefix(self.path), facts)
-                publish(self.made, self.path)
+                    data_manifest.write_manifest(data_manifest.manifest_of_prefix(self.path), facts)
+                publish_megatron_files(self.made, self.path)
                 (self.folder / _STATE).unlink()
                 shutil.rmtree(self.folder, ignore_errors=True)
         return PreparationOutcome(facts, was_there=False)
@@ -204,11 +204,11 @@ class Output:
 
     def _existing(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
         """The manifest of the same data if they are there; None if nothing is, or data that may be replaced."""
-        record = manifest.of_prefix(self.path)
+        record = data_manifest.manifest_of_prefix(self.path)
         paths = [path for path in (Path(f"{self.path}.idx"), Path(f"{self.path}.bin"), record) if path.exists()]
         if not paths:
             return None
-        made = manifest.read_manifest(record)
+        made = data_manifest.read_manifest(record)
         if made is None:
             try:
                 count_sequences(self.path)  # a data set of another program has no manifest

@@ -29,9 +29,9 @@ from shardwise.data.tokens.tokenizer_files import (
     SPACE,
     SPECIAL,
     TokenizerFiles,
-    library_errors,
-    read_bytes,
-    read_object,
+    read_tokenizer_file,
+    read_tokenizer_json,
+    tokenizers_library_errors,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class Tokenizer:
             return self._backend.encode_batch(texts, add_special_tokens=False)
 
     def _library_errors(self) -> AbstractContextManager[None]:
-        return library_errors(self._name, "apply to a text")
+        return tokenizers_library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -247,7 +247,7 @@ class Tokenizer:
         if TOKENIZER_CONFIG in copies:
             if not pairs:
                 special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
-            settings = plain_settings({**special, **read_object(copies[TOKENIZER_CONFIG])}, pairs=pairs)
+            settings = plain_tokenizer_config({**special, **read_tokenizer_json(copies[TOKENIZER_CONFIG])}, pairs=pairs)
         elif SPECIAL not in copies:
             (folder / SPECIAL).write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -259,7 +259,7 @@ class Tokenizer:
         return PairTokens(**ids)
 
 
-def plain_settings(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
+def plain_tokenizer_config(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
     """A `tokenizer_config.json` by which transformers reads the `tokenizer.json` beside it as it is.
 
     Args:
@@ -373,7 +373,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     return tokenizer
 
 
-def announce_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
+def announce_tokenizer_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
     """Announces the note of a tokenizer, if it has one."""
     if announce is not None and tokenizer.note is not None:
         announce(tokenizer.note)
@@ -383,7 +383,7 @@ def user_tokenizer_digest(path: str) -> str:
     """A digest of the files that `export_user_tokenizer` copies; DataError if there are none, or one is unreadable."""
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
-        digest.update(hashlib.sha256(read_bytes(file)).digest() + name.encode())
+        digest.update(hashlib.sha256(read_tokenizer_file(file)).digest() + name.encode())
     return digest.hexdigest()
 
 
@@ -410,7 +410,7 @@ def keep_user_tokenizer(
 ) -> Tokenizer:
     """Opens the user's tokenizer as `open_user_tokenizer` does, announces its note, and exports it into `folder`."""
     tokenizer = open_user_tokenizer(path, vocab_size, pairs=pairs)
-    announce_note(tokenizer, announce)
+    announce_tokenizer_note(tokenizer, announce)
     export_user_tokenizer(path, tokenizer, folder)
     return tokenizer
 

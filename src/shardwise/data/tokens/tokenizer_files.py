@@ -27,8 +27,8 @@ from shardwise.base.hub import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     TOKENIZERS,
+    no_tokenizer_text,
     tokenizer_names,
-    without_tokenizer,
 )
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
@@ -106,7 +106,7 @@ class TokenizerFiles:
         for names in TOKENIZERS:
             if present.issuperset(names):
                 return cls.find(folder / names[0])
-        raise DataError(without_tokenizer(f"the folder {folder}", present))
+        raise DataError(no_tokenizer_text(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
@@ -124,8 +124,8 @@ class TokenizerFiles:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
         elif TEKKEN in self.vocabulary:
             file = self.vocabulary[TEKKEN]
-            with library_errors(file, "read"):
-                backend = open_tekken(read_bytes(file), file)
+            with tokenizers_library_errors(file, "read"):
+                backend = open_tekken(read_tokenizer_file(file), file)
         elif PIECES in self.vocabulary:
             backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
@@ -141,8 +141,8 @@ class TokenizerFiles:
         return self._special_tokens.named(role) or (_OF_MISTRAL.get(role) if TEKKEN in self.vocabulary else None)
 
     @cached_property
-    def _special_tokens(self) -> SpecialTokens:
-        return SpecialTokens(self._settings(TOKENIZER_CONFIG), self._settings(SPECIAL))
+    def _special_tokens(self) -> _SpecialTokens:
+        return _SpecialTokens(self._settings(TOKENIZER_CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
         """The token that closes a document; None if there is none."""
@@ -185,22 +185,22 @@ class TokenizerFiles:
         files = {file.name: file for file in self.companions}
         settings = self._settings(TOKENIZER_CONFIG)
         if BY_ID in settings:
-            by_id = {int(number): added_token(token) for number, token in settings[BY_ID].items()}
+            by_id = {int(number): _added_token(token) for number, token in settings[BY_ID].items()}
             return files[TOKENIZER_CONFIG], by_id
         if _ADDED not in files:
             return None, {}
         tokens = {
-            number: added_token(token, special=token in special, normalized=token not in special)
+            number: _added_token(token, special=token in special, normalized=token not in special)
             for token, number in _ids(files[_ADDED]).items()
         }
         return files[_ADDED], tokens
 
     def _settings(self, name: str) -> dict[str, Any]:
-        return next((read_object(path) for path in self.companions if path.name == name), {})
+        return next((read_tokenizer_json(path) for path in self.companions if path.name == name), {})
 
 
 @contextlib.contextmanager
-def library_errors(name: Path | str, verb: str) -> Iterator[None]:
+def tokenizers_library_errors(name: Path | str, verb: str) -> Iterator[None]:
     """Inside, whatever the library `tokenizers` raises is a DataError: it cannot `verb` the tokenizer `name`."""
     try:
         yield
@@ -228,13 +228,13 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
     if (backend := _open_tiktoken(file)) is not None:
         return backend
     text = _text(file)
-    with library_errors(file, "read"):
+    with tokenizers_library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
 
 
 def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
     """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
-    content = read_bytes(file)
+    content = read_tokenizer_file(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None
     if (known := open_tiktoken(content)) is None:
@@ -281,7 +281,7 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
     pairs = [line.split(" ") for line in _lines(merges_file) if line and not line.startswith("#version")]
     if bad := [pair for pair in pairs if len(pair) != 2]:
         raise DataError(f"{merges_file} must have two tokens with a space between them a line, and has {bad[0]}")
-    with library_errors(merges_file, "read"):
+    with tokenizers_library_errors(merges_file, "read"):
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, [(left, right) for left, right in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
@@ -338,7 +338,7 @@ def _piece_model(file: Path) -> Any:
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     with contextlib.suppress(DecodeError):
-        model.ParseFromString(read_bytes(file))
+        model.ParseFromString(read_tokenizer_file(file))
     if not model.pieces or not model.HasField("trainer_spec"):
         raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {TOKENIZER}")
     return model
@@ -366,7 +366,7 @@ def _unreadable_pieces(model: Any) -> list[str]:
 
 
 def _ids(file: Path) -> dict[str, int]:
-    values = read_object(file)
+    values = read_tokenizer_json(file)
     if any(type(number) is not int or number < 0 for number in values.values()):
         raise DataError(f'{file} must hold tokens and their ids, such as {{"the": 1}}')
     if len(set(values.values())) < len(values):
@@ -378,8 +378,8 @@ def _lines(file: Path) -> list[str]:
     return [line.removesuffix("\r") for line in _text(file).removesuffix("\n").split("\n")]
 
 
-def read_bytes(file: Path) -> bytes:
-    """The content of a file; DataError if it cannot be read."""
+def read_tokenizer_file(file: Path) -> bytes:
+    """The content of a tokenizer's file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -388,13 +388,13 @@ def read_bytes(file: Path) -> bytes:
 
 def _text(file: Path) -> str:
     try:
-        return read_bytes(file).decode()
+        return read_tokenizer_file(file).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} must be UTF-8, and byte {error.start} is not: copy it again") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DataError if it holds none."""
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a tokenizer's file; DataError if it holds none."""
     try:
         values = json_value(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -412,7 +412,7 @@ _ADDITIONAL = "additional_special_tokens"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-class SpecialTokens:
+class _SpecialTokens:
     """The special tokens that two files name.
 
     Args:
@@ -429,27 +429,27 @@ class SpecialTokens:
 
     def named(self, role: str) -> str | None:
         """The token of a role, such as `eos_token`."""
-        return content_of(self._values.get(role))
+        return token_content(self._values.get(role))
 
     def all(self) -> list[tokenizers.AddedToken]:
         """All special tokens; TypeError if the files do not describe them."""
         other_roles = [key for key in self._values if key.endswith("_token") and key not in ROLES]
         values = [self._values.get(role) for role in (*ROLES, *other_roles)]
         values += [*self._extra]
-        return [added_token(value, special=True) for value in values if content_of(value) is not None]
+        return [_added_token(value, special=True) for value in values if token_content(value) is not None]
 
 
-def added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
+def _added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
     """The token that a file gives, with these flags; TypeError if it gives none."""
     import tokenizers
 
-    if (content := content_of(value)) is None:
+    if (content := token_content(value)) is None:
         raise TypeError(f"{value!r} is no token")
     given = {flag: value[flag] for flag in _FLAGS if isinstance(value, dict) and flag in value}
     return tokenizers.AddedToken(content, **{**given, **flags})
 
 
-def content_of(value: object) -> str | None:
-    """The text of a token, which files give as text or with its flags; None if the value is no token."""
+def token_content(value: object) -> str | None:
+    """The text of a token, which files of tokenizers give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None

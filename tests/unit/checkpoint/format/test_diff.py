@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.diff import ABSENT, diff_folders
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
@@ -121,7 +121,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
 @settings(deadline=None)
 def test_segments_tile_the_tensor(shape: tuple[int, ...], elements: int) -> None:
     held = np.zeros(shape, int)
-    for box in segments(shape, elements):
+    for box in box_segments(shape, elements):
         assert 0 < box.numel <= elements
         held[box.slices] += 1
     assert (held == 1).all()

@@ -269,10 +269,10 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
 STREAMED = """
 import json, sys
 from pathlib import Path
-from shardwise.data.formats.common import make_batches
+from shardwise.data.formats.prepared_data import make_batches
 from shardwise.data.open_data import prepare
 from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.samples.streaming import StreamPosition
+from shardwise.data.samples.text_stream import StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.samples.test_streaming import config
 
