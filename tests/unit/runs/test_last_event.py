@@ -24,7 +24,7 @@ def test_the_last_event_until_a_time_is_found_without_reading_those_after_it(
     ]
     lines[100] = lines[100][:30]  # a crash
     RunDirectory(tmp_path).metrics.write_text("\n".join(lines) + "\n")
-    with patch.object(events, "record_of", side_effect=events.record_of) as read:
+    with patch.object(events, "record_of_json", side_effect=events.record_of_json) as read:
         event = last_event(tmp_path, "step", until=until)
     assert (event and event["step"]) == step
     assert read.call_count < 40
