@@ -168,7 +168,6 @@ def _read_slices(
 def _slice_requests(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
 ) -> Iterator[tuple[Piece, ReadRequest]]:
-    """The slices that this rank updates: of the weights, and of each state."""
     flats = state_tensors(optimizer)
     for part in state_slices(model, optimizer):
         name = part.piece.name

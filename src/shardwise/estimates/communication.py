@@ -110,7 +110,6 @@ def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[T
 
 
 def _forward(workload: RankWorkload) -> list[Transfer]:
-    """The forward pass of this rank's stages."""
     transfers = []
     if workload.has_first:
         # Each rank looks up its part of the vocabulary.

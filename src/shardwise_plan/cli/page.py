@@ -123,7 +123,7 @@ def _charts(
 
     def dot(plan: Plan, look: str, y: float, label: str, title: str, radius: float = 4) -> dict[str, Any]:
         x = plan.calendar.seconds / unit
-        return {"x": x, "y": y, "look": look, "label": label, "lines": _told(plan, title), "radius": radius}
+        return {"x": x, "y": y, "look": look, "label": label, "lines": _plan_lines(plan, title), "radius": radius}
 
     # Proposals lie in front, and before them what is listed.
     layouts = [
@@ -179,7 +179,7 @@ def _price(plan: Plan) -> float:
     return plan.device_hours if plan.cost is None else plan.cost
 
 
-def _told(plan: Plan, title: str) -> list[str]:
+def _plan_lines(plan: Plan, title: str) -> list[str]:
     """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
     price = wording.cost_text(plan) or wording.hours_text(plan)
@@ -214,14 +214,14 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "number": number,
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
-        "drawing": Markup(_drawing(steps, shown)),
+        "drawing": Markup(_timeline_svg(steps, shown)),
         "seconds": units.step_duration(total),
         "total": total,
         "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
     }
 
 
-def _drawing(steps: Timeline, shown: int) -> str:
+def _timeline_svg(steps: Timeline, shown: int) -> str:
     """Return a timeline as SVG, with a path for each kind of pass."""
     ranks = [actions[:shown] for actions in steps.ranks]
     end = max(actions[-1].end for actions in ranks)

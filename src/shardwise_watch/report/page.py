@@ -215,7 +215,6 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
 
 
 def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Draw the scores of tasks, a chart for each metric."""
     scores = [report["task_curves"] for report in reports]
     charts = []
     for metric in dict.fromkeys(metric for by_metric in scores for metric in by_metric):
