@@ -142,11 +142,11 @@ def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
     return _slowest([undisturbed_seconds(step_seconds) for step_seconds in seconds], world)
 
 
-def _trainer(config: Config) -> Trainer:
+def _trainer(miniature: Config) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
-    mesh = Mesh(**config.parallel.degrees, grains=config.grains)
-    text = random_tokens(config.model.vocab_size, 256, config.train.sequence_length)
-    return build_trainer(config, mesh, text)
+    mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
+    text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
+    return build_trainer(miniature, mesh, text)
 
 
 def _slowest(seconds: Sequence[float], world: Group) -> list[float]:
