@@ -13,10 +13,10 @@ from shardwise.config import Config
 from shardwise.config.stand_in import config_as_given
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import FIXABLE
-from shardwise_plan.search import SearchResult, search_layouts
+from shardwise_plan.search import Search, search_layouts
 
 
-def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> SearchResult:
+def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
     """The fastest layouts of a training on a cluster, as `shardwise plan` ranks them; the cluster need not exist.
 
     Nothing is measured, and torch is not imported. docs/planner.md compares predictions with published runs.

@@ -35,7 +35,6 @@ class _RowExchange(NamedTuple):
         moved_bytes: bytes that are read and written to put rows in the order of their experts, and to sum them.
         sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
         group: ranks that divide the experts among them.
-        kernels: number of kernels.
     """
 
     scores: _Weight = _Weight(0, 0, 0)
@@ -50,15 +49,12 @@ class BlockShape:
     """Sizes on which the predicted time of a block depends, for one micro-batch on one rank.
 
     Attributes:
-        model: configuration of the model.
         local: widths of one rank's part.
         batch: B.
         length: S.
         tensor_group: the t ranks that share each token.
         sequence_parallel: True if activations are cut along the sequence too.
         dtype: dtype of parameters and activations.
-        gradient: dtype of gradients.
-        recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
         matmul: format of the products of weights, if it is not `dtype`.
         context_group: the c ranks that share each sample.

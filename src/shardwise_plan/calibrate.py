@@ -27,7 +27,11 @@ def calibrate(target: Path) -> list[tuple[str, str]]:
     Raises:
         ConfigError: the file cannot be written, or ranks cannot be started here.
     """
-    _require_writable(target)
+    require_device_suffix(target, "-o")
+    # Only making the file tells for sure, before the minute of work, that it can be made. A calibration that fails
+    # leaves nothing.
+    write_new(target, "", "-o")
+    target.unlink(missing_ok=True)
     if joined() is not None:
         raise ConfigError("--calibrate starts ranks of its own: call it outside of torchrun and srun")
     start = time.time()
@@ -47,11 +51,3 @@ def _measure() -> Iterator[Measurements]:
     device = devices.local_device()
     with join_called_ranks(device) as world:
         yield measure_machine(world, device)
-
-
-def _require_writable(target: Path) -> None:
-    """Refuse a file that exists or cannot be made, before the minute of work for it."""
-    require_device_suffix(target, "-o")
-    # Only making the file tells for sure. It is removed at once, so that a calibration that fails leaves nothing.
-    write_new(target, "", "-o")
-    target.unlink(missing_ok=True)

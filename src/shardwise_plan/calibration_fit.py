@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config import Config, check_layout, load_config
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise_plan import device_seconds
 from shardwise_plan.device_seconds import DeviceConstants, device_constants
@@ -143,8 +143,8 @@ def _mean(
     """Return the mean size of log(predicted / measured) of miniatures, which count more, and of matrix products."""
     cluster = Cluster(device, 1, measurements.ranks)
     logs = []
-    for probe, measured in zip(calibration_trainings(measurements.ranks), measurements.steps, strict=True):
-        time = step_time(probe.config(), probe.layout(measurements.ranks), cluster, constants=constants)
+    for config, measured in zip(calibration_trainings(measurements.ranks), measurements.steps, strict=True):
+        time = step_time(config, check_layout(config, measurements.ranks), cluster, constants=constants)
         assert time is not None
         logs.append((float(_STEPS_WEIGHT), math.log(time.total / measured)))
     for (m, n, k), measured in zip(measurements.shapes, measurements.products["float32"], strict=True):
@@ -182,60 +182,34 @@ _GPT = ("model.hidden_size=96", "model.intermediate_size=384", "train.sequence_l
 _LLAMA = ("model.hidden_size=96", "model.intermediate_size=256", "train.sequence_length=32")
 _FIXED = ("optimizer.zero=1", "train.global_batch=16", "train.eval_every=0", "train.steps=100000")
 _ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false")
-_WIDE = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "train.micro_batch=4")
-
-
-@dataclass(frozen=True)
-class CalibrationTraining:
-    """A miniature training that a calibration times: a shipped recipe with other sizes and another layout.
-
-    Attributes:
-        recipe: name of the shipped recipe.
-        keys: keys that differ from the recipe, as on the command line.
-    """
-
-    recipe: str
-    keys: tuple[str, ...]
-
-    def config(self) -> Config:
-        return _config(self)
-
-    def layout(self, world: int) -> Layout:
-        return check_layout(self.config(), world)
+_WIDE = ("model.hidden_size=256", "model.intermediate_size=704")
+_SCHEDULE = f"parallel.schedule={DEFAULT_SCHEDULE}"
 
 
 @cache
-def _config(probe: CalibrationTraining) -> Config:
-    return load_config(probe.recipe, [*_FIXED, *probe.keys])
+def calibration_trainings(world: int) -> tuple[Config, ...]:
+    """Return the miniature trainings that a calibration times on `world` ranks: shipped recipes with other sizes.
 
-
-def calibration_trainings(world: int) -> list[CalibrationTraining]:
-    """Return miniatures to time on `world` ranks: two families, two depths and widths, and a cut along each axis."""
+    They have two families, two depths and widths, and a cut along each axis.
+    """
+    two, four, six = (f"model.num_hidden_layers={layers}" for layers in (2, 4, 6))
+    of_two, of_four = (f"train.micro_batch={samples}" for samples in (2, 4))
     miniatures = [
-        CalibrationTraining("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=2", "train.micro_batch=4")),
-        CalibrationTraining("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=6", "train.micro_batch=2")),
-        CalibrationTraining("llama2-tiny", (*_ONE_RANK, *_WIDE, "train.sequence_length=64", "train.recompute=full")),
-        CalibrationTraining(
-            "gpt3-tiny", (*_ONE_RANK, *_GPT, "model.num_hidden_layers=6", "train.micro_batch=4", "optimizer.zero=0")
-        ),
+        ("llama2-tiny", *_ONE_RANK, *_LLAMA, two, of_four),
+        ("llama2-tiny", *_ONE_RANK, *_LLAMA, six, of_two),
+        ("llama2-tiny", *_ONE_RANK, *_WIDE, four, of_four, "train.sequence_length=64", "train.recompute=full"),
+        ("gpt3-tiny", *_ONE_RANK, *_GPT, six, of_four, "optimizer.zero=0"),
     ]
     if world % 2 == 0:
         tensor = ("parallel.tensor=2", "parallel.pipeline=1")
-        pipeline = (
-            "parallel.tensor=1",
-            "parallel.pipeline=2",
-            "parallel.sequence=false",
-            f"parallel.schedule={DEFAULT_SCHEDULE}",
-        )
+        pipeline = ("parallel.tensor=1", "parallel.pipeline=2", "parallel.sequence=false", _SCHEDULE)
         miniatures += [
-            CalibrationTraining("llama2-tiny", (*_LLAMA, *tensor, "model.num_hidden_layers=6", "train.micro_batch=4")),
-            CalibrationTraining("gpt3-tiny", (*_GPT, *tensor, "parallel.sequence=true", "model.num_hidden_layers=4")),
-            CalibrationTraining(
-                "llama2-tiny", (*_LLAMA, *pipeline, "model.num_hidden_layers=6", "train.micro_batch=2")
-            ),
-            CalibrationTraining("gpt3-tiny", (*_GPT, *pipeline, "model.num_hidden_layers=4", "train.micro_batch=4")),
+            ("llama2-tiny", *_LLAMA, *tensor, six, of_four),
+            ("gpt3-tiny", *_GPT, *tensor, "parallel.sequence=true", four),
+            ("llama2-tiny", *_LLAMA, *pipeline, six, of_two),
+            ("gpt3-tiny", *_GPT, *pipeline, four, of_four),
         ]
-    return miniatures
+    return tuple(load_config(recipe, [*_FIXED, *keys]) for recipe, *keys in miniatures)
 
 
 def undisturbed_seconds(seconds: Sequence[float]) -> float:
@@ -248,11 +222,8 @@ class Measurements:
     """Figures of a calibration that the ranks measured together, in seconds and bytes.
 
     Attributes:
-        device: name of the device.
         type: torch's name of its kind.
-        torch: version of torch.
         threads: threads of torch on each rank.
-        ranks: number of ranks.
         memory: bytes of one device.
         processors: units of a device that each take a tile of a matrix product.
         shapes: (m, n, k) of the matrix products.

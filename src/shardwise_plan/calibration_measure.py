@@ -8,7 +8,7 @@ from functools import partial
 import psutil
 import torch
 
-from shardwise.config import DtypeName
+from shardwise.config import Config, DtypeName
 from shardwise.data.formats.prepared_data import random_tokens
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
@@ -17,7 +17,6 @@ from shardwise.train.trainer import Trainer
 from shardwise_plan.calibration_fit import (
     LARGE_PRODUCTS,
     PRODUCTS,
-    CalibrationTraining,
     Measurements,
     calibration_trainings,
     undisturbed_seconds,
@@ -94,7 +93,6 @@ def _typical_seconds(
 
 
 def _product(shape: Sequence[int], dtype: str, device: torch.device) -> float:
-    """Return the seconds of a product [m, k] × [k, n]."""
     m, n, k = shape
     torch_dtype = getattr(torch, dtype)
     a = torch.ones((m, k), dtype=torch_dtype, device=device)
@@ -121,7 +119,6 @@ def _launch(tensor: torch.Tensor, device: torch.device) -> float:
 
 
 def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
-    """Return (bytes, seconds) of all-reduces."""
     tensors = {size: torch.zeros(size // 4, device=device) for size in _SUM_BYTES}
     seconds: dict[int, list[float]] = {size: [] for size in _SUM_BYTES}
     for _ in range(_SUMS):
@@ -132,9 +129,9 @@ def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
     return [(float(size), _slowest([undisturbed_seconds(repeated)], world)[0]) for size, repeated in seconds.items()]
 
 
-def _steps(miniatures: Sequence[CalibrationTraining], world: Group) -> list[float]:
+def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
     """Return the seconds of a step of each miniature; they take turns."""
-    trainers = [_trainer(probe) for probe in miniatures]
+    trainers = [_trainer(config) for config in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
             miniature.step()
@@ -145,12 +142,11 @@ def _steps(miniatures: Sequence[CalibrationTraining], world: Group) -> list[floa
     return _slowest([undisturbed_seconds(step_seconds) for step_seconds in seconds], world)
 
 
-def _trainer(probe: CalibrationTraining) -> Trainer:
+def _trainer(miniature: Config) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
-    config = probe.config()
-    mesh = Mesh(**config.parallel.degrees, grains=config.grains)
-    text = random_tokens(config.model.vocab_size, 256, config.train.sequence_length)
-    return build_trainer(config, mesh, text)
+    mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
+    text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
+    return build_trainer(miniature, mesh, text)
 
 
 def _slowest(seconds: Sequence[float], world: Group) -> list[float]:

@@ -46,7 +46,6 @@ def check_other_stages(config: Config, layout: Layout) -> None:
 
 
 def _laid_out(stage: Config, planned: Config, layout: Layout) -> Config:
-    """Return a stage with the layout of the one that is planned."""
     train = stage.with_batch_for(layout.world).train
     micro_batch = math.gcd(train.micro_batch, train.global_batch // layout.data)
     laid_out = {name: getattr(planned, name) for name in ("parallel", "optimizer", "compile")}

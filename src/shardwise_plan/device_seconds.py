@@ -114,12 +114,7 @@ def strided_passes(device: Device, c: DeviceConstants, elements: float, size: fl
 
 @dataclass(frozen=True)
 class LinkedRanks:
-    """Ranks of a planned cluster that communicate over its links.
-
-    Attributes:
-        ranks: number of ranks.
-        inside: number of them in one node.
-    """
+    """Ranks of a planned cluster that communicate over its links: their number, and that of those inside a node."""
 
     ranks: int
     inside: int

@@ -7,7 +7,6 @@ one direction; GB are 10^9 bytes. A user's file with `base: h100` takes all othe
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -358,12 +357,14 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     has_network = any(key in flat for key in _NETWORK)
     needed = [key for key, figure in FIGURES.items() if figure.is_needed]
     needed += [*_TEXTS, *(_NETWORK if has_network else ())]
-    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS}
-    problems = [_unknown_key(key, value, where) for key, value in flat.items() if key not in known]
+    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS, *_LINKS}
+    link = "must be a mapping with gb_per_second, latency_us and topology"
+    problems = [f"{where}: {key} ({flat[key]}) {link}" for key in _LINKS if key in flat]
+    problems += [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    fields: dict[str, dict[str, Any]] = {owner: {} for owner in ("", "node", "network", "constants", "reliability")}
     for key, figure in FIGURES.items():
         if key not in flat:
             continue
@@ -394,12 +395,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
         reliability=Reliability(**fields["reliability"]),
         accuracy=str(flat.get("accuracy", "")),
     )
-
-
-def _unknown_key(key: str, value: Any, where: str) -> str:
-    if key in _LINKS:
-        return f"{where}: {key} ({value}) must be a mapping with gb_per_second, latency_us and topology"
-    return f"{where}: {key} is no figure of a device: leave it out"
 
 
 def _value(entry: Any) -> Any:

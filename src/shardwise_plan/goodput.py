@@ -26,8 +26,6 @@ class Calendar:
     """The planned time of a training on the calendar, in seconds, with checkpoints and failures.
 
     Attributes:
-        steps: all steps.
-        evaluations: all evaluations.
         interval: work between two checkpoints.
         is_given: True if the recipe gives the interval; otherwise it is that which costs least.
         stall: wait of the training for a checkpoint, while it is copied to the host.
@@ -106,7 +104,6 @@ def best_checkpoint_interval(stall: float, write: float, between_failures: float
 
 
 def _given_interval(checkpoint: CheckpointConfig, step_seconds: float) -> float | None:
-    """Return the seconds between checkpoints that the recipe gives; None if it gives none."""
     intervals = [checkpoint.every * step_seconds] if checkpoint.every else []
     if "every_minutes" in checkpoint.model_fields_set and checkpoint.every_minutes:
         intervals.append(checkpoint.every_minutes * 60)

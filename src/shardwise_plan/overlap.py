@@ -33,9 +33,6 @@ class TensorCollectives:
     """The predicted seconds of a block's collectives over tensor parallelism.
 
     Attributes:
-        device: the device.
-        constants: its constants.
-        group: the ranks.
         gathered: bytes of an input that is gathered.
         summed: bytes of an output, or of the gradient of an input, that is summed.
         sequence_parallel: True if inputs are gathered and sums scattered; otherwise sums are all-reduced.

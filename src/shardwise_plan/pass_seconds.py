@@ -59,7 +59,6 @@ class _PartSeconds:
 
     Attributes:
         matmul: matrix products, without those of the attention core.
-        attention: the attention core.
         memory_bound: operations that memory limits, without accumulation.
         launch: waits of the device for the host.
         tensor: collectives of tensor and sequence parallelism.
@@ -373,7 +372,6 @@ def _attention_core(s: BlockShape, device: Device, c: DeviceConstants, program: 
 
 
 def _product(device: Device, c: DeviceConstants, peak: float, m: int, n: int, k: int, count: int) -> Product:
-    """Return the seconds of a piece of `count` products [m, k] × [k, n]."""
     return lambda pieces: device_seconds.matmul(device, c, peak, -(-m // pieces), n, k, count)
 
 

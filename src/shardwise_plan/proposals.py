@@ -46,7 +46,6 @@ class Proposal:
 
     Attributes:
         names: what it is, such as `fastest`.
-        plan: the plan.
         reason: why it is proposed, as a part of a sentence.
     """
 
@@ -107,19 +106,11 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
 
 
 def _doubt(plan: Plan) -> str:
-    """Return the warning of a proposal whose memory is nearly full; empty if much is free."""
     return f"; it leaves {units.size(plan.headroom)}, which may not suffice" if plan.is_tight else ""
 
 
 @dataclass(frozen=True)
 class _Sensitivity:
-    """The time of a plan if an assumption is wrong.
-
-    Attributes:
-        assumption: what is different.
-        seconds: time on the calendar.
-    """
-
     assumption: str
     seconds: float
 
@@ -163,7 +154,6 @@ def sensitivities(plan: Plan) -> list[_Sensitivity]:
 
 
 def _all_worse(plan: Plan) -> Plan:
-    """Return a plan with all assumptions wrong."""
     for _, changed in _CHANGES:
         plan = changed(plan)
     return plan

@@ -32,7 +32,7 @@ ACTIVATIONS_TOO_LARGE = "activations do not fit beside parameters, gradients and
 
 
 @dataclass
-class SearchResult:
+class Search:
     """The layouts that a search found, and how many it dropped.
 
     Attributes:
@@ -72,7 +72,7 @@ def search_layouts(
     fixed: Collection[str] = (),
     looked: Callable[[int], object] = int,
     once: bool = False,
-) -> SearchResult:
+) -> Search:
     """Return the `best` fastest layouts on a cluster; keys in `fixed` keep the recipe's values.
 
     Further ones are looked for, up to `most` in all, until one leaves memory free. `looked` is told how many of
@@ -118,7 +118,7 @@ class _Asked:
 
     def __init__(self, config: Config, cluster: Cluster) -> None:
         self.config = config
-        self.result = SearchResult()
+        self.result = Search()
         self._cluster = cluster
         self._limit = cluster.device.memory * (1 - RESERVED)
         self._least_memory = LeastMemory(config, cluster)

@@ -57,7 +57,6 @@ class StepTime:
 
     Attributes:
         matmul: matrix products of blocks, forward and backward, without recompute.
-        attention: attention core.
         memory_bound: norms, activations, dropout and sums, which memory limits.
         accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
         launch: waits of the device for the host.
@@ -116,7 +115,6 @@ class _StageWork(NamedTuple):
     """The work of a stage on one micro-batch.
 
     Attributes:
-        stage: the stage.
         block: seconds of each of its blocks, on average.
         ends: seconds of the embedding and of the head, if the stage has them.
         times: seconds of its passes.

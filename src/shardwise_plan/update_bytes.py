@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from shardwise.config import DTYPE_BYTES, Precision
-from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config import DTYPE_BYTES, OptimizerConfig, Precision
 
 _FLOAT32 = 4
 _WORD_BYTES = 8

@@ -410,7 +410,7 @@ class RunView:
 
 
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
-    """Open the run in a folder; without a `path` the newest one of `runs`.
+    """Open the run in a folder to watch it; without a `path` the newest one of `runs`.
 
     Raises:
         ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
@@ -469,7 +469,7 @@ class UnreadableRun:
 
 
 def runs_at(folder: str) -> list[RunView | UnreadableRun]:
-    """Read the runs in a folder, the one that wrote last first; of a run's own folder, that run.
+    """Read the runs in a folder to list them, the one that wrote last first; of a run's own folder, that run.
 
     Raises:
         ConfigError: the folder cannot be read, or there is none; the default one may be missing.
@@ -512,7 +512,7 @@ def _modification_time(path: Path) -> float | None:
 
 
 def ranks_by_process(runs: Iterable[RunView]) -> Owners:
-    """Return the ranks on this machine of the runs that go on."""
+    """Return the ranks of the live runs on this machine, by their processes, for the list of devices."""
     host = platform.node()
     ranks: Owners = {}
     for run in runs:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,8 @@ from shardwise.distributed.placement import Piece, Placement, placements
 from shardwise.models.build import build_model
 from shardwise.pipeline.stages import Stages
 
-
-@dataclass(frozen=True, order=True)
-class _ParameterKey:
-    """A parameter of a model that is collected: its pipeline stage, and its number in that stage."""
-
-    stage: int
-    number: int
+_ParameterKey: TypeAlias = tuple[int, int]
+"""A parameter of a model: its pipeline stage, and its number in that stage."""
 
 
 def canonical_tensors(
@@ -72,7 +67,7 @@ def _by_key(model: nn.Module) -> dict[_ParameterKey, tuple[nn.Parameter, Placeme
     keys: dict[nn.Parameter, tuple[_ParameterKey, Placement]] = {}
     for index, part in stages.items():
         for number, (_, parameter, record) in enumerate(placements(part)):
-            keys.setdefault(parameter, (_ParameterKey(index, number), record))
+            keys.setdefault(parameter, ((index, number), record))
     return {key: (parameter, record) for parameter, (key, record) in keys.items()}
 
 

@@ -243,7 +243,6 @@ def _segments(
 
 
 def _overlaps(requests: Iterable[_RequestedBox], box: Box) -> list[_RequestedBox]:
-    """The parts of requests that lie in a box."""
     overlaps = ((request, request.box.intersect(box)) for request in requests)
     return [request._replace(box=overlap) for request, overlap in overlaps if overlap is not None]
 

@@ -168,7 +168,6 @@ def _read_slices(
 def _slice_requests(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
 ) -> Iterator[tuple[Piece, ReadRequest]]:
-    """The slices that this rank updates: of the weights, and of each state."""
     flats = state_tensors(optimizer)
     for part in state_slices(model, optimizer):
         name = part.piece.name
@@ -216,7 +215,6 @@ def _are_numbers(numbers: object) -> bool:
 def _optimizer_problems(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
 ) -> list[str]:
-    """The reasons why an optimizer cannot go on with a checkpoint's states: it keeps others, or is of another class."""
     described = manifest.optimizer or {}
     saved_class = described.get("class")
     has_steps = bool(described.get("steps"))

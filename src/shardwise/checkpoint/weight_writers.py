@@ -111,7 +111,6 @@ class WeightPlan:
                 yield segment.weight, segment.box, values
 
     def _plan(self, stage_weights: list[PlannedPiece], max_shard_bytes: int) -> Iterator[_WeightFile]:
-        """Give each weight of each pipeline stage an owner among the stage's ranks."""
         # A rank of another stage would need the weight's boxes from all tensor-parallel ranks of this one.
         mesh = self._mesh
         shards: list[tuple[int, list[PlannedPiece]]] = []
@@ -127,7 +126,6 @@ class WeightPlan:
             yield _WeightFile(name, owner, tuple(owned))
 
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
-        """The segments of an owner's files, in their order."""
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:

@@ -275,7 +275,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
     """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import own_model_stand_in
+    from shardwise.estimates.memory import memory_stand_in
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -283,7 +283,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, own_model_stand_in(config, counts, accelerator), rows
+    return counts, memory_stand_in(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:

@@ -80,7 +80,7 @@ def step_transfers(
 def evaluation_transfers(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> list[Transfer] | None:
-    """Return the collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
+    """Estimate every collective and message of one rank in one global batch of evaluation. None: a model of your own.
 
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
@@ -110,7 +110,6 @@ def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[T
 
 
 def _forward(workload: RankWorkload) -> list[Transfer]:
-    """The forward pass of this rank's stages."""
     transfers = []
     if workload.has_first:
         # Each rank looks up its part of the vocabulary.

@@ -186,7 +186,7 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 
 
 def routed_block_counts(workload: RankWorkload) -> Counter[Routing]:
-    """The rules of the routers on this rank, with the number of blocks of each."""
+    """The number of blocks on this rank for each rule of routers."""
     layers = (layer for stage in workload.stages for layer in stage.layers)
     return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
 
@@ -266,7 +266,7 @@ def load_reading_transfers(workload: RankWorkload) -> Transfer:
 
 
 def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model in words, by the name of the row; none for a dense model."""
+    """The experts of a model as a row of a dry run; none for a dense model."""
     rule = model.any_routing
     if rule is None:
         return []

@@ -98,7 +98,7 @@ class MemoryEstimate:
 def expected_memory(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
 ) -> MemoryEstimate | None:
-    """Return peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
+    """Estimate the peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
 
     pipeline_rank: the rank; None: the one that needs most.
     """
@@ -108,7 +108,7 @@ def expected_memory(
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
-def own_model_stand_in(config: Config, own: OwnShapes, accelerator: bool) -> Config:
+def memory_stand_in(config: Config, own: OwnShapes, accelerator: bool) -> Config:
     """Return `config` with a Llama in place of the user's own model, whose estimated memory is that of the own one."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own.like}), Layout(1), accelerator)
@@ -143,18 +143,18 @@ def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> t
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
-    """Return the pipeline rank that needs most memory, the first among equals; 0 for a model of your own."""
+    """Return the pipeline rank that is to need most memory, the first among equals; 0 for a model of your own."""
     by_rank = memory_by_rank(config, layout, accelerator) or []
     return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
-    """Return peak bytes of each pipeline rank. None for a model of your own."""
+    """Estimate the peak bytes of training on each pipeline rank. None for a model of your own."""
     return [estimated_memory(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
 
 
 def estimated_memory(workload: RankWorkload, limit: float | None = None) -> MemoryEstimate:
-    """Return peak bytes of the workload's pipeline rank.
+    """Estimate the peak bytes of training on the workload's pipeline rank.
 
     limit: if it needs more than so many bytes without what is in flight, this is not computed.
     """
@@ -303,7 +303,7 @@ def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
 
 
 def messages_of_a_micro_batch(workload: RankWorkload) -> int:
-    """Return bytes that messages add to the rank's memory for each micro-batch of a long step."""
+    """Estimate the bytes that messages between stages add to a rank's memory for each micro-batch of a long step."""
     if workload.layout.pipeline == 1 or SCHEDULES[workload.config.parallel.schedule].is_single_stage:
         return 0
     sends = [_sends(workload, stage) for stage in workload.stages]
@@ -319,7 +319,7 @@ def _frees_onwards() -> bool:
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
-    """Return bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
+    """Estimate the bytes on disk of a checkpoint: weights in the dtype of the computation, moments, masters if any.
 
     Each element counts once, whatever the layout, and padding never. None for a model of your own.
     """
@@ -335,7 +335,7 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
-    """Return bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
+    """Estimate the bytes of a node's memory that copies of the state take at most; None for a model of your own.
 
     A node holds the masters and states that its ranks update, of two steps, and those of another node's ranks too.
     """
@@ -465,7 +465,7 @@ def _matrices(workload: RankWorkload) -> int:
 
 
 def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
-    """Return bytes in the host's memory for a rank with `optimizer.offload`: the most of any; 0 without it.
+    """Estimate the bytes of the host's memory for a rank with `optimizer.offload`: the most of any; 0 without it.
 
     The states, and in pinned memory, of which torch gives powers of two, the master of each bucket and the gradients of
     three.

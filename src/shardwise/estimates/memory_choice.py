@@ -15,7 +15,7 @@ from shardwise.estimates.memory import MemoryEstimate, expected_memory, leaves_t
 
 
 def memory_candidates(config: Config, layout: Layout) -> Iterator[Config]:
-    """Yield the configuration with each choice that its keys leave open, the fastest first.
+    """Yield the configuration with each choice that its keys leave to a rank's memory, the fastest first.
 
     Messages are tried before more is computed again: they move bytes, which matmuls and attention hide in part.
     """
@@ -72,7 +72,7 @@ def fitted_to_memory(config: Config, layout: Layout, memory: float | None, *, ac
 
 
 def memory_choice_text(chosen: Config, config: Config) -> str | None:
-    """Return what was chosen in place of the keys of `config`, as settings; None where nothing was left open."""
+    """Return what was chosen to fit a rank's memory, as settings; None where the keys left nothing open."""
     settings = []
     if config.train.recompute != chosen.train.recompute:
         settings.append(f"train.recompute={chosen.train.recompute}")

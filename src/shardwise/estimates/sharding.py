@@ -168,7 +168,7 @@ def gathered_bytes(workload: RankWorkload) -> Counter[int]:
 
 
 def evaluation_bytes(workload: RankWorkload) -> Counter[int]:
-    """Return the bytes of `gathered_bytes`, but for the forward passes of one global batch."""
+    """Estimate the bytes of whole weights that a rank gathers for the forward passes of one global batch."""
     total: Counter[int] = Counter()
     for stage in workload.stages:
         gathers = _StageGathers(workload, stage)
@@ -397,7 +397,7 @@ class InFlightBytes:
 
 
 def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:
-    """Return the bytes of all gradients, or of those that a step's end frees, with copies for groups of bit-equal sums.
+    """Estimate the bytes of all gradients, or of those that a step's end frees, with copies for bit-equal sums.
 
     With these, tensors that ranks divide have a gradient for each of these ranks.
     """

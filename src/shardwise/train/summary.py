@@ -25,9 +25,9 @@ from shardwise.estimates.memory import (
     expected_memory,
     memory_by_rank,
     memory_of_machine,
+    memory_stand_in,
     neediest_rank,
     offloaded_bytes,
-    own_model_stand_in,
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
@@ -91,7 +91,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if own is not None:
-        sized = _Summary(own_model_stand_in(config, own, accelerator), layout, accelerator, own)
+        sized = _Summary(memory_stand_in(config, own, accelerator), layout, accelerator, own)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [

@@ -73,7 +73,6 @@ def _show(name: str, plan: Plan, facts: Mapping[str, Any]) -> None:
 
 
 def _cells(pair: Pair, shown: Callable[[float], str]) -> tuple[str, str, str]:
-    """The predicted and the measured amount, and by how much the prediction is off."""
     predicted, measured = pair["predicted"] or 0.0, pair["measured"]
     error = f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
     return shown(predicted), "" if measured is None else shown(measured), error
@@ -90,7 +89,6 @@ def _write_device_file(path: Path, device: device_specs.Device, facts: Mapping[s
 
 
 def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> Plan:
-    """Return what is predicted of a run on a cluster, which must have its ranks."""
     ranks = run.start.get("ranks")
     if not isinstance(ranks, int) or ranks != cluster.world:
         raise ConfigError(

@@ -16,7 +16,7 @@ from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import Plan
 from shardwise_plan.prediction_text import plan_facts
 from shardwise_plan.proposals import proposals, recommended_plan, sensitivities
-from shardwise_plan.search import SearchResult
+from shardwise_plan.search import Search
 
 
 def print_layouts(name: str, answer: SearchedNodes, listed: Sequence[Plan]) -> None:
@@ -81,7 +81,7 @@ def _rows(listed: Sequence[Plan]) -> list[tuple[str, Sequence[str], str]]:
     return cells
 
 
-def drop_reasons(result: SearchResult) -> list[tuple[int, str]]:
+def drop_reasons(result: Search) -> list[tuple[int, str]]:
     """Return how many layouts of a search were not listed, by the reason, the most first."""
     reasons = [(number, f"do not fit: {reason}") for reason, number in result.too_large.items()]
     reasons += [(number, f"break a rule of {key}") for key, number in result.refused.items()]

@@ -23,7 +23,7 @@ from shardwise_plan.device_specs import Cluster, parse_cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
 from shardwise_plan.proposals import Objective, objective_value, recommended_plan
-from shardwise_plan.search import SearchResult, search_layouts
+from shardwise_plan.search import Search, search_layouts
 
 _SECONDS_OF = {"minute": 60, "hour": 3600, "day": 86_400, "week": 7 * 86_400}
 _MOST_PLANS = 30
@@ -68,7 +68,7 @@ class PricedDevices:
         device = replace(machines.device, price=price, reliability=reliability)
         return replace(machines, device=device)
 
-    def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> SearchResult:
+    def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
         return search_layouts(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
@@ -86,7 +86,7 @@ class SearchedNodes:
         compared: the plan to choose on each number of nodes that was looked at.
     """
 
-    result: SearchResult
+    result: Search
     remarks: Mapping[str, str | None]
     compared: Sequence[Plan]
 
@@ -138,7 +138,7 @@ def search_nodes(
     for result in results:
         _require_end(result)
     compared = nodes_of.tried() or [recommended_plan(result.plans) for result in results if result.plans]
-    joined = SearchResult()
+    joined = Search()
     for result in results:
         joined.plans += result.plans
         joined.valid += result.valid
@@ -157,7 +157,7 @@ def search_nodes(
     return SearchedNodes(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
 
 
-def _require_end(result: SearchResult) -> None:
+def _require_end(result: Search) -> None:
     """Refuse devices that fail so often that no training ends; ConfigError: the training does not finish."""
     if not result.plans or result.plans[0].calendar.ends:
         return
@@ -170,7 +170,6 @@ def _require_end(result: SearchResult) -> None:
 
 
 def _learning_rates_text(plan: Plan) -> str:
-    """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
     optimizer, steps = plan.config.optimizer, plan.config.train.steps
     lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
     usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]
@@ -278,7 +277,7 @@ class _Nodes:
         peak = max(on.device.bfloat16, on.device.float32, on.device.fp8 or 0.0)
         return flops * tokens_of_run(config) / (peak * on.world)
 
-    def why_none(self, result: SearchResult, nodes: int) -> str:
+    def why_none(self, result: Search, nodes: int) -> str:
         on = self._machines.on(nodes)
         if result.smallest is None:
             config = self._config.with_batch_for(on.world)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from shardwise import __version__
@@ -19,8 +18,8 @@ from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, t
 from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import TIGHT, Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
-from shardwise_watch import report
 from shardwise_watch.report import chart
+from shardwise_watch.report.page import page_environment
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
 _MOST_ACTIONS = 12_000
@@ -52,37 +51,35 @@ def plan_page(
         chosen: the layout of the answer, one of them.
         commands: title and commands that write its recipe and train it.
     """
-    folders = [Path(__file__).parent, Path(report.__file__).parent]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     proposed = proposals(listed)
-    return environment.get_template("plan_page.html").render(
-        title=f"{name} on {chosen.cluster}",
-        subject=training_text(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
-        sentences=answer.sentences,
-        version=__version__,
-        accuracy=" ".join(wording.accuracy_sentences([chosen], source="docs/planner.md, section How far off it is")),
-        layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
-        doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
-        tiles=_tiles(chosen),
-        commands=commands,
-        size=chart.SMALL,
-        left=chart.LEFT,
-        chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
-        charts=_charts(answer, listed, proposed, chosen),
-        proposals=[_proposal(proposal, listed) for proposal in proposed],
-        sensitivity=_sensitivity(proposed),
-        timeline=_timeline(chosen, listed.index(chosen) + 1),
-        memories=[_memory(proposal) for proposal in proposed],
-        names=["devices", "tokens/s", *wording.plan_columns(chosen), "bubble", "communication", "device-hours"],
-        rows=[_row(plan) for plan in listed],
-        dropped=drop_reasons(answer.result),
-        notes=assumption_sentences(listed),
+    return (
+        page_environment(Path(__file__).parent)
+        .get_template("plan_page.html")
+        .render(
+            title=f"{name} on {chosen.cluster}",
+            subject=training_text(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
+            sentences=answer.sentences,
+            version=__version__,
+            accuracy=" ".join(
+                wording.accuracy_sentences([chosen], source="docs/planner.md, section How far off it is")
+            ),
+            layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
+            doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
+            tiles=_tiles(chosen),
+            commands=commands,
+            size=chart.SMALL,
+            left=chart.LEFT,
+            chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
+            charts=_charts(answer, listed, proposed, chosen),
+            proposals=[_proposal(proposal, listed) for proposal in proposed],
+            sensitivity=_sensitivity(proposed),
+            timeline=_timeline(chosen, listed.index(chosen) + 1),
+            memories=[_memory(proposal) for proposal in proposed],
+            names=["devices", "tokens/s", *wording.plan_columns(chosen), "bubble", "communication", "device-hours"],
+            rows=[_row(plan) for plan in listed],
+            dropped=drop_reasons(answer.result),
+            notes=assumption_sentences(listed),
+        )
     )
 
 
@@ -126,7 +123,7 @@ def _charts(
 
     def dot(plan: Plan, look: str, y: float, label: str, title: str, radius: float = 4) -> dict[str, Any]:
         x = plan.calendar.seconds / unit
-        return {"x": x, "y": y, "look": look, "label": label, "lines": _told(plan, title), "radius": radius}
+        return {"x": x, "y": y, "look": look, "label": label, "lines": _plan_lines(plan, title), "radius": radius}
 
     # Proposals lie in front, and before them what is listed.
     layouts = [
@@ -182,7 +179,7 @@ def _price(plan: Plan) -> float:
     return plan.device_hours if plan.cost is None else plan.cost
 
 
-def _told(plan: Plan, title: str) -> list[str]:
+def _plan_lines(plan: Plan, title: str) -> list[str]:
     """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
     price = wording.cost_text(plan) or wording.hours_text(plan)
@@ -217,14 +214,14 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "number": number,
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
-        "drawing": Markup(_drawing(steps, shown)),
+        "drawing": Markup(_timeline_svg(steps, shown)),
         "seconds": units.step_duration(total),
         "total": total,
         "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
     }
 
 
-def _drawing(steps: Timeline, shown: int) -> str:
+def _timeline_svg(steps: Timeline, shown: int) -> str:
     """Return a timeline as SVG, with a path for each kind of pass."""
     ranks = [actions[:shown] for actions in steps.ranks]
     end = max(actions[-1].end for actions in ranks)

@@ -65,7 +65,6 @@ def duration(seconds: float) -> str:
 
 
 def _cost_cell(plan: Plan) -> str:
-    """The price of a planned training as a cell; empty if that of the device is unknown."""
     if plan.cost is None:
         return ""
     return f"{plan.cost:,.0f}" if plan.cost >= _LEAST_WHOLE_COST else f"{plan.cost:,.2f}"

@@ -265,7 +265,6 @@ def _not_finite(pair: _Pair) -> str:
 def _print_table(
     names: Mapping[str, str], curves: Mapping[str, Points], pairs: Sequence[_Pair], facts: Sequence[Any]
 ) -> None:
-    """Print a row for each of three or more curves, and in which keys their runs differ from A."""
     x = pairs[0].x
     rows = [[text, _extent(curves[name], x), f"{[*curves[name].values()][-1]:.6g}"] for name, text in names.items()]
     for row, pair, found in zip(rows[1:], pairs, facts, strict=True):
@@ -340,7 +339,6 @@ def _records_of(run: RunDirectory) -> StateRecords | None:
 
 
 def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
-    """The gradient norms of two runs at the steps that both recorded, to the bit."""
     if a is None or b is None:
         return {"steps": 0, "first_difference": None, "not_compared": _missing(a, b)}
     steps = [step for step in a.norms if step in b.norms]
@@ -351,7 +349,6 @@ def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, 
 
 
 def _compare_states(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
-    """The state hashes of two runs at the steps that both have."""
     steps = [] if a is None or b is None else [step for step in a.hashes if step in b.hashes]
     if a is None or b is None or not steps:
         return {"steps": 0, "first_difference": None, "tensors": [], "not_compared": _missing(a, b)}

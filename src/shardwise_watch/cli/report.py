@@ -93,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _price_before(file: Path) -> Price | None:
-    """The price in a report that is there."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
     found = re.search(r'<meta name="price" content="([^"]+)">', text)
     return None if found is None else Price.of(found[1], f"give --price: that in {file}")

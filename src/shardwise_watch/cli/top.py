@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _require_screen() -> None:
-    """ConfigError where no screen can be drawn."""
     terminal = os.environ.get("TERM", "")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("standard input and output must be a terminal: `shardwise top --once` prints a table")
@@ -70,7 +69,6 @@ def _require_screen() -> None:
 
 
 def _rows(frame: Frame) -> list[tuple[str, str]]:
-    """The rows of a run, under stable names."""
     last = frame.last
     lost = frame.lost
     slowest = frame.slowest

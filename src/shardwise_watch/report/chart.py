@@ -357,7 +357,6 @@ def curve_classes(number: int) -> str:
 
 
 def _curve(area: _PlotArea, curve: StepCurve, look: str) -> str:
-    """Draw the band, the line and the breaks of a curve."""
     parts = []
     if curve.breaks is not None:
         first, last = curve.breaks

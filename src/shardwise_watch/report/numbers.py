@@ -12,11 +12,12 @@ from typing import Any
 
 from shardwise.base import redaction
 from shardwise.base.errors import listing
+from shardwise.base.parsing import by_dotted_key
 from shardwise.base.prices import Price
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, spans_text
-from shardwise_watch.curve_points import AXES, Points, axis_places, curve_differences, metric_points
+from shardwise_watch.curve_points import AXES, axis_places, curve_differences, metric_points
 from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.report.loads import load_maps
@@ -115,7 +116,8 @@ def compare_runs(a: RunView, *others: RunView) -> dict[str, Any]:
     runs = (a, *others)
     pairs = [_pair(a, b) for b in others]
     steps = sorted(set.intersection(*(set(run.series.steps) for run in runs)))
-    of_a = {x: metric_points(a.series, "loss", x) for x in AXES}
+    losses = {x: [metric_points(run.series, "loss", x) for run in runs] for x in AXES}
+    layouts = [spans_text(run.layouts) for run in runs]
     return {
         # Of two runs these are the numbers of their only pair.
         **(pairs[0] if len(pairs) == 1 else {}),
@@ -123,8 +125,12 @@ def compare_runs(a: RunView, *others: RunView) -> dict[str, Any]:
         "curves": [_curves_between(run, steps[0], steps[-1]) for run in runs] if steps else [],
         "losses": _compared_losses(runs, steps),
         "config": config_differences(*(run.config for run in runs)),
-        "layouts": _layout_differences(*(run.layouts for run in runs)),
-        "differences": {x: [_difference_columns(run, of_a[x], x) for run in others] for x in AXES},
+        # They are shown where all are known, and not all equal.
+        "layouts": layouts if all(layouts) and len(set(layouts)) > 1 else None,
+        "differences": {
+            x: [_as_curve(curve_differences(points, of_a, x)) for points in of_others]
+            for x, (of_a, *of_others) in losses.items()
+        },
     }
 
 
@@ -155,33 +161,21 @@ def _pair(a: RunView, b: RunView) -> dict[str, Any]:
     }
 
 
-def _difference_columns(run: RunView, of_a: Points, x: str) -> list[CurveColumn]:
-    signed = curve_differences(metric_points(run.series, "loss", x), of_a, x)
-    return curve_columns([*signed], [*signed.values()])
-
-
 def _losses(run: RunView) -> Iterable[tuple[int, float]]:
     return zip(run.series.steps, run.series.numbers["loss"], strict=True)
 
 
 def config_differences(*configs: Mapping[str, Any]) -> list[list[Any]]:
     """Return [key, its value in each] of each key by which configurations differ, without secrets."""
-    flat = [dict(_flat(redaction.without_secrets(config))) for config in configs]
+    flat = [by_dotted_key(redaction.without_secrets(config)) for config in configs]
     rows = [[key, *(keys.get(key) for keys in flat)] for key in dict.fromkeys(key for keys in flat for key in keys)]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
-def _layout_differences(*runs: Sequence[LayoutSpan]) -> list[str] | None:
-    """Return the layouts of the runs as texts; None if they are equal, or if one of them is not known."""
-    texts = [spans_text(spans) for spans in runs]
-    return texts if all(texts) and len(set(texts)) > 1 else None
-
-
 def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
     """Return the curve of training loss and the evaluations of a run between two steps."""
-    points = [(step, loss) for step, loss in _losses(run) if first <= step <= last]
     return {
-        "loss": curve_columns([step for step, _ in points], [loss for _, loss in points]),
+        "loss": _as_curve({step: loss for step, loss in _losses(run) if first <= step <= last}),
         "evaluations": _spread([point for point in _evaluations(run) if first <= point[0] <= last]),
     }
 
@@ -222,7 +216,6 @@ _Points = dict[str, dict[int, float]]
 
 
 def _set_losses(run: RunView) -> _Points:
-    """Return the losses of each evaluation set."""
     losses: _Points = {}
     for event in run.set_evaluations:
         if _known(event.get("loss")):
@@ -269,8 +262,12 @@ def _cost(run: RunView, price: Price | None) -> dict[str, Any]:
     return {"device_hours": hours, "cost": cost}
 
 
+def _as_curve(points: Mapping[Any, float]) -> list[CurveColumn]:
+    return curve_columns([*points], [*points.values()])
+
+
 def _as_curves(points: _Points) -> dict[str, list[CurveColumn]]:
-    return {name: curve_columns([*values], [*values.values()]) for name, values in points.items()}
+    return {name: _as_curve(values) for name, values in points.items()}
 
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
@@ -292,7 +289,6 @@ def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
 
 
 def _headline(run: RunView) -> dict[str, Any]:
-    """Return the numbers at the top of the page."""
     losses = finite_values(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
     evaluated = run.evaluations[-1].get("loss") if run.evaluations else None
@@ -359,7 +355,6 @@ def _events(run: RunView) -> list[dict[str, Any]]:
 
 
 def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose the last events of each kind."""
     room: dict[str, float] = {}
     kept = []
     # From the end: of each kind the newest events have room.
@@ -393,15 +388,6 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
     last = max([timed[-1]["at"] - first, *(end for _, end in training)])
     return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
-
-
-def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the keys of nested mappings with dots between, and their values."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{path}.{key}" if path else str(key))
 
 
 def _finite(value: Any) -> Any:

@@ -38,6 +38,18 @@ _HEAT = (1.1, 1.2, 1.3, 1.4)
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
+def page_environment(*folders: Path) -> jinja2.Environment:
+    """The environment of a page's templates, which lie in these folders and in that of the report."""
+    # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
 def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
     """Make the HTML report of one run, or of several that are laid over each other.
 
@@ -45,11 +57,7 @@ def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any
         reports: results of `report_numbers`.
         compared: result of `compare_runs` for several runs.
     """
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = page_environment()
     environment.filters |= {
         "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),
         "loss": lambda value: _number(value, ".8g"),
@@ -75,7 +83,15 @@ def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any
         opening=Markup(_common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)),
         difference=Markup(_differences(compared)) if compared else "",
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
-        places=Markup(chart.json_attribute(_places(reports, names))),
+        # The script needs these to draw charts over other axes: the places of steps by run, and the marks.
+        places=Markup(
+            chart.json_attribute(
+                {
+                    "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
+                    "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
+                }
+            )
+        ),
         compared=compared,
         tasks=_task_rows(reports),
         left=chart.LEFT,
@@ -98,14 +114,6 @@ def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _letter(name: str) -> str:
     return name.partition(":")[0]
-
-
-def _places(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Collect what the script needs to draw charts over other axes: the places of steps by run, and the marks."""
-    return {
-        "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
-        "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
-    }
 
 
 def _differences(compared: Mapping[str, Any]) -> str:
@@ -207,7 +215,6 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
 
 
 def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Draw the scores of tasks, a chart for each metric."""
     scores = [report["task_curves"] for report in reports]
     charts = []
     for metric in dict.fromkeys(metric for by_metric in scores for metric in by_metric):

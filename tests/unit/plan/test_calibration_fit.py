@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from shardwise.config import check_layout
 from shardwise_plan import device_seconds
 from shardwise_plan.calibration_fit import (
     PRODUCTS,
@@ -34,8 +35,8 @@ def found(device: Device, ranks: int) -> Measurements:
     """What that machine would measure."""
     constants = device_constants(device)
     seconds = []
-    for probe in calibration_trainings(ranks):
-        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+    for config in calibration_trainings(ranks):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
         seconds.append(time.total)
     products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
     link = device.node
@@ -55,9 +56,9 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     device = parse_device("here", text, "here.yaml")
     assert not device.is_accelerator
     assert device.per_node == ranks
-    for probe, seconds in zip(calibration_trainings(ranks), measured.steps, strict=True):
-        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
-        assert time.total == pytest.approx(seconds, rel=0.1), probe
+    for config, seconds in zip(calibration_trainings(ranks), measured.steps, strict=True):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
+        assert time.total == pytest.approx(seconds, rel=0.1), config
     assert (
         device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
     )

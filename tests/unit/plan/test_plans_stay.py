@@ -16,7 +16,7 @@ import yaml
 from shardwise.config import load_config
 from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import number_of_choices
-from shardwise_plan.search import SearchResult, search_layouts
+from shardwise_plan.search import Search, search_layouts
 from tests.command_line import CommandLine
 from tests.screens import Log, Screen
 
@@ -55,7 +55,7 @@ def test_few_layouts_are_asked_what_costs_much() -> None:
     config = load_config("gpt3-23b", ["train.micro_batch=1"])
     fixed = ("train.micro_batch", "parallel.context")
     profile = cProfile.Profile()
-    found: SearchResult = profile.runcall(search_layouts, config, parse_cluster("h200:8", 4), best=30, fixed=fixed)
+    found: Search = profile.runcall(search_layouts, config, parse_cluster("h200:8", 4), best=30, fixed=fixed)
     assert (found.valid, len(found.plans)) == (834, 30)
     stats = pstats.Stats(profile, stream=StringIO())
     counts = {

@@ -155,7 +155,6 @@ def _compare(
 
 
 def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
-    """All values of a tensor, in one dim."""
     # numpy has no bfloat16: its bits become those of a float32.
     flat = bits.reshape(-1)
     if dtype == "BF16":
@@ -164,7 +163,6 @@ def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
 
 
 def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of the configurations that differ, with A's and B's value."""
     configs = [tensors.manifest.config for tensors in (a, b) if tensors.manifest is not None]
     if len(configs) < 2:
         configs = [_described(tensors.folder) for tensors in (a, b)]

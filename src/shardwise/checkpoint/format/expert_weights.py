@@ -120,7 +120,6 @@ def differing_expert_blocks(
 
 
 def _experts_of_blocks(names: Iterable[str]) -> dict[int, set[int]]:
-    """Number of a block → numbers of its experts."""
     blocks: dict[int, set[int]] = {}
     for name in names:
         if match := _OF_EXPERT.match(name):

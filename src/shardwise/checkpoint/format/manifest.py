@@ -219,7 +219,6 @@ def _too_long(length: int) -> str | None:
 
 
 def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
-    """The parts of a canonical object's text, from the parts of its members' texts."""
     texts: list[str] = []
     separator = "{"
     for name in sorted(members):
@@ -229,7 +228,6 @@ def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _array(items: Sequence[str]) -> list[str]:
-    """The parts of a canonical array's text."""
     texts: list[str] = []
     for item in items:
         texts += ["," if texts else "[", item]

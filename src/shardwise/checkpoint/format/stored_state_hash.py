@@ -48,7 +48,6 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
 
 
 def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
-    """The sum of a stored tensor by `state_digest.box_sum`, read a segment at a time."""
     shape = stored.states[state][name].shape
     boxes = box_segments(shape, _ELEMENTS_AT_ONCE)
     return sum(box_sum(stored.read(state, name, box), shape, box) for box in boxes) % 2**64

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""

@@ -252,7 +252,6 @@ def _steps_to_remove(
 
 
 def _leftovers(root: Root, newest: int) -> list[Root]:
-    """The folders that saves up to a step left when they were killed."""
     return [partial for step, partial in _partials(root) if step <= newest]
 
 
