@@ -128,7 +128,7 @@ class _Moved(torch.autograd.Function):
         return journey.moved(grads[0], per_token, parts), None, None, None
 
 
-def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def _runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with its run of the sorted rows."""
     ends = zip(counts, accumulate(counts), strict=True)
     return [(expert, slice(end - count, end)) for expert, (count, end) in enumerate(ends) if count]
@@ -169,7 +169,7 @@ class _WeightedSums(torch.autograd.Function):
         parts = x.shape[1]
         joined = x.new_empty(parts, len(rows), gate_up.shape[1] // parts)
         y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             expert = number % len(down)
             token = tokens[run]
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
@@ -192,18 +192,19 @@ class _WeightedSums(torch.autograd.Function):
         d_gate_up, d_down = ([torch.empty_like(whole) for _ in views] for whole in (gate_up, down))
         for view, expert in (divmod(number, len(down)) for number, count in enumerate(ctx.counts) if not count):
             d_gate_up[view][expert] = d_down[view][expert] = 0.0
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             view, expert = divmod(number, len(down))
             token = tokens[run]
             into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
             into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                rows_of_part = (whole[:, part].index_select(0, token) for whole in (dy, x))
+                dy_rows, x_rows = dy[:, part].index_select(0, token), x[:, part].index_select(0, token)
                 into = into_width[:, part], into_hidden[:, part]
-                results = expert_gradients(*rows_of_part, weight[run], joined[part, run], *projections, *into)
-                dx_rows, d_weight[part, run] = results
+                dx_rows, d_weight[part, run] = expert_gradients(
+                    dy_rows, x_rows, weight[run], joined[part, run], *projections, *into
+                )
                 dx[:, part].index_add_(0, token, dx_rows)
-                del results, dx_rows  # not held beside the next expert's
+                del dx_rows  # not held beside the next expert's
         d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
