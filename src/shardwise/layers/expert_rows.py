@@ -173,8 +173,8 @@ class _WeightedSums(torch.autograd.Function):
             expert = number % len(down)
             token = tokens[run]
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                rows_of_part = x[:, part].index_select(0, token)
-                terms = expert_outputs(rows_of_part, weight[run], joined[part, run], *projections)
+                x_rows = x[:, part].index_select(0, token)
+                terms = expert_outputs(x_rows, weight[run], joined[part, run], *projections)
                 y[:, part].index_add_(0, token, terms)
         ctx.save_for_backward(x, weight, rows, tokens, joined, gate_up, down)
         ctx.weights = weights.dtype, weights.shape
@@ -198,13 +198,18 @@ class _WeightedSums(torch.autograd.Function):
             into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
             into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                dy_rows, x_rows = dy[:, part].index_select(0, token), x[:, part].index_select(0, token)
                 into = into_width[:, part], into_hidden[:, part]
+                # No name holds the selected rows beside the next expert's.
                 dx_rows, d_weight[part, run] = expert_gradients(
-                    dy_rows, x_rows, weight[run], joined[part, run], *projections, *into
+                    dy[:, part].index_select(0, token),
+                    x[:, part].index_select(0, token),
+                    weight[run],
+                    joined[part, run],
+                    *projections,
+                    *into,
                 )
                 dx[:, part].index_add_(0, token, dx_rows)
-                del dx_rows  # not held beside the next expert's
+                del dx_rows
         d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
