@@ -55,7 +55,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return the part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
@@ -70,7 +70,7 @@ def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -
 
 @lru_cache(maxsize=2**10)
 def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, such that the most expensive stage is as cheap as possible.
+    """Return the number of blocks of each pipeline stage, such that the most expensive stage is as cheap as possible.
 
     If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
     has no matrix product and counts as no work.
