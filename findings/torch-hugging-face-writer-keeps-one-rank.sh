@@ -47,4 +47,4 @@ if __name__ == "__main__":
     assert part.flatten().tolist() in [list(range(start, start + 8)) for start in range(0, 32, 8)]
 PROGRAM
 cd "$work"
-OMP_NUM_THREADS=1 "$python" -W ignore run.py 2>/dev/null
+OMP_NUM_THREADS=1 "$python" -W ignore run.py 2>log
