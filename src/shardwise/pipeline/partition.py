@@ -7,7 +7,8 @@ from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
 from shardwise.config.layout import Stage, pipeline_rank_of
-from shardwise.models.flops import LocalWidths, block_work, elements_by_ranks, head_work
+from shardwise.models.flops import block_work, head_work
+from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
