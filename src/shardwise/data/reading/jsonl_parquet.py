@@ -258,23 +258,22 @@ def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
 
 
 def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """The content of those of these columns that a parquet file has, as `column_kind` names it."""
+    """The kinds of those of these columns that a parquet file has."""
     parquet = _arrow("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
-        table = parquet.ParquetFile(opened).schema_arrow.empty_table()
-    kinds = {}
-    for name in names:
-        schema = with_nested_column(table, name).schema
-        if schema.get_field_index(name) >= 0:
-            kinds[name] = column_kind(schema.field(name).type)
-    return kinds
+        return column_kinds(parquet.ParquetFile(opened).schema_arrow, names)
+
+
+def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
+    """The kinds of those of these columns that tables with an arrow schema have, once and also within other columns."""
+    table = schema.empty_table()
+    fields = {name: with_nested_column(table, name).schema for name in names}
+    return {name: column_kind(of.field(name).type) for name, of in fields.items() if of.get_field_index(name) >= 0}
 
 
 def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
     """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
-    fields = with_nested_column(schema.empty_table(), key).schema
-    # A name that two columns have is none.
-    kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
+    kinds = column_kinds(schema, (key, TOKENS))
     if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
         raise _holds_tokens(path, name)
     if key not in kinds:
