@@ -160,12 +160,10 @@ def _packed(
 
 
 def _manifests(data: DataConfig) -> list[Path]:
-    """The files next to the data sets that may say which tokenizer made them."""
     return [manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
 
 
 def _preview(request: DataRequest) -> str:
-    """The number of sequences, by the headers of the .idx files."""
     sequences = [megatron_files.count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 

@@ -117,7 +117,6 @@ def line_name(path: Path | HubFile, start: int, number: int) -> str:
 
 
 def _holds_tokens(path: Path | HubFile, key: str) -> DataError:
-    """The error about a file whose field or column `key` holds ids where text is read."""
     if isinstance(path, HubFile) or path.suffix == ".arrow":
         way = "set data.streaming=false, and they are read as tokens"
     else:
