@@ -10,9 +10,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
@@ -44,8 +43,7 @@ _ARRAY = re.compile(rf'\s*\[\s*(?:{_KEY}|"(?:[^"\\]|\\.)*"\s*[,\]])')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file on the hub (hf://…): each read goes over the network, and nothing is kept."""
 
     address: str
@@ -60,8 +58,7 @@ class HubFile:
         return self.address
 
 
-@dataclass(frozen=True)
-class _Packing:
+class _Packing(NamedTuple):
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
     unpacked: Callable[[IO[bytes]], Any]
@@ -195,8 +192,7 @@ def unpacked_name(name: str) -> str:
     return name.removesuffix(next(suffixes, ""))
 
 
-@dataclass(frozen=True)
-class FileReading:
+class FileReading(NamedTuple):
     """The way in which a data file is read; `packing`: the program that packed it, None if none did."""
 
     kind: Kind
