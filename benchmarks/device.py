@@ -39,7 +39,7 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.estimates.device_peaks import peak_flops
-    from shardwise.models.parameter_counts import flops_per_token
+    from shardwise.models.flops import flops_per_token
     from shardwise.train.build import build_trainer
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops

@@ -18,8 +18,8 @@ from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.train.compile.units import Compilation
-from shardwise.train.loss import MicroBatch
+from shardwise.train.compile.compiled_units import Compilation
+from shardwise.train.mean_loss import MicroBatch
 
 TITLE = "One block, forward and backward"
 NOTE = (

@@ -76,7 +76,7 @@ class AttemptEnding:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about another attempt: `starts_again`, and the reason as the user reads it."""
+    """The decision about another attempt at a job: `starts_again`, and the reason as the user reads it."""
 
     starts_again: bool
     why: str
@@ -120,17 +120,16 @@ def _hopeless(endings: Sequence[AttemptEnding]) -> str | None:
     return None
 
 
-def history_file(run_path: Path) -> Path:
-    """Path of the endings of a run's jobs."""
+def _history_file(run_path: Path) -> Path:
     return run_path / "restarts.jsonl"
 
 
 def history(run_path: Path) -> list[AttemptEnding]:
-    """Read the recorded endings; a line that a crash cut short is left out."""
-    return record_instances(AttemptEnding, history_file(run_path))
+    """Read the recorded endings of a run's jobs; a line that a crash cut short is left out."""
+    return record_instances(AttemptEnding, _history_file(run_path))
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:
-    """Add an ending to the history of a run."""
-    with JsonLines(history_file(run_path)) as file:
+    """Add the ending of an attempt to the history of a run's jobs."""
+    with JsonLines(_history_file(run_path)) as file:
         file.write(asdict(ending))

@@ -18,7 +18,7 @@ from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.blocks import Stages
+from shardwise.pipeline.stages import Stages
 from shardwise.train.rank_agreement import agree_to_stop
 from shardwise_use.generation import GenerativeModel, Prompt, TokenReader, answer_prompt, open_token_reader
 from shardwise_use.inference_jobs import join_mesh, load_generator

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
-from shardwise.config.layout import rank_of
+from shardwise.config.layout import pipeline_rank_of
 from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.units import stages_of
-from shardwise.models.blocks import KeyValueCache, Stages, gives_losses
+from shardwise.layers.units import unit_roots
+from shardwise.models.blocks import KeyValueCache, gives_losses
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.stages import relay
+from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.rank_agreement import agree_to_stop
 
 PREFILL_CHUNK = 1024
@@ -78,7 +78,7 @@ def generate_tokens(
         # One less, as the model never reads the last token.
         reader = open_token_reader(model, mesh, len(tokens) + max_tokens - 1, chunk=chunk, parallel=parallel)
     # The pipeline rank of the last stage, which has the logits.
-    source = 0 if parallel is None else rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
+    source = 0 if parallel is None else pipeline_rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
         logits_V = reader.next_logits(tokens)
         token = 0 if logits_V is None else sampler.draw(logits_V)
@@ -109,9 +109,9 @@ def open_token_reader(
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
 ) -> TokenReader:
-    """The reader of a model that generates text, with a cache for `room` tokens where it can have one."""
+    """The reader of a model that generates text, with a cache for `room` tokens if possible."""
     module = cast(nn.Module, model)
-    if isinstance(stages_of(module)[0], CausalLM):
+    if isinstance(unit_roots(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)
     return _Uncached(module, mesh, parallel)
 
@@ -124,7 +124,7 @@ class _Cached:
         self._mesh = mesh
         self._chunk = chunk
         self._parallel = parallel
-        self._caches = {part: KeyValueCache(room) for part in stages_of(model)}
+        self._caches = {part: KeyValueCache(room) for part in unit_roots(model)}
         self._known: list[int] = []
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:

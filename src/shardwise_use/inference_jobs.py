@@ -25,9 +25,8 @@ from shardwise.data.rows import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
-from shardwise.models.blocks import Stages
-from shardwise.pipeline.stages import build_stages
-from shardwise.train.evaluation import Evaluation, evaluate
+from shardwise.pipeline.stages import Stages, build_stages
+from shardwise.train.evaluation_losses import Evaluation, evaluate
 from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answer_prompt
 
 

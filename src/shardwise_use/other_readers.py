@@ -58,7 +58,7 @@ def model_lines(model: FamilyConfig) -> dict[str, Any]:
 
 @cache
 def reader_record() -> dict[str, Any]:
-    """The record of programs that read models: `readers` (name → title), `lines` (family → line → name → result).
+    """Programs that read models: `readers` (name → title), `lines` (family → line → name → result).
 
     A result has `by`, the largest difference of a log-probability, or `says`, what the program refuses the model with.
     """

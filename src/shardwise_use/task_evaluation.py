@@ -25,7 +25,7 @@ from shardwise.config import Config
 from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_task_input, quiet_libraries
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.blocks import Stages
+from shardwise.pipeline.stages import Stages
 from shardwise_use.generation import GenerativeModel
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 

@@ -22,10 +22,10 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import hashed
-from shardwise.layers.units import stages_of
-from shardwise.models.blocks import Stages, gives_losses
+from shardwise.layers.units import unit_roots
+from shardwise.models.blocks import gives_losses
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.stages import relay
+from shardwise.pipeline.stages import Stages, relay
 from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tokens, without_sequence_parallelism
 
 _Result = TypeVar("_Result")
@@ -98,7 +98,7 @@ class TaskModel:
         else:
             while requests := collectives.broadcast_object(_NO_REQUESTS, world):
                 self._answer(requests)
-        collectives.agree(problems, world)
+        collectives.raise_on_all_ranks(problems, world)
         return result
 
     def scores(self, requests: Sequence[ScoreRequest]) -> list[TokenScore]:
@@ -157,7 +157,7 @@ class TaskModel:
                 scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
             return out
 
-        parts = 1 if isinstance(stages_of(self.model)[0], CausalLM) else mesh.tp.size
+        parts = 1 if isinstance(unit_roots(self.model)[0], CausalLM) else mesh.tp.size
         shapes = [(-(-(len(requests[batch[0]].tokens) - 1) // parts) * parts, len(batch)) for batch in batches]
         with without_sequence_parallelism(self.model):
             relay(self.model, self.parallel, mesh, compute, shapes)

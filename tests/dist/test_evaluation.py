@@ -15,7 +15,7 @@ from shardwise.data.formats.prepared_data import PreparedText, make_evaluation_b
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import build_stages
-from shardwise.train.evaluation import Evaluation, evaluate
+from shardwise.train.evaluation_losses import Evaluation, evaluate
 from tests.dist.dense import fill, mesh, run
 from tests.dist.own_models import Dropping
 from tests.dist.training import FAMILIES, make_config, make_data, sizes

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from shardwise.checkpoint.load_weights import load_hugging_face
-from shardwise.config import check_layout, config_from
+from shardwise.config import check_layout, config_from_sections
 from shardwise.data.formats.prepared_data import make_evaluation_batches
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_trainer
-from shardwise.train.evaluation import evaluate
+from shardwise.train.evaluation_losses import evaluate
 from shardwise.train.model_checks import check_replicas
 from shardwise_use.generation import TokenSampler, generate_tokens
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
@@ -47,7 +47,7 @@ def folder() -> Path:
 def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], list[Any], list[str], float]:
     """Tokens, likeliest and drawn; scores and texts of requests, on rank 0; the loss of a text."""
     replicas = parallel.get("expert", 1)
-    config = config_from(
+    config = config_from_sections(
         {
             "model": described(path).model_dump(),
             "parallel": parallel,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.config import Config, config_from
+from shardwise.config import Config, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
@@ -46,7 +46,7 @@ OFTEN = ("tp4-sp", "tp2-dp2")
 
 
 def config(variant: str, tensor: int = 1, sequence: bool = False) -> Config:
-    return config_from(
+    return config_from_sections(
         {
             "model": SIZES | VARIANTS[variant],
             "parallel": {"tensor": tensor, "sequence": sequence},

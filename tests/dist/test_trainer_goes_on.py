@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
@@ -73,7 +73,7 @@ def train_elsewhere(case: str, folder: Path) -> Continued:
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
     written = write_imported_checkpoint(opened, Root.of(folder / "ours"), max_shard_bytes=20_000).folder
-    assert verify(written).sound
+    assert verify_checkpoint(written).sound
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Continued(written.local(), sections, losses[BEFORE:])
 

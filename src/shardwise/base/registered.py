@@ -25,17 +25,17 @@ COMMAND_MODULES = {
 }
 """Modules of the commands, and of the actions of commands, that are not in `shardwise.cli`."""
 _FUNCTIONS = {
-    "cluster": "shardwise_plan.device_specs:cluster",
+    "cluster": "shardwise_plan.device_specs:parse_cluster",
     "plot_runs": "shardwise_watch.plot:plot_runs",
-    "sized_own": "shardwise_plan.own_model:sized_own",
-    "predicted_step": "shardwise_plan.plan_text:predicted_step",
+    "sized_own": "shardwise_plan.own_model:own_model_stand_in",
+    "predicted_step": "shardwise_plan.prediction_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "gguf_export": "shardwise_use.gguf_file:GGUFExport",
     "require_readable": "shardwise_use.other_readers:require_readable",
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
     "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",
-    "job_states": "shardwise_jobs.jobs:states",
+    "job_states": "shardwise_jobs.jobs:job_states",
 }
 
 

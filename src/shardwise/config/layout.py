@@ -19,7 +19,7 @@ from shardwise.base.mesh_axes import (
     replicas_name,
 )
 from shardwise.base.units import counted
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
 
 
@@ -183,7 +183,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
+    """A pipeline stage of a `Layout`: consecutive blocks; the first also has the embedding, the last one the head.
 
     Attributes:
         index: number of the stage from 0, in the order of the model.
@@ -203,8 +203,15 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.stages - 1
 
+    @property
+    def block_range(self) -> str:
+        """The numbers of the blocks: `4-7`, or `4`."""
+        first = self.layers[0]
+        last = self.layers[-1]
+        return f"{first}" if first == last else f"{first}-{last}"
 
-def rank_of(parallel: ParallelConfig, stage: int) -> int:
+
+def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
     """Return the pipeline rank that holds a stage, given by its index in the order of the model.
 
     Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import user_path
-from shardwise.config import CHAT, Config, data_from, tokens_of_run
+from shardwise.config import CHAT, Config, checked_data_section, tokens_of_run
 from shardwise.data.evaluation_sets import evaluation_set_config, evaluation_set_problem
 from shardwise.data.evaluation_tasks import require_lm_eval
 from shardwise.data.formats import inspections, prepared_data, user_samples
@@ -175,10 +175,10 @@ def inspect_data(path: str, samples: int, keys: Mapping[str, Any], packed_length
     place = user_path(path)
     folder = place.parent if place.suffix == ".arrow" else place
     if keys.get("format") != CHAT and dataset_tables.is_saved_data_set(folder):
-        data = data_from({"path": str(folder), **keys})
+        data = checked_data_section({"path": str(folder), **keys})
         record = data_format_named("datasets")
     else:
-        data = data_from({"path": path, **keys})
+        data = checked_data_section({"path": path, **keys})
         record = data_format_of(data)
     if record.holds_tokens and (problems := prepared_data.document_mark_problems(data)):
         raise DataError(problems)

@@ -59,7 +59,7 @@ def refuse_unknown(
     known: Iterable[str] = (),
     kind: Literal["layers", "optimizer"] = "layers",
 ) -> None:
-    """Refuse keyword arguments that a class or function does not take.
+    """Refuse keyword arguments that a layer or a loss does not take.
 
     Args:
         kind: arguments of other libraries for which the message says what replaces them (`config/other_names.yaml`).

@@ -15,8 +15,8 @@ from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
 from shardwise.layers.linear import linear_layers
 
 
-def stages_of(model: nn.Module) -> list[nn.Module]:
-    """Return the pipeline stages of a rank's model; a model that is no list of stages is the only one."""
+def unit_roots(model: nn.Module) -> list[nn.Module]:
+    """Return the modules inside which a model's units are numbered: its pipeline stages, or the model itself."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 

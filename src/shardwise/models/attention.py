@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import calls_only_forward, has_fused_attention, others_keep_tensors
-from shardwise.layers.dropout import AnyKey, DropoutKey, Place, scaled
+from shardwise.layers.dropout import AnyKey, DropoutKey, Place, apply_mask
 from shardwise.layers.linear import GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
@@ -139,7 +139,7 @@ class AttentionCore(nn.Module):
         heads_n1 = torch.arange(heads, device=places.device).unsqueeze(1) + first_head
         keep_RBL = key.keep((heads_n1 * length + places).flatten(), length, self.p, self.place)
         keep_BnSL = keep_RBL.unflatten(0, (heads, rows)).permute(2, 0, 1, 3)
-        return scaled(probabilities_BnSL, keep_BnSL, self.p)
+        return apply_mask(probabilities_BnSL, keep_BnSL, self.p)
 
 
 def _saving_attention() -> Any:

@@ -119,7 +119,7 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The sum of the experts that a router chooses for each token, and of the expert that all tokens use, if any."""
+    """The MLP of a sparse Llama block: a layer `Experts`, and the shared expert that all tokens use, if any."""
 
     def __init__(self, config: DecoderConfig, name: str, routing: Routing, factory: LayerFactory) -> None:
         super().__init__()

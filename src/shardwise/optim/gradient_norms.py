@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
-from shardwise.layers.chunks import rounding_chunk_elements
+from shardwise.optim.bucket_layout import rounding_chunk_elements
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.sharding import Dtypes, Ranks
 

@@ -19,15 +19,14 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from shardwise.base.errors import ConfigError, LostPeerError, see
 from shardwise.config import ParallelConfig
 from shardwise.config.layout import Stage
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
-from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
 from shardwise.pipeline.clock import Clock, StepTiming, name_messages
-from shardwise.pipeline.stages import Compute
+from shardwise.pipeline.stages import Compute, Stages
 
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -39,7 +38,7 @@ TORCH_SCHEDULES: dict[str, Any] = {
 }
 
 
-def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
+def _make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
     """Return torch's schedule over a rank's stages."""
     torch_class = TORCH_SCHEDULES[parallel.schedule]
     # Classes for one stage on each rank take the stage itself.
@@ -79,7 +78,7 @@ class Pipeline:
         self._ready: Callable[[nn.Parameter], None] = _ignore
         mend_split_backward()
         open_connections_to_others(self.stages)
-        self.schedule = make_schedule(parallel, self.stages, micro_batches)
+        self.schedule = _make_schedule(parallel, self.stages, micro_batches)
 
     def step(
         self,

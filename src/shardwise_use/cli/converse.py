@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from multiprocessing.connection import Client
 
 from shardwise.base.errors import ConfigError, keys_renamed
-from shardwise.cli.model_argument import ARGUMENTS, launch_command, open_folder, parse_overrides
+from shardwise.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise_use.cli.generate import KEYS, prepare_generation
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     values = parse_overrides(arguments.overrides, KEYS, "chat")
-    with open_folder(arguments.checkpoint, values, cached=is_launched()) as folder:
+    with open_model_folder(arguments.checkpoint, values, cached=is_launched()) as folder:
         config, tokenizer = prepare_generation(arguments, place, folder, values)
         if place is None and config.parallel.model_ranks > 1:
             return launch_command("converse", arguments, folder, config.parallel.model_ranks)

@@ -32,7 +32,7 @@ from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part
-    from shardwise.train.evaluation import Evaluation
+    from shardwise.train.evaluation_losses import Evaluation
 
 KEYS = (
     "data.", *LAYOUT_KEYS, "parallel.sequence", "parallel.context", "parallel.schedule", "parallel.virtual_stages",
@@ -84,11 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and not on_tasks:
             raise ConfigError(f"{option} ({value}) needs --tasks, the names of the tasks")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with model_argument.open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+    with model_argument.open_model_folder(
+        arguments.checkpoint, values, cached=is_launched(), announce=announce
+    ) as folder:
         if on_tasks:
             return _evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
-        world, config = model_argument.ranks_and_config(
+        world, config = model_argument.evaluation_ranks_and_config(
             lambda replicas: model_argument.evaluation_config(folder, values, replicas, part), place, arguments.nproc
         )
         layout = check_layout(config, world)
@@ -98,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
             from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
-                model_argument.open_tokenizer(config, folder, announce=announce)
+                model_argument.tokenizer_of_command(config, folder, announce=announce)
             fetch_dataset(config.data, announce)
             prepare_data(config, announce=announce, any_size=True)
         if place is None:
@@ -136,11 +138,11 @@ def _evaluate_on_tasks(
         raise ConfigError(f"--tasks ({arguments.tasks!r}) must name tasks: --tasks arc_easy,lambada_openai")
     settings = {"tasks": tasks, "tasks_path": arguments.tasks_path, "limit": arguments.limit}
     with keys_renamed(_TASK_OPTIONS):
-        world, config = model_argument.ranks_and_config(
+        world, config = model_argument.evaluation_ranks_and_config(
             lambda replicas: model_argument.tasks_config(folder, values, replicas, settings), place, arguments.nproc
         )
         layout = check_layout(config, world)
-        tokenizer = model_argument.open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+        tokenizer = model_argument.tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
         # Once, before the ranks start: rank 0 then finds the data in the cache.
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks

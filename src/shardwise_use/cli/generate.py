@@ -61,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError("--json must not go with --interactive: leave one of them out")
         return talk_with_model(arguments, completes=True)
     text = _prompt_text(arguments)
-    with model_argument.open_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+    with model_argument.open_model_folder(
+        arguments.checkpoint, values, cached=is_launched(), announce=announce
+    ) as folder:
         config, tokenizer = prepare_generation(arguments, place, folder, values, announce)
         ids, room = _fit(config.model, folder.longest(config.model), tokenizer, text)
         if place is None and config.parallel.model_ranks > 1:
@@ -109,7 +111,7 @@ def prepare_generation(
     if place is None:
         # Before the ranks start, each of which would fail by itself.
         check_accelerators(ranks, hardware.accelerators()[1])
-    return config, model_argument.open_tokenizer(config, folder, cached=is_launched(), announce=announce)
+    return config, model_argument.tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:

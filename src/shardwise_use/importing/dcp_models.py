@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hub import has_weights
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL
-from shardwise.checkpoint.format.stored_tensors import lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import lines_of_layers, tensor_mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
 from shardwise_use.importing.hugging_face import ForeignProgress
@@ -83,7 +83,7 @@ def named_weights(
     unused = [(name, list(tensor.shape)) for name, tensor in stored.items() if name not in used]
     problems = [
         *lines_of_layers(where, " has {} {}, which the model lacks", unused, "" if state == MODEL else f"{state} of "),
-        *mismatches(where, shapes, {name: tensor.entry for name, tensor in tensors.items()}, state=state),
+        *tensor_mismatches(where, shapes, {name: tensor.entry for name, tensor in tensors.items()}, state=state),
     ]
     if problems:
         raise ConfigError(problems)

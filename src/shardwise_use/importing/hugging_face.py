@@ -19,10 +19,20 @@ from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
 from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
-from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
+from shardwise.checkpoint.format.model_files import (
+    config_token_ids,
+    files_beside_weights,
+    read_model,
+    with_readable_tokenizer,
+)
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, mismatches
-from shardwise.checkpoint.format.verify import non_finite, non_finite_text
+from shardwise.checkpoint.format.stored_tensors import (
+    StoredTensors,
+    differing_tied_copies,
+    find_sources,
+    tensor_mismatches,
+)
+from shardwise.checkpoint.format.verify import count_non_finite, non_finite_text
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
@@ -191,14 +201,14 @@ def _require_fitting_states(opened: ForeignModel) -> None:
     for state, entries in states.items():
         # A bias of a router is moved by its own rule, and only low-precision weights have a master.
         needed = [name for name in shapes if state != MASTER and not name.endswith(ROUTER_BIAS)]
-        problems += mismatches("SOURCE", shapes, entries, needed=needed, state=state)
+        problems += tensor_mismatches("SOURCE", shapes, entries, needed=needed, state=state)
     if problems:
         raise ConfigError(problems)
 
 
 def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
     for data in weight.read():
-        count = non_finite(memoryview(data).cast("B"), weight.dtype)
+        count = count_non_finite(memoryview(data).cast("B"), weight.dtype)
         if count:
             not_finite[weight.name if weight.state == MODEL else f"{weight.state} of {weight.name}"] += count
         yield data
@@ -221,7 +231,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         # Only tied weights have a second copy, whose values must be those of the first.
         tied = {name: names[0] for name, names in sources.items() if len(names) > 1}
         boxes = [(name, box) for name, first in tied.items() for box in _segments(stored[first])]
-        problems = differing_copies(str(folder), tensors, sources, boxes)
+        problems = differing_tied_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)
     weights: list[writing.StreamedWeight] = []
@@ -230,8 +240,8 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         for stored_name in sources[name][:1]:
             read = partial(_read, tensors, stored_name)
             weights.append(writing.StreamedWeight(name, stored[stored_name].dtype, shape, read))
-    small_files = read_as_it_is(files_beside_weights(folder), pairs=not config.causal)
-    return ForeignModel(config, weights, small_files=small_files, tokens=token_ids(folder / writing.CONFIG))
+    small_files = with_readable_tokenizer(files_beside_weights(folder), pairs=not config.causal)
+    return ForeignModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / writing.CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:

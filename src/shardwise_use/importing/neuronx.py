@@ -35,7 +35,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import token_ids
+from shardwise.checkpoint.format.model_files import config_token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
@@ -98,7 +98,7 @@ def open_neuronx(
                 tensors[name] = _tensor(shards, name, shape)
         weights = shards.weights(shapes, tensors)
         layout = {"tensor": tensor, "pipeline": pipeline}
-        return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
+        return ForeignModel(config, weights, layout, tokens=config_token_ids(Root.of(described)), notes=shards.notes)
 
     return combine_with_optimizer(
         str(source), values, tied, found, combine, lambda degree: _training(source, held[0, 0], degree)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, tensor_mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
@@ -71,7 +71,7 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
 
 
 def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where an imported checkpoint's ranks are not those of its degrees; `name`: format of ranks."""
+    """Raise ConfigError where a checkpoint's ranks are not those of its degrees; `name`: format of ranks."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
@@ -242,7 +242,7 @@ class TensorParallelShards:
         problems = [
             *lines_of_layers(self.where, drift_line, self._refused_drifts),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
-            *mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
+            *tensor_mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
         ]
         if problems:
             raise ConfigError(problems)

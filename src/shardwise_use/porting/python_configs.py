@@ -6,7 +6,7 @@ import ast
 from typing import Any, cast
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config.translation import computed
+from shardwise.config.translation import evaluate_expression
 
 _MOST_CALLS = 40
 """Calls and names inside each other, as a name may stand for itself."""
@@ -82,7 +82,7 @@ class _Reader:
         try:
             if self._depth > _MOST_CALLS:
                 raise ValueError(f"{name} stands for itself")
-            return computed(self.nodes[name], cast(Any, self))
+            return evaluate_expression(self.nodes[name], cast(Any, self))
         finally:
             self._depth -= 1
 
@@ -105,7 +105,7 @@ class _Reader:
                 self.read(self.nodes[changed], f"{path}.{changed.removeprefix(f'{name}.')}", depth + 1)
         else:
             try:
-                value = computed(node, cast(Any, self))
+                value = evaluate_expression(node, cast(Any, self))
             except (KeyError, ValueError, TypeError):
                 # A member of an enumeration, such as DType.bfloat16, has its value's name.
                 is_member = isinstance(node, ast.Attribute) and name[:1].isupper() and name.count(".") == 1

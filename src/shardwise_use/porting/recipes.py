@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
-from shardwise.config import Config, apply_overrides, config_from
+from shardwise.config import Config, apply_overrides, config_from_sections
 from shardwise.config.error_texts import known_paths
+from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
-from shardwise.config.rules import length_problems
-from shardwise.config.suggestions import is_valid
-from shardwise.config.translation import Row, counts, translate
+from shardwise.config.suggestions import is_key_or_option
+from shardwise.config.translation import Setting, is_integer_key, translate_settings
 from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings
 from shardwise_use.porting.shell_scripts import script_commands
 
@@ -37,7 +37,7 @@ class _Translation(NamedTuple):
 
     program: str
     sections: dict[str, dict[str, Any]]
-    rows: list[Row]
+    rows: list[Setting]
     problems: list[str]
     options: dict[str, Any]
 
@@ -56,7 +56,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
     family, told = _family(program, settings)
 
     def has(target: str) -> bool:
-        return is_valid(target, known_paths(family), None)
+        return is_key_or_option(target, known_paths(family), None)
 
     def find(name: str) -> str | None:
         names = (f"{program}:{name}", name)
@@ -74,14 +74,14 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
     given = {**dict.fromkeys(asked), **readable}
-    rows = list(translate(given, program if is_whole else None, known, has, find))
+    rows = list(translate_settings(given, program if is_whole else None, known, has, find))
     left_out = [name for name, value in readable.items() if value == -1]
-    rows += [Row(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
+    rows += [Setting(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
     for name, value in asked.items():
         if name not in readable:
-            rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
+            rows.append(Setting(name, value, reason="its value is not in the file" if find(name) else ""))
     rows += [
-        Row(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
+        Setting(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
         for name, value in settings.items()
         if name in FACTS and not find(name)
     ]
@@ -90,13 +90,13 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
         keys |= row.keys
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
-        rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
+        rows.append(Setting("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
     rows = [replace(row, keys={key: keys[key] for key in row.keys}, reason=_note(row, keys)) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
     try:
-        config = config_from(sections, problems, typed=[override.partition("=")[0] for override in overrides])
+        config = config_from_sections(sections, problems, typed=[override.partition("=")[0] for override in overrides])
         problems = length_problems(config.model, config.train, config.optimizer)
     except ConfigError as error:
         problems = error.problems
@@ -104,7 +104,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
     return _Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
-def _note(row: Row, keys: Mapping[str, Any]) -> str:
+def _note(row: Setting, keys: Mapping[str, Any]) -> str:
     is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
     is_cut = is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5
     return "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
@@ -123,7 +123,7 @@ def _tokens_of(keys: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _is_told(row: Row, program: str) -> bool:
+def _is_told(row: Setting, program: str) -> bool:
     """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
     says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
     is_idle = row.reason in ("", "nothing to set")
@@ -136,7 +136,7 @@ def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
     for key, value in sorted(keys.items(), key=lambda item: item[0] != "model.family"):
         section, _, name = key.partition(".")
-        if isinstance(value, float) and value.is_integer() and counts(key):
+        if isinstance(value, float) and value.is_integer() and is_integer_key(key):
             value = int(value)
         sections[section][name] = value.replace(" ", "") if key == "data.split" else value
     return {name: section for name, section in sections.items() if section}

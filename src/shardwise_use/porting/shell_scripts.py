@@ -18,7 +18,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import read_plain
 from shardwise.config.other_names import VARIABLES
 from shardwise.config.recipe_files import parse_value
-from shardwise.config.translation import computed
+from shardwise.config.translation import evaluate_expression
 
 _STATEMENT = re.compile(
     r"""^[ \t]*(?:export[ \t]+|local[ \t]+|declare[ \t]+(?:-\w+[ \t]+)?)?(?P<name>\w+)(?P<more>\+?)=
@@ -172,7 +172,9 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
     def arithmetic(match: re.Match[str]) -> str:
         numbers = {name: int(value) for name, value in variables.items() if re.fullmatch(r"-?\d{1,18}", value)}
         try:
-            return str(int(computed(re.sub(r"\$\{?(\w+)\}?", r"\1", match[1]).replace("/", "//").strip(), numbers)))
+            return str(
+                int(evaluate_expression(re.sub(r"\$\{?(\w+)\}?", r"\1", match[1]).replace("/", "//").strip(), numbers))
+            )
         except (KeyError, ValueError, TypeError, SyntaxError):
             return match[0]
 

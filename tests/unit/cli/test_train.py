@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from shardwise.base import units
 from shardwise.base.errors import DataError
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
+from shardwise.config import check_layout, config_from_sections, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes
@@ -77,7 +77,7 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) 
     assert rows["  optimizer"] == units.size(memory.optimizer)
     assert rows["disk"].startswith(f"{units.size(checkpoint_bytes(config))} for each checkpoint, at most 4 at once")
     assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
-    assert config_from(parse_yaml(text, "dry run")) == config
+    assert config_from_sections(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
 
 
@@ -433,7 +433,7 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
             assert code in (0, 2), override
             assert code == 0 or err.startswith("shardwise: "), override
             if code == 0:
-                accepted[key] = config_from(parse_yaml(out, "dry run"))
+                accepted[key] = config_from_sections(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
 

@@ -15,7 +15,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
 from shardwise.launch.node import SupervisorConnection
 from shardwise.train.compile import run_graphs
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from tests.dist.training import make_config
 
 
@@ -43,20 +43,20 @@ def test_slurm_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     text = r"sbatch and squeue and scontrol must be on the PATH: shardwise submits to SLURM"
     with pytest.raises(ConfigError, match=f"{text}.*{ends_with('jobs#slurm-not-found')}"):
-        commands.require()
+        slurm_commands.require()
 
 
 def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def agree(problems: list[str], _: object) -> None:
+    def raise_problems(problems: list[str], _: object) -> None:
         if problems:
             raise ConfigError(problems)
 
     monkeypatch.setattr(run_graphs.RunGraphs, "_unpack", full)
     monkeypatch.setattr(run_graphs, "planned_graphs", lambda *_: ())
-    monkeypatch.setattr(run_graphs, "agree", agree)
+    monkeypatch.setattr(run_graphs, "raise_on_all_ranks", raise_problems)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"

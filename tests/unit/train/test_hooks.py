@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, DataError, RunError, StoppedError
 from shardwise.base.user_code import given_objects
 from shardwise.cli import main
 from shardwise.config import check_layout
-from shardwise.config.rules import resume_problems
+from shardwise.config.resume_rules import resume_problems
 from shardwise.data.formats.prepared_data import make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.launch import stop_requests

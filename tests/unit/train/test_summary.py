@@ -10,19 +10,15 @@ from shardwise.config import (
     Config,
     Layout,
     check_layout,
-    config_from,
+    config_from_sections,
     load_config,
     parse_yaml,
     recipe_names,
 )
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_by_rank, memory_of_machine
-from shardwise.models.parameter_counts import (
-    flops_per_token,
-    local_parameter_count,
-    parameter_count,
-    recomputed_flops_per_token,
-)
+from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
+from shardwise.models.parameter_counts import local_parameter_count, parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.pipeline.timeline import simulate
@@ -37,7 +33,7 @@ UNKNOWN = "not known for a model of your own"
 
 def config(family: str = "gpt", optimizer: str = "adamw", **train: object) -> Config:
     sizes = SIZES if ":" not in family else {"vocab_size": 500}
-    return config_from(
+    return config_from_sections(
         {
             "model": {"family": family, **sizes},
             "train": {"steps": 10, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, **train},
@@ -192,7 +188,7 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
 def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: str) -> None:
     chosen = load_config(recipe).with_batch_for(256)
     recorded = chosen.recorded()
-    assert config_from(chosen.without_defaults(recorded)) == config_from(recorded)
+    assert config_from_sections(chosen.without_defaults(recorded)) == config_from_sections(recorded)
 
 
 def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> None:

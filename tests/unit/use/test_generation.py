@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import config_from, load_config
+from shardwise.config import config_from_sections, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
@@ -68,7 +68,7 @@ def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b"], 257, "text")
     prompt = Prompt((1,), 1, frozenset(), 0.0, 1.0, 1)
     with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids\): it cannot continue a text"):
-        run_generation(config_from(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
+        run_generation(config_from_sections(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
 
 
 def test_ranks_that_find_several_checkpoints_are_told_to_name_one(

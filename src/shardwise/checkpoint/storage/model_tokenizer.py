@@ -16,7 +16,7 @@ from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
 
-def with_model_tokenizer(config: Config, weights: Root | str | None) -> Config:
+def with_loaded_tokenizer(config: Config, weights: Root | str | None) -> Config:
     """`config` with the tokenizer of the loaded weights as `data.tokenizer`, unless the user names another one.
 
     Data that are tokens already are checked against it; they need none, so there one that cannot be opened is left out.

@@ -19,7 +19,7 @@ from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.cli.help import add_json
-from shardwise.config import data_from
+from shardwise.config import checked_data_section
 
 if TYPE_CHECKING:
     from shardwise.data.prepare.output import PreparationOutcome
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             outcome = convert_raw_tokens(raw, force=arguments.force, announce=output.progress)
         else:
             job = TextConversionJob(
-                data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
+                checked_data_section(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
             )
             outcome = convert_text(job, force=arguments.force, announce=output.progress)
     _show(target, outcome, as_json=arguments.json)
@@ -98,7 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _data_keys(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    """The keys of the section `data` that the arguments give."""
     name: str = arguments.input
     # An INPUT that exists is meant as a path, and so is one that cannot be a hub id.
     is_path = source.exists() or name.startswith((".", "/", "~")) or name.endswith(_PATH_ENDS)

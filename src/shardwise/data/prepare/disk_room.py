@@ -33,7 +33,7 @@ class _SizeEstimate:
 
 
 def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _SizeEstimate | None:
-    """The size of prepared data, by the files and the beginning of the text; None without files, or if packed."""
+    """The size of prepared data, by the files and the text's beginning; None without files, or if packed."""
     if isinstance(source, ColumnSource):
         path = source.data.path
         files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]

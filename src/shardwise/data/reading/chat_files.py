@@ -78,9 +78,10 @@ def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
     for split in dataset.splits:
         names = dataset.column_names(split)
         columns = _columns(names, dataset.data.text_key, dataset.shown)
+        unread = dict.fromkeys({*names} - {*columns})
         for row, record in enumerate(dataset.records(split, columns)):
             where = partial("{}: row {}".format, dataset.where(split), row)
-            yield where, _conversation(_filled(record, names), where, dataset.data.text_key)
+            yield where, _conversation(unread | record, where, dataset.data.text_key)
 
 
 def _in_lines(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
@@ -99,8 +100,9 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
         return _columns(names, key, str(path))
 
     for first, batch in jsonl_parquet.parquet_batches(path, columns):
-        for row, record in enumerate(batch.to_pylist(), start=first):
-            yield partial("{}: row {}".format, path, row), _filled(record, names)
+        unread = dict.fromkeys({*names} - {*batch.schema.names})
+        for row, record in enumerate(jsonl_parquet.batch_records(batch), start=first):
+            yield partial("{}: row {}".format, path, row), unread | record
 
 
 def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
@@ -115,14 +117,6 @@ def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
 def _fields(names: Collection[str], key: str) -> tuple[str, ...]:
     alternatives = _OTHER_FIELDS if key == "messages" and key not in names else ()
     return next((fields for fields in alternatives if set(fields) <= set(names)), (key,))
-
-
-def _filled(value: Any, names: Collection[str] = ()) -> Any:
-    """A value without the fields that are null, which a table has for each field of other rows, but for `names`."""
-    if isinstance(value, dict):
-        unread = dict.fromkeys(name for name in names if name not in value)
-        return unread | {name: _filled(inner) for name, inner in value.items() if inner is not None}
-    return [_filled(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _conversation(record: dict[str, Any], where: Callable[[], str], key: str) -> Conversation:

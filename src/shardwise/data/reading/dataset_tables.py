@@ -26,7 +26,13 @@ from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
 from shardwise.data.reading.content import read_errors
-from shardwise.data.reading.jsonl_parquet import TOKENS, column_kind, require_sound_array, with_nested_column
+from shardwise.data.reading.jsonl_parquet import (
+    TOKENS,
+    batch_records,
+    column_kind,
+    require_sound_array,
+    with_nested_column,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.reading.token_rows import TokenRows
@@ -342,7 +348,7 @@ class DataSet:
     def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The rows of a split, of which these columns are read."""
         for batch in self._batches(split, columns):
-            yield from batch.to_pylist()
+            yield from batch_records(batch)
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import DataError, first_line, listing, see
+from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
 from shardwise.data.reading.content import BLOCK, HubFile, Kind, open_unpacked, read_errors, reading_of
 
@@ -265,8 +266,7 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
     """The kinds of those of these columns that tables with an arrow schema have, once and also within other columns."""
-    table = schema.empty_table()
-    fields = {name: with_nested_column(table, name).schema for name in names}
+    fields = {name: schema_with_column(schema, name) for name in names}
     return {name: column_kind(of.field(name).type) for name, of in fields.items() if of.get_field_index(name) >= 0}
 
 
@@ -303,6 +303,32 @@ def with_nested_column(table: Any, key: str) -> Any:
             break
         table = table.flatten()
     return table
+
+
+def schema_with_column(schema: Any, key: str) -> Any:
+    """The schema of `with_nested_column`."""
+    # `empty_table` of pyarrow 26 refuses lists of JSON.
+    return with_nested_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
+
+
+def batch_records(batch: Any) -> list[dict[str, Any]]:
+    """The rows of an arrow batch, without fields that are null, which a table has for each field of other rows.
+
+    JSON, as which the library `datasets` stores values of several types, is read.
+    """
+    fields = _arrow("pyarrow").struct([*batch.schema])
+    return [_plain(row, fields) for row in batch.to_pylist()]
+
+
+def _plain(value: Any, type_: Any) -> Any:
+    if isinstance(value, dict):
+        return {field.name: _plain(inner, field.type) for field in type_ if (inner := value[field.name]) is not None}
+    if isinstance(value, list) and hasattr(type_, "value_type"):
+        return [_plain(inner, type_.value_type) for inner in value]
+    if isinstance(value, str) and isinstance(type_, _arrow("pyarrow").JsonType):
+        with contextlib.suppress(ValueError):
+            return json_value(value)
+    return value
 
 
 def require_sound_array(array: Any, where: str, key: str) -> None:

@@ -120,7 +120,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of token ids in a file, some at once; DataError, with file and row, where one is no row of numbers."""
+    """The rows of token ids in a file, some at once; DataError with file and row where one is no row of numbers."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in jsonl_parquet.parquet_batches(file, require):

@@ -15,7 +15,8 @@ from shardwise.config import Config
 from shardwise.data.evaluation_sets import prepare_evaluation_sets
 from shardwise.data.open_data import prepare_data
 from shardwise.data.preview import inspect_data, preview_data, preview_evaluation
-from shardwise.data.reading.chat_files import conversations_of_file
+from shardwise.data.reading.chat_files import conversations_of_file, conversations_of_table
+from shardwise.data.reading.dataset_tables import DataSet
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -217,6 +218,25 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl")
     )
     assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
+
+
+def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -> None:
+    """The library stores them as JSON: contents that are texts or parts, and calls with several arguments."""
+    content: Any = [{"type": "text", "text": 'A "model".'}]
+    call = {"name": "a", "arguments": {"city": "Ulm", "day": None}}
+    answers = [{"role": "assistant", "content": content}, {"role": "assistant", "content": "No.\n"}]
+    called = [{**answer, "tool_calls": [call]} for answer in answers]
+    for number, rows in enumerate(
+        ([{"messages": [GOOD[0], answer]} for answer in given]) for given in (answers, called)
+    ):
+        saved = pytest.importorskip("datasets").Dataset.from_list(rows, on_mixed_types="use_json")
+        saved.save_to_disk(tmp_path / f"{number}")
+        saved.to_parquet(tmp_path / f"{number}.parquet")
+        written(tmp_path / f"{number}.jsonl", *rows)
+        lines = [chat.messages for _, chat in conversations_of_file(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
+        of_file = conversations_of_file(tmp_path / f"{number}.parquet", "parquet", "messages")
+        of_folder = conversations_of_table(DataSet.open(config(path=str(tmp_path / f"{number}"), **CHAT).data))
+        assert [chat.messages for _, chat in of_file] == [chat.messages for _, chat in of_folder] == lines
 
 
 def test_rows_of_parquet_are_read_as_lines(tmp_path: Path, base: str) -> None:

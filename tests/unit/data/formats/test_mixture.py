@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.config import Config, changed_stages
+from shardwise.config import Config, changed_size_stages
 from shardwise.data.formats.prepared_data import make_evaluation_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.preview import preview_data
@@ -180,16 +180,16 @@ STORED = config(MIXTURE, [CODE, LATER]).recorded()
     ],
 )
 def test_a_stage_in_the_past_is_refused(stages: list[dict[str, Any]]) -> None:
-    (problem,) = changed_stages(STORED, config(MIXTURE, stages), 5)
+    (problem,) = changed_size_stages(STORED, config(MIXTURE, stages), 5)
     assert problem.startswith("the stages before step 5, ")
     assert problem.endswith(" must begin at 5 or later")
 
 
 def test_the_weights_of_the_beginning_stay() -> None:
     mixture = MIXTURE | {"web": {"path": "web", "weight": 2}}
-    (problem,) = changed_stages(STORED, config(mixture, [LATER]), 4)
+    (problem,) = changed_size_stages(STORED, config(mixture, [LATER]), 4)
     assert "the weights of data.mixture ({'web': 3.0, 'code': 1.0})" in problem
-    assert changed_stages(STORED, config(MIXTURE, [LATER]), 4) == []
+    assert changed_size_stages(STORED, config(MIXTURE, [LATER]), 4) == []
     renamed = {name.upper(): source for name, source in mixture.items()}
     other = {"at": 6, "weights": {"MATH": 1}}
-    assert changed_stages(STORED, config(renamed, [other]), 5) == [], "other data, which --change allows"
+    assert changed_size_stages(STORED, config(renamed, [other]), 5) == [], "other data, which --change allows"

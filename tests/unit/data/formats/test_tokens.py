@@ -52,7 +52,9 @@ def table(path: Path, rows: list[Any], kind: Callable[[Any], Any], key: str = "i
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({key: pa.array(rows, kind(pa))}), path, row_group_size=50)
+    # The library `datasets` makes such a column of values of several types.
+    calls = pa.ListArray.from_arrays(range(len(rows) + 1), pa.array(["{}"] * len(rows), pa.json_()))
+    parquet.write_table(pa.table({key: pa.array(rows, kind(pa)), "calls": calls}), path, row_group_size=50)
     return path
 
 
