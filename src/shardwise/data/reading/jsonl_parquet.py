@@ -266,7 +266,9 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
     """The kinds of those of these columns that tables with an arrow schema have, once and also within other columns."""
-    fields = {name: schema_with_column(schema, name) for name in names}
+    # `empty_table` of pyarrow 26 refuses lists of JSON.
+    table = _arrow("pyarrow").Table.from_batches([], schema)
+    fields = {name: with_nested_column(table, name).schema for name in names}
     return {name: column_kind(of.field(name).type) for name, of in fields.items() if of.get_field_index(name) >= 0}
 
 
@@ -303,12 +305,6 @@ def with_nested_column(table: Any, key: str) -> Any:
             break
         table = table.flatten()
     return table
-
-
-def schema_with_column(schema: Any, key: str) -> Any:
-    """The schema of `with_nested_column`."""
-    # `empty_table` of pyarrow 26 refuses lists of JSON.
-    return with_nested_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
 
 
 def batch_records(batch: Any) -> list[dict[str, Any]]:
