@@ -13,10 +13,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
+from shardwise.base import registered, units
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
-from shardwise.base.registered import optional_library
-from shardwise.base.units import counted
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""
@@ -104,7 +103,7 @@ def _lzma(file: IO[bytes]) -> Any:
 
 def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
     def unpacked(file: IO[bytes]) -> Any:
-        arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
+        arrow = registered.optional_library("pyarrow", f"files packed by {codec} need", "parquet")
         return arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)
 
     return unpacked
@@ -260,6 +259,6 @@ def described_readings(readings: Sequence[tuple[Path, FileReading]]) -> str:
         return f"read as {next(iter(groups))}"
     shown = []
     for reading, paths in groups.items():
-        files = paths[0].name if len(paths) == 1 else counted(len(paths), "file")
+        files = paths[0].name if len(paths) == 1 else units.counted(len(paths), "file")
         shown.append(f"{reading} ({files})")
     return f"read as {listing(shown)}"
