@@ -209,8 +209,8 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
     """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
-        for of, rows in report.get(key, {}).items():
-            curves[f"{_letter(name)}: {of}" if len(reports) > 1 else of] = StepCurve(rows)
+        for curve_name, rows in report.get(key, {}).items():
+            curves[f"{_letter(name)}: {curve_name}" if len(reports) > 1 else curve_name] = StepCurve(rows)
     return curves
 
 

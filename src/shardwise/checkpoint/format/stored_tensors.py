@@ -147,19 +147,19 @@ class StoredTensors:
 
 def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
     """The tensors whose parts (by name, dtype and dimensions) lie in several files; ConfigError if some are missing."""
-    whole: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     incomplete: list[str] = []
     for (name, dtype, _), pieces in parts.items():
         shape = tuple(max(ends) for ends in zip(*(piece.box.stop for piece in pieces), strict=True))
-        if name in whole or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
+        if name in tensors or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
             incomplete.append(name)
-        whole[name] = TensorEntry(shape, dtype, pieces)
+        tensors[name] = TensorEntry(shape, dtype, pieces)
     if incomplete:
         raise ConfigError(
             f"{folder} must have the files {SHARDS} of all ranks of one save: parts of {listing(incomplete, most=3)} "
             "are missing, or there twice"
         )
-    return whole
+    return tensors
 
 
 def _weight_files(folder: Root) -> tuple[str, ...]:
