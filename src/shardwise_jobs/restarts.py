@@ -121,7 +121,6 @@ def _hopeless(endings: Sequence[AttemptEnding]) -> str | None:
 
 
 def _history_file(run_path: Path) -> Path:
-    """Path of the endings of a run's jobs."""
     return run_path / "restarts.jsonl"
 
 

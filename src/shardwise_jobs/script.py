@@ -88,7 +88,7 @@ class JobPlan:
 
 
 def job_script(job: JobPlan) -> str:
-    """Write the script that trains."""
+    """Write the script of the job that trains."""
     launch = job.config.launch
     supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]
@@ -212,7 +212,6 @@ def _further(options: Sequence[str]) -> list[str]:
 
 
 def _exports(job: JobPlan) -> list[str]:
-    """Return the lines of `launch.environment`, whose names the configuration has checked."""
     return [f"export {name}={shlex.join([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 

@@ -75,7 +75,7 @@ def reserved(launch: LaunchConfig) -> str | None:
 def check_counts(
     config: Config, nodes: tuple[int, int], ranks: int, with_batch: Callable[[Config, int], Config]
 ) -> tuple[Layout, list[str]]:
-    """Return the layout on the most nodes, and notes on numbers of nodes that cannot be filled.
+    """Return the layout on the most nodes of a job, and notes on numbers of nodes that cannot be filled.
 
     Raises:
         ConfigError: the layout fills no number of the nodes, or none up to the fewest.
@@ -125,7 +125,7 @@ def check_run_folder(run_path: Path) -> None:
 
 
 def check_disk(run_path: Path, needed: int) -> None:
-    """Refuse a folder that cannot be written, or whose disk lacks the `needed` bytes, by a ConfigError."""
+    """Refuse a job's folder that cannot be written, or whose disk lacks the `needed` bytes, by a ConfigError."""
     existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(
@@ -176,7 +176,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
 
 
 def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
-    """Refuse a layout that needs more memory than the device that `gres` names has, by a ConfigError."""
+    """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
         config = fitted_to_memory(
@@ -188,7 +188,6 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
 
 
 def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
-    """Return the bytes of the rank that needs most; None for a model of the user's own."""
     rank = neediest_rank(config, layout, accelerator)
     memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
     return None if memory is None else memory.total

@@ -28,7 +28,7 @@ from shardwise.launch.external_launchers import address_of
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
-from shardwise.launch.node import BEAT_SECONDS, Attempt
+from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import first_step, last_step, newest_checkpoint
 from shardwise_jobs import slurm_commands
@@ -150,7 +150,7 @@ class Supervisor:
         except OSError as error:
             self.say(f"the end of this start cannot be recorded: {self.run_path}: {reason_of(error)}")
 
-    def _program(self, _attempt: Attempt) -> list[str]:
+    def _program(self, _attempt: LauncherFacts) -> list[str]:
         nodes = str(self.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
         unbound = [] if slurm_commands.binds_nothing() else ["--cpu-bind=none"]

@@ -12,7 +12,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import write_new
 from shardwise.base.hardware import accelerators
 from shardwise.launch.environment import joined
-from shardwise.verify.rank_calls import call_on_ranks, process_group
+from shardwise.verify.rank_calls import call_on_ranks, join_called_ranks
 from shardwise_plan.calibration_fit import Measurements, measured_device_file, measured_rows
 from shardwise_plan.device_specs import require_device_suffix
 
@@ -49,5 +49,5 @@ def _measure() -> Iterator[Measurements]:
     from shardwise_plan.calibration_measure import measure_machine
 
     device = devices.local_device()
-    with process_group(device) as world:
+    with join_called_ranks(device) as world:
         yield measure_machine(world, device)

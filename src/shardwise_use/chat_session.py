@@ -34,9 +34,7 @@ class ChatTranscript:
     Attributes:
         template: form of a conversation; None: a turn is the beginning of a new text, and an empty turn continues the
             last one.
-        window: tokens that the model reads at most.
         max_tokens: tokens of an answer at most; the transcript leaves room for them.
-        system: instruction before the conversation; None: there is none.
         messages: messages so far, or one with all of the text if there is no template.
     """
 
@@ -57,11 +55,7 @@ class ChatTranscript:
             self.messages[-1]["content"] += content
 
     def ids(self) -> list[int]:
-        """The tokens that an answer follows. The oldest messages are left out once there is no room for them.
-
-        Raises:
-            ConfigError: there is no text, or its last message has no room.
-        """
+        """The tokens that an answer follows; the oldest messages are left out. ConfigError: the last has no room."""
         if not self.messages:
             raise ConfigError("there is no text yet that could be continued: write some")
         room = self.window - self.max_tokens + 1
@@ -86,12 +80,7 @@ class ChatTranscript:
 
 @dataclass(frozen=True)
 class _ChatSession:
-    """One rank's part in a conversation.
-
-    Attributes:
-        stops: ids that end an answer.
-        channel: connection to the person's terminal, on rank 0; None on the others.
-    """
+    """One rank's part in a conversation; `channel`: to the person's terminal, on rank 0 alone."""
 
     model: GenerativeModel | Stages
     mesh: Mesh
@@ -166,12 +155,7 @@ class _ChatSession:
 def run_chat_session(
     config: Config, weights: Root, transcript: ChatTranscript, stops: Collection[int], channel: Connection | None
 ) -> None:
-    """Hold a conversation with the model of a folder, on every rank, until the channel is closed.
-
-    Raises:
-        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
-        not match their checksums. RunError: memory ran out.
-    """
+    """Hold a conversation with the model of a folder, on every rank, until the channel is closed."""
     with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         reader = open_token_reader(model, mesh, transcript.window, parallel=config.parallel)

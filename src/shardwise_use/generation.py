@@ -109,7 +109,7 @@ def open_token_reader(
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
 ) -> TokenReader:
-    """The reader of a model that generates text, with a cache of keys and values for `room` tokens if possible."""
+    """The reader of a model that generates text, with a cache for `room` tokens if possible."""
     module = cast(nn.Module, model)
     if isinstance(unit_roots(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)
@@ -157,7 +157,6 @@ class _Cached:
 
 
 def _common_length(known: list[int], tokens: list[int]) -> int:
-    """The number of first tokens that both texts have."""
     # The usual case: one text continues the other.
     if tokens[: len(known)] == known:
         return len(known)
@@ -167,8 +166,6 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
 
 
 class _Uncached:
-    """Reads all tokens again for each new one."""
-
     def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None = None) -> None:
         self._model = model
         self._mesh = mesh
@@ -311,16 +308,7 @@ class _Detokenizer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, with the settings of the continuation.
-
-    Attributes:
-        ids: tokens of the text.
-        max_tokens: new tokens at most.
-        stop: ids that end the continuation.
-        temperature: temperature of `TokenSampler`.
-        top_p: sum of the kept probabilities of `TokenSampler`.
-        seed: seed of `TokenSampler`.
-    """
+    """A text to continue, with the settings of the continuation."""
 
     ids: Sequence[int]
     max_tokens: int
@@ -338,8 +326,6 @@ class Continuation:
         text: the new text, without the token that ends it.
         tokens: all new ids, with the one that ends the text.
         end: `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
-        prefill_seconds: time until the first token.
-        decode_seconds: time for the tokens after the first.
     """
 
     text: str
@@ -483,7 +469,6 @@ def _continue_text(
     Args:
         window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
             half of them.
-        parallel: how a model in pipeline stages is cut.
         continues: called after each token; once it returns False there are no more.
     """
     sampler = TokenSampler(temperature, seed=seed)

@@ -165,7 +165,6 @@ class GGUFExport:
         return list(tensors.values())
 
     def _tensor(self, weight: StreamedWeight, name: str) -> StreamedWeight:
-        """A weight under its new name, in the dtype and the order that llama.cpp wants."""
         if len(weight.shape) == 1 or name.endswith(_IN_FLOAT32):
             weight = self._in_float32[weight.name]
         change = self._change(weight.name, name)
@@ -196,11 +195,7 @@ class GGUFExport:
 
     @cached_property
     def _rotary(self) -> tuple[npt.NDArray[np.float32] | None, float]:
-        """llama.cpp's divisors of the angle of each pair, None where it computes them, and the factor on the angles.
-
-        Raises:
-            ConfigError: it has none for this scaling in this architecture.
-        """
+        """llama.cpp's divisors of the angle of each pair, if it needs some, and the factor on the angles."""
         model: Any = self.model
         scaling = getattr(model, "rope_scaling", None)
         kind = (scaling or {}).get("rope_type", "default")
@@ -222,7 +217,6 @@ class GGUFExport:
     # ---- keys
 
     def _add_model(self, writer: Any) -> None:
-        """Add the keys of the architecture, from the facts of the model."""
         model = self.model
         writer.add_name(f"{model.family} trained with shardwise, step {self.export.step:,}")
         writer.add_context_length(model.max_position_embeddings)
@@ -311,7 +305,6 @@ class GGUFExport:
 
 
 def _changed(weight: StreamedWeight, change: _Change) -> Iterator[Buffer]:
-    """The bytes of a weight that is in memory as a whole, in another order or with other values."""
     values = np.frombuffer(b"".join(weight.read()), DTYPES[weight.dtype]).reshape(weight.shape)
     yield np.ascontiguousarray(change(values)).tobytes()
 
@@ -332,5 +325,4 @@ def _by_kind(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _plus_one(values: npt.NDArray[Any], factor: np.float32) -> npt.NDArray[Any]:
-    """The factors of a norm that multiplies by 1 + its weight."""
     return (values + np.float32(1)) * factor

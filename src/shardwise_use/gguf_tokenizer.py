@@ -36,11 +36,9 @@ class GGUFVocabulary:
         model: `gpt2` (bytes and merges) or `llama` (pieces with scores).
         pre: name of the rule that splits text, for `gpt2`.
         tokens: the tokens in the order of their ids, as many as the model has rows.
-        types: the type of each.
         merges: pairs with a space between them, for `gpt2`.
         scores: the score of each token, for `llama`.
         has_space_prefix: true if a space is put before a text.
-        notes: sentences for the user.
     """
 
     model: str
@@ -54,15 +52,7 @@ class GGUFVocabulary:
 
 
 def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabulary:
-    """The GGUF vocabulary of a `tokenizer.json`.
-
-    Args:
-        described: the file.
-        vocab_size: rows of the model's embedding; ids without a token get one that no text has.
-
-    Raises:
-        ConfigError: llama.cpp has no tokenizer that gives the same ids.
-    """
+    """The GGUF vocabulary of a `tokenizer.json`; ConfigError: llama.cpp has none that gives the same ids."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(f"it is of type {model['type']}, and only BPE is written")

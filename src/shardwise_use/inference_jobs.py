@@ -1,4 +1,8 @@
-"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer."""
+"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer.
+
+Each `run_…` raises a ConfigError where the folder has another model, or what is asked does not fit it, a DamageError
+where a checkpoint's bytes do not match their checksums, and a RunError where memory ran out.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,7 @@ from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answ
 
 
 def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> Evaluation:
-    """Evaluate the model of a folder on one part of the data, on every rank.
-
-    Raises:
-        ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
-        bytes do not match their checksums. RunError: memory ran out.
-    """
+    """Evaluate the model of a folder on one part of the data, on every rank."""
     with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare_data(config, any_size=True)
@@ -51,12 +50,7 @@ def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = F
 def run_generation(
     config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
 ) -> Continuation:
-    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once.
-
-    Raises:
-        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
-        not match their checksums. RunError: memory ran out.
-    """
+    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once."""
     with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
         return answer_prompt(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
@@ -65,15 +59,7 @@ def run_generation(
 def run_evaluation_tasks(
     config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]
 ) -> dict[str, Any] | None:
-    """Score the model of a folder on `evaluation.tasks`, on every rank.
-
-    Returns:
-        The results, as `lm_eval` returns them; None on all ranks but 0.
-
-    Raises:
-        ConfigError: a task cannot be scored, or the folder has another model. DamageError: a checkpoint's bytes do not
-        match their checksums. RunError: memory ran out.
-    """
+    """Score the model of a folder on `evaluation.tasks`, on every rank; rank 0 gets the results of `lm_eval`."""
     # It imports lm_eval, an extra.
     from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
@@ -110,7 +96,6 @@ def load_generator(config: Config, weights: Root, mesh: Mesh) -> GenerativeModel
 
 
 def _load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
-    """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
     path = str(weights.local().resolve() if weights.is_local else weights)
     # A run that still trains may save between the looks of two ranks for its newest checkpoint.
     folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))

@@ -58,7 +58,7 @@ def model_lines(model: FamilyConfig) -> dict[str, Any]:
 
 @cache
 def reader_record() -> dict[str, Any]:
-    """Programs that read models: `readers` (name → title, version), `lines` (family → line → name → result).
+    """Programs that read models: `readers` (name → title), `lines` (family → line → name → result).
 
     A result has `by`, the largest difference of a log-probability, or `says`, what the program refuses the model with.
     """
@@ -72,18 +72,7 @@ def is_computed_right(result: Mapping[str, Any] | None) -> bool:
 
 
 def require_readable(model: FamilyConfig, reader: str) -> tuple[str, ...]:
-    """Check that a program computes what the model computes, as far as it was tried.
-
-    Args:
-        model: the model.
-        reader: name of the program in the record.
-
-    Returns:
-        sentences for the user, on what was not tried.
-
-    Raises:
-        ConfigError: there is no such program, or it refuses the model or computes something else.
-    """
+    """Sentences on what was not tried of a model in another program; ConfigError: it computes something else."""
     readers = reader_record()["readers"]
     if reader not in readers:
         near = nearest_name(reader, readers)

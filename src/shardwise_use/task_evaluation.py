@@ -34,12 +34,7 @@ BOOTSTRAPS = 100_000
 
 
 class _ShardedLM(TemplateLM):  # type: ignore[misc]
-    """A model as `lm_eval` calls it, on rank 0.
-
-    Args:
-        model: model that answers the requests.
-        longest: tokens that it reads at most.
-    """
+    """A model as `lm_eval` calls it, on rank 0."""
 
     def __init__(self, model: TaskModel, longest: int) -> None:
         super().__init__()
@@ -136,8 +131,6 @@ def evaluate_tasks(
 
     Args:
         model: the whole model or this rank's stages.
-        tokenizer: tokenizer of the model, on every rank.
-        stop: ids that end a continuation.
         in_step: True if all replicas of the model must make the same passes (`TaskModel`).
         bootstraps: resamples for the standard errors of metrics that have no formula for it; 0: no standard errors.
 

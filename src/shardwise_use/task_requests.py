@@ -36,24 +36,14 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A request of an evaluation task: tokens of which the last are scored.
-
-    Attributes:
-        tokens: ids, at least one more than `targets`. The model reads all but the last.
-        targets: number of the last tokens that are scored.
-    """
+    """A request of an evaluation task: ids of which the last `targets` are scored; the model reads all but the last."""
 
     tokens: Sequence[int]
     targets: int
 
 
 class TokenScore(NamedTuple):
-    """The score of a request of an evaluation task.
-
-    Attributes:
-        log_probability: sum of the logarithms of the targets' probabilities, each given all tokens before it.
-        is_likeliest: true if each target is the model's likeliest token.
-    """
+    """The score of a request of an evaluation task: the log-probability of its targets, and if each is likeliest."""
 
     log_probability: float
     is_likeliest: bool
@@ -61,15 +51,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request of an evaluation task: a prompt to continue.
-
-    Attributes:
-        prompt: ids of the prompt.
-        max_tokens: new tokens at most.
-        until: texts, each of which ends the continuation where it is complete.
-        temperature: temperature of `TokenSampler`.
-        top_p, top_k: likeliest tokens that `TokenSampler` keeps.
-    """
+    """A request of an evaluation task: a prompt to continue, up to the first text of `until` that is complete."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -85,9 +67,6 @@ class TaskModel:
 
     Attributes:
         model: the whole model or this rank's stages.
-        mesh: mesh of the ranks.
-        parallel: settings by which the model is cut.
-        tokenizer: tokenizer of the model, on every rank.
         stop: ids that end a continuation.
         batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
             model does not see what follows a token.
@@ -106,14 +85,7 @@ class TaskModel:
         self.in_step = self.in_step or self.mesh.passes_in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
-        """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.
-
-        Returns:
-            What `work` returns; None on all other ranks.
-
-        Raises:
-            ConfigError: that of `work`, on every rank.
-        """
+        """Do some work on rank 0, whose requests all ranks answer, and return its result there. Collective."""
         world = self.mesh.world
         problems: list[str] = []
         result = None
@@ -141,7 +113,6 @@ class TaskModel:
         return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests of one kind. Collective."""
         # Requests have any length, and a compiled graph has one.
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             if isinstance(requests[0], ScoreRequest):

@@ -12,7 +12,6 @@ from shardwise.layers.units import units
 from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.freed_buckets import has_memory
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 from tests.rank_pool import RankPool
@@ -115,7 +114,7 @@ def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float]
         number = block_of.get(bucket.parameters[0])
 
         def watched() -> None:
-            starts = event == "gather" and not has_memory(bucket.values)
+            starts = event == "gather" and not bucket.values.untyped_storage().nbytes()
             waits = event == "gathered" and bucket._gather is not None
             reduces = event == "reduce" or (event == "reduced" and bucket._pending is not None)
             if number is not None and (starts or waits or reduces):

@@ -38,7 +38,7 @@ _MOST_STEPS = 10**18
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:
-    """The mesh of a call; None: data parallelism alone over the present world. Collective where that is new.
+    """The mesh of a program's call; None: data parallelism alone over the present world. Collective where that is new.
 
     A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
 
@@ -58,7 +58,7 @@ def mesh_of(mesh: Mesh | None) -> Mesh:
 
 
 def require_saveable(model: object, optimizer: object, step: object, config: object, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, for what no checkpoint can be made of."""
+    """Raise ConfigError, with every problem, for arguments of a program of which no checkpoint can be made."""
     problems = _problems(model, optimizer, mesh)
     if isinstance(model, nn.Module):
         problems += storage_problems(model)
@@ -130,7 +130,7 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
 
 
 def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
+    """Raise ConfigError, with every problem, for arguments of a program into which no checkpoint can be loaded."""
     if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
         raise ConfigError(problems)
 

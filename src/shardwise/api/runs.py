@@ -18,9 +18,10 @@ from shardwise.base.registered import optional_library, provided
 from shardwise.base.user_code import given_objects, object_name
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from_sections
-from shardwise.launch import rank_output, stop_requests
+from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
+from shardwise.launch.rank_output import output_restored, survive_lost_reader
 from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory, read_config
 
@@ -218,12 +219,7 @@ def train(
         if path is not None and is_finished_run(locks, config, path, rank):
             return Run(path)
         folder = prepare_run(locks, config, name, path, rank)
-        with (
-            folder.removed_if_refused(),
-            rank_output.restored(),
-            _signals_restored(),
-            failure_recorded(rank, folder.path),
-        ):
+        with folder.removed_if_refused(), output_restored(), _signals_restored(), failure_recorded(rank, folder.path):
             _prepare_output(rank)
             return Run(run(config, folder.path, name))
 
@@ -241,7 +237,7 @@ def _prepare_output(rank: Rank | None) -> None:
 
     take_any_character()
     if rank is None or rank.rank == 0:
-        rank_output.survive_lost_reader()
+        survive_lost_reader()
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
@@ -274,7 +270,7 @@ def _with_hooks(
     changes: dict[str, Any] = {key: named(value) for key, value in single.items() if value is not None}
     if callbacks:
         changes["callbacks"] = tuple(named(callback) for callback in callbacks)
-    return config.model_copy(update={"hooks": config.hooks.model_copy(update=changes)}), objects
+    return config.with_keys(hooks=changes), objects
 
 
 def _require_layout(config: Config, world: int, *, is_new: bool) -> None:

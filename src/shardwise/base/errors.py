@@ -106,9 +106,6 @@ class Problems:
     """The problems of checks that do not depend on each other, to be told at once.
 
     Each check is in a `with` block of its own: a ConfigError ends the block, and what follows it goes on.
-
-    Attributes:
-        texts: problems of all blocks so far.
     """
 
     def __init__(self) -> None:

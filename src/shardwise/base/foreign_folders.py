@@ -51,7 +51,7 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 def conversion_hint(shown: str, names: Collection[str]) -> str | None:
-    """What a folder of another program is, and how it becomes a model's folder; None where no such program wrote it."""
+    """What a folder of another program is, and how it becomes a model's folder; None for any other."""
     for patterns, (kind, way) in _RECORDS.items():
         if all(names_like(names, pattern) for pattern in patterns):
             place = PurePath(shown)

@@ -85,7 +85,6 @@ class HubFiles:
         lacking: function that returns the message if files with these names are not enough, else None.
         verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
         check: function that raises ConfigError for a folder with enough names that lacks something else.
-        repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
         no_revision: message if the repository has no such revision; empty: the usual one.
     """
@@ -380,7 +379,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _refusal(error: Exception, files: HubFiles) -> str:
-    """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants, errors
 
     site = hub_address()

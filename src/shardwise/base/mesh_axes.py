@@ -110,12 +110,7 @@ def degree_keys_text(degrees: Mapping[str, int]) -> str:
 
 
 def rank_coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The place of a rank along each axis, by the axis' short name, the outermost axis first.
-
-    Args:
-        rank: number of the rank in the job.
-        degrees: ranks along each axis, by the name of the degree.
-    """
+    """The place of a rank along each axis, by the axis' short name, the outermost axis first."""
     places = {}
     for axis in reversed(AXES):
         rank, places[axis.name] = divmod(rank, degrees.get(axis.degree, 1))

@@ -37,11 +37,7 @@ MOST_VALUES = 100_000
 
 
 def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> Any:
-    """The value of a JSON text, by a parser such as Python's.
-
-    Raises:
-        ValueError: it is no JSON in UTF-8, has a number of thousands of digits, or more levels than `MOST_LEVELS`.
-    """
+    """The value of a JSON text; ValueError: no JSON in UTF-8, a number too long, or more levels than `MOST_LEVELS`."""
     problem = f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other"
     try:
         value = loads(text)
@@ -96,11 +92,7 @@ class NotReadError(ValueError):
 
 
 def yaml_value(text: str, origin: str) -> Any:
-    """The value that a text of YAML holds; `origin` names it in errors.
-
-    Raises:
-        NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
-    """
+    """The value of a YAML text, `origin` in errors; NotReadError: it is none, is too deep or large, or repeats keys."""
     # Costly to import, for readers of JSON.
     import yaml
 

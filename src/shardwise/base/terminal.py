@@ -27,11 +27,7 @@ def width_of_prose() -> int:
 
 
 def wrap_words(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words: neither a long word nor one with a hyphen is cut.
-
-    Args:
-        indent: what every line but the first begins with; `width` counts it.
-    """
+    """Lines of whole words, however long one is; `indent` begins all lines but the first, within `width`."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

@@ -186,7 +186,6 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
 
 
 def _result(outcome: GraphOutcome) -> str:
-    """The end of a graph's compilation, as the user reads it."""
     seconds = units.duration(outcome.seconds)
     if outcome.problem is not None:
         return f"failed after {seconds}"

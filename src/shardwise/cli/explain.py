@@ -40,7 +40,6 @@ class _Entry:
 
 
 def _entries() -> dict[str, _Entry]:
-    """The entries of all pages by their names."""
     by_name = {}
     # In a source tree without docs the links lead nowhere.
     for path in filter(Path.exists, sorted(_PAGES.glob("*.md"))):

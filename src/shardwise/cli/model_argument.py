@@ -55,7 +55,7 @@ _MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights. As a context it removes the copies of files that were made for it.
+    """A folder with weights, as a command's argument names it. As a context it removes the copies of files made for it.
 
     Attributes:
         name: text for the user.
@@ -248,7 +248,7 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
-    """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
+    """The configuration of `evaluate`: the run's own data and sequence length unless `values` say otherwise.
 
     Args:
         replicas: the data-parallel degree.
@@ -284,7 +284,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
 def evaluation_ranks_and_config(
     config_for: Callable[[int], Config], place: Rank | None, nproc: int | None
 ) -> tuple[int, Config]:
-    """The number of ranks of an evaluation, and its configuration.
+    """The number of ranks of the command `evaluate`, and its configuration.
 
     Args:
         config_for: makes the configuration for a data-parallel degree, which the batch needs.
@@ -305,7 +305,7 @@ def evaluation_ranks_and_config(
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
-    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer."""
+    """The configuration of `evaluate` on tasks: the model, its layout, its dtype and its tokenizer."""
     sections = _sections_of_batches(folder, values, replicas)
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
     sections["evaluation"] = dict(settings)
@@ -313,7 +313,7 @@ def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, 
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
-    """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
+    """The configuration of the command `generate`: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     parallel = sections["parallel"]
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(parallel), "micro_batch": 1}
@@ -389,7 +389,6 @@ def _micro_batches(parallel: Mapping[str, Any]) -> int:
 
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
-    """The error for a folder without a tokenizer that is needed."""
     return ConfigError(
         f"{folder.name} must hold the model's tokenizer ({tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"

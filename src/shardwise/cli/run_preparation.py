@@ -25,7 +25,7 @@ from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """The folder of a run that is about to start.
+    """The folder of a run that a command is about to start.
 
     Attributes:
         path: the folder; None where a rank other than 0 does not know it yet.

@@ -198,7 +198,7 @@ def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) 
 
 
 def check_user_code(config: Config) -> None:
-    """Import code of the user's own, so that its errors are told once, as a ConfigError, before any rank starts."""
+    """Import code of the user's own before the command starts ranks: its errors are told once, as a ConfigError."""
     if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
@@ -500,7 +500,6 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
 
 def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
-    """The command of one rank of `world`."""
     # -P: the folder that the user is in must not put its files before installed packages.
     command = [sys.executable, "-P", "-m", "shardwise", "train"]
     command += [f"--change={key}" for key in arguments.change]
@@ -508,7 +507,6 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
-    """Train on several local ranks."""
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved

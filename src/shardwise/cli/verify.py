@@ -105,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
 
     try:
-        with (
-            agent_ahead(cells[-1].ranks, _IMPORTS),
-            progress("verifying", len(cells), "layout", done=layouts_done),
-        ):
+        with agent_ahead(cells[-1].ranks, _IMPORTS), progress("verifying", len(cells), "layout", done=layouts_done):
             # Only now, so that this process imports torch while the agent does.
             verification = imported("shardwise.verify.verification")
             result = verification.verify(config, cells, folder)
@@ -185,7 +182,6 @@ class _Verified:
     refused: Sequence[str]
 
     def facts(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "recipe": self.name,
             "miniature": self.config.recorded(),

@@ -112,7 +112,6 @@ def _has_no_capitals(value: object) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """A value whose hash is equal for equal values; mappings and lists, which have none, are replaced at any depth."""
     if isinstance(value, dict):
         return frozenset((key, _hashable(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple):

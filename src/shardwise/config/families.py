@@ -46,8 +46,7 @@ RopeScaling: TypeAlias = Annotated[
 RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
 Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
 _FeedForwardDropout: TypeAlias = Annotated[
-    float,
-    Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT"),
+    float, Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT")
 ]
 _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
@@ -173,7 +172,6 @@ class FamilyConfig(Section):
         return self
 
     def _problems(self) -> list[str]:
-        """Return the rules that the values of several keys break together."""
         scaling = getattr(self, "rope_scaling", None)
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 

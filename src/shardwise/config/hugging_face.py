@@ -187,7 +187,6 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
 
 
 def _families_by_model_type() -> dict[str, type[FamilyConfig]]:
-    """Return the records of all families by Hugging Face's `model_type`."""
     return {family.config_file.model_type: family for family in FAMILIES.values()}
 
 
@@ -466,6 +465,5 @@ def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return the value as JSON, cut short where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

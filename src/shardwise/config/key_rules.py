@@ -218,13 +218,13 @@ _RULES_OF_SIGMOIDS: RuleTable = {
     "": (
         "{optimizer.router_pooled_loss} must be 0 with model.family {=model.family}, for whose scores transformers "
         "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
-    ),
+    )
 }
 _RULES_WITHOUT_BIAS: RuleTable = {
     "optimizer.chooses_bias_rate": (
         "{optimizer.router_bias_rate} must be left out with model.family {=model.family}, whose routers have no "
         "correction bias: set optimizer.router_batch_loss to balance experts",
-    ),
+    )
 }
 _RULES_WITHOUT_EXPERTS: RuleTable = {
     fact: [

@@ -203,6 +203,13 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.stages - 1
 
+    @property
+    def block_range(self) -> str:
+        """The numbers of the blocks: `4-7`, or `4`."""
+        first = self.layers[0]
+        last = self.layers[-1]
+        return f"{first}" if first == last else f"{first}-{last}"
+
 
 def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
     """Return the pipeline rank that holds a stage, given by its index in the order of the model.

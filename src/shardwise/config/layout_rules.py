@@ -188,7 +188,6 @@ def _pipeline_problems(
 
 
 def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
-    """Return why the schedule cannot have `parallel.virtual_stages` stages on each rank."""
     spec = SCHEDULES[parallel.schedule]
     number = parallel.virtual_stages
     if number in (None, spec.stages_per_rank) or (spec.allows_more_stages and parallel.stages_per_rank > 1):
@@ -202,7 +201,6 @@ def _virtual_stages_problems(parallel: ParallelConfig) -> list[str]:
 
 
 def _stage_problems(parallel: ParallelConfig, layers: int) -> list[str]:
-    """Return why a model with so many blocks cannot be cut into the stages."""
     per_rank = parallel.stages_per_rank
     stages = parallel.pipeline * per_rank
     product = f"parallel.pipeline ({parallel.pipeline})"
@@ -227,7 +225,6 @@ def _stage_problems(parallel: ParallelConfig, layers: int) -> list[str]:
 
 
 def _stage_size_problems(sizes: tuple[int, ...], stages: int, product: str, layers: int) -> list[str]:
-    """Return what is wrong with `parallel.stages`, the number of blocks of each stage."""
     if len(sizes) == stages and min(sizes) > 0 and sum(sizes) == layers:
         return []
     smallest, larger_stages = divmod(layers, stages)
@@ -244,7 +241,6 @@ def fits_schedule(parallel: ParallelConfig, micro_batches: int) -> bool:
 
 
 def _micro_batch_problems(parallel: ParallelConfig, train: TrainConfig, micro_batches: int) -> list[str]:
-    """Return why the schedule cannot run with so many micro-batches in a step, and the nearest batches that suit it."""
     requirement = SCHEDULES[parallel.schedule].unmet_requirement(parallel.pipeline, micro_batches)
     if requirement is None:
         return []
@@ -288,7 +284,6 @@ _RULES: RuleTable = {
 
 
 def _bitwise_problems(config: Config, layout: Layout) -> list[str]:
-    """Refuse layouts and keys with which `train.bitwise` could not give the bits of one process."""
     if not config.is_bit_equal:
         return []
     train = config.train
@@ -326,7 +321,6 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _grain_problems(key: str, grain: int, degree_key: str, degree: int) -> list[str]:
-    """Return why sums of `grain` parts cannot be divided over `degree` ranks."""
     if not _is_power_of_two(grain):
         nearest = listing([2 ** (grain.bit_length() - 1), 2 ** grain.bit_length()], "or")
         return [f"{key} ({grain}) must be a power of two with train.bitwise (true): set {key}={nearest}"]

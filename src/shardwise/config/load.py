@@ -203,7 +203,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    """Write a value into the nested `values` at a dotted path."""
     keys = path.strip().split(".")
     target = values
     for key in keys[:-1]:

@@ -109,7 +109,7 @@ def model_remark(named: str, config: Config) -> str:
 
 
 def default_warmup(steps: object) -> int | str:
-    """The warmup of a run of so many steps, or tokens such as `1T`: one part in fifty."""
+    """The warmup in the recipe of a model, for so many steps, or tokens such as `1T`: one part in fifty."""
     if isinstance(steps, int):
         return max(0, steps) // 50
     tokens = parse_tokens(steps)
@@ -117,7 +117,6 @@ def default_warmup(steps: object) -> int | str:
 
 
 def _keys_of_weights(named: str) -> str:
-    """The keys that start from the weights of a model."""
     if user_path(named).exists():
         return f"checkpoint.load={Path(named).parent if Path(named).suffix == '.json' else named}"
     return f"checkpoint.load={named.replace('@', ' checkpoint.revision=', 1)}"
@@ -144,7 +143,6 @@ def _section(file: Path) -> Mapping[str, Any]:
 
 
 def _values(file: Path, section: Mapping[str, Any], tokenizer: str | None) -> dict[str, Any]:
-    """The sections of the recipe."""
     width = section["hidden_size"]
     length = min(_LONGEST, section["max_position_embeddings"])
     tokens = min(_MOST_TOKENS, 1024 * width)

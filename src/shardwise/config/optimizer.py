@@ -20,7 +20,7 @@ Frequency = Literal["micro_batch", "step"]
 
 
 class RatePoint(Section):
-    """The learning rate at a step, and the way to it from the point before."""
+    """An entry of `optimizer.points`: the learning rate at a step, and the way to it from the point before."""
 
     at: int = step_field(ge=0, description="the step")
     factor: float = Field(ge=0, description="the rate, as a fraction of optimizer.lr")
@@ -165,8 +165,7 @@ class OptimizerConfig(Section):
         default=1, ge=0, le=99, description="with zero 3: units (blocks) whose weights are gathered ahead"
     )
     offload: bool = Field(
-        default=False,
-        description="on accelerators, with adamw: the host holds and updates masters and optimizer state",
+        default=False, description="on accelerators, with adamw: the host holds and updates masters and optimizer state"
     )
     bucket_mib: float | None = Field(
         default=None,

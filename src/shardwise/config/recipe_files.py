@@ -134,7 +134,7 @@ def require_data(config: Config, recipe: str) -> None:
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """The value that `text` holds; `origin` names it in errors.
+    """The value of a recipe's YAML; `origin` names it in errors.
 
     Raises:
         ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
@@ -152,7 +152,7 @@ def parse_value(text: str, origin: str) -> Any:
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
-    """`values` as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
+    """A recipe's values as YAML that `parse_yaml` reads back as the same; a path is written as its text."""
     text: str = yaml.serialize(_node(dict(values)), Dumper=yaml.SafeDumper, width=120, allow_unicode=True)
     # Characters that are not printable stand in double quotes alone, which take escapes.
     return "".join(c if c == "\n" or c.isprintable() else f"\\U{ord(c):08x}" for c in text)

@@ -143,7 +143,6 @@ def _by_key(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_fixed(key: str) -> bool:
-    """True if a key may not change in any run that is resumed."""
     return key in _FIXED_KEYS or (key.partition(".")[0] in _FIXED_SECTIONS and key not in _FREE_KEYS)
 
 

@@ -100,7 +100,6 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
 
 
 def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
-    """Return an error if the value of a field is not valid."""
     shown = repr(value)
     # Comparisons so that a NaN, which YAML and JSON can hold, is refused too.
     if key in ("short_factor", "long_factor"):

@@ -65,10 +65,7 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def _chosen(family: dict[str, Any], name: str) -> dict[str, Any]:
-    return {
-        "if": {"properties": {"family": family}, "required": ["family"]},
-        "then": {"$ref": f"#/$defs/{name}"},
-    }
+    return {"if": {"properties": {"family": family}, "required": ["family"]}, "then": {"$ref": f"#/$defs/{name}"}}
 
 
 def _default_to_empty(schema: dict[str, Any], section: type[Section]) -> None:

@@ -39,13 +39,10 @@ class HooksConfig(Section):
         "targets' losses",
     )
     optimizer: str | None = Field(
-        default=None,
-        description="package.module:Name of an elementwise optimizer class, in place of optimizer.name",
+        default=None, description="package.module:Name of an elementwise optimizer class, in place of optimizer.name"
     )
     optimizer_options: dict[str, Any] = Field(
-        default_factory=dict,
-        examples=[{"momentum": 0.9}],
-        description="further arguments of that class",
+        default_factory=dict, examples=[{"momentum": 0.9}], description="further arguments of that class"
     )
     callbacks: tuple[str, ...] = Field(
         default=(),
@@ -66,10 +63,7 @@ class HooksConfig(Section):
 class CompileConfig(Section):
     """The compilation of a training: its parts, its backend, and the folder of its results."""
 
-    enabled: bool = Field(
-        default=False,
-        description="compile each block and the loss of the output head",
-    )
+    enabled: bool = Field(default=False, description="compile each block and the loss of the output head")
     backend: str | None = Field(
         default=None,
         examples=["inductor"],
@@ -87,9 +81,7 @@ class CompileConfig(Section):
         "~/.cache/shardwise",
     )
     cache_gib: float = Field(
-        default=20.0,
-        gt=0,
-        description="largest size of that folder in GiB; above, graphs used longest ago go",
+        default=20.0, gt=0, description="largest size of that folder in GiB; above, graphs used longest ago go"
     )
     require_cached: bool = Field(default=False, description="refuse to start if a graph is not in that folder")
 
@@ -250,10 +242,7 @@ class TrainConfig(Section):
         description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which a new run "
         "computes the number; a resume with the same rule keeps it",
     )
-    batch_rule: str | None = Field(
-        default=None,
-        description="the rule of global_batch, as a run stores it",
-    )
+    batch_rule: str | None = Field(default=None, description="the rule of global_batch, as a run stores it")
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
@@ -288,9 +277,7 @@ class TrainConfig(Section):
         "update_in_backward, cuda_graphs",
     )
     threads: int = Field(
-        default=1,
-        gt=0,
-        description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS",
+        default=1, gt=0, description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS"
     )
     eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -365,9 +352,7 @@ class CheckpointConfig(Section):
 
     every: int = step_field(0, ge=0, description="steps between checkpoints; 0 = none")
     every_minutes: float | None = Field(
-        default=30.0,
-        gt=0,
-        description="also save when the last checkpoint is this old; null = never",
+        default=30.0, gt=0, description="also save when the last checkpoint is this old; null = never"
     )
     keep: int | None = Field(default=3, ge=1, description="newest checkpoints that are kept; null = all")
     keep_every: int | None = step_field(
@@ -386,8 +371,7 @@ class CheckpointConfig(Section):
         description="largest fraction of a node's memory for these copies; if they need more, there are none",
     )
     resume: Literal["auto"] | int = Field(
-        default="auto",
-        description="where a run resumes: auto = its newest intact checkpoint, or a checkpoint's STEP",
+        default="auto", description="where a run resumes: auto = its newest intact checkpoint, or a checkpoint's STEP"
     )
     path: str | None = Field(
         default=None,
@@ -459,14 +443,10 @@ class LogConfig(Section):
         "step, about 20 lines a run",
     )
     drift_every: int = step_field(
-        100,
-        ge=0,
-        description="steps between comparisons of replicated parameters; 0 = only before the first step",
+        100, ge=0, description="steps between comparisons of replicated parameters; 0 = only before the first step"
     )
     state_hash_every: int = step_field(
-        0,
-        ge=0,
-        description="steps between hashes of the training's state in metrics.jsonl; 0 = none",
+        0, ge=0, description="steps between hashes of the training's state in metrics.jsonl; 0 = none"
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field(
@@ -484,9 +464,7 @@ class LogConfig(Section):
         "say, else shardwise",
     )
     run_name: str | None = Field(
-        default=None,
-        examples=["lr 3e-4"],
-        description="name of the run in the trackers; null = that of its folder",
+        default=None, examples=["lr 3e-4"], description="name of the run in the trackers; null = that of its folder"
     )
     tags: tuple[str, ...] = Field(
         default=(),

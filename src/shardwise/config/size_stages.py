@@ -71,7 +71,7 @@ def largest_size_stage(config: Config) -> Config:
 
 
 def samples_between(config: Config, first: int, last: int) -> int:
-    """The samples of the steps after `first` up to `last`, as many of this stage's length as they have tokens."""
+    """The samples of a run's steps after `first` up to `last`, as many of this stage's length as they have tokens."""
     tokens = 0
     for stage in size_stages_of(config):
         steps = max(0, min(last, stage.last_step) - max(first, stage.steps_before))

@@ -24,7 +24,6 @@ def step_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
 
 
 def _is_step_field(field: FieldInfo) -> bool:
-    """Return whether a field is that of a key that counts steps."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and extra.get(_UNIT) == _STEPS
 
@@ -90,7 +89,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Section]]:
 
 
 def replace_at_place(values: Any, place: Path, value: Any) -> Any:
-    """Return nested mappings, sections and lists with the value at a place replaced; what is given is not changed."""
+    """Return nested mappings, sections and lists of keys with the value at a place replaced; the given ones stay."""
     if not place:
         return value
     first, *inside = place

@@ -53,7 +53,7 @@ class _NoCounterpartError(Exception):
 
 
 def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
-    """The value of an expression of numbers, texts, lists and mappings, and of quantities by their dotted names.
+    """The value of a formula for another program's setting, of numbers, texts, lists, mappings and dotted names.
 
     Raises:
         KeyError: a quantity is not known. ValueError: the expression has something else in it, such as a call.
@@ -93,7 +93,7 @@ def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any
 
 
 def equation(name: str, target: str, value: object) -> str:
-    """The meaning of a name and value, in a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
+    """The meaning of another program's name and value: `train.steps=20`, `optimizer.lr=VALUE`, or a formula."""
     shown = _VALUE if value in (None, "", True) else str(value)
     key, _, fixed = target.partition("=")
     formula = FORMULAS.get((name, target))
@@ -109,7 +109,7 @@ def equation(name: str, target: str, value: object) -> str:
 
 
 def setting_text(value: Any) -> str:
-    """A value as a command line has it after `key=`."""
+    """A key's value as a command line has it after `key=`."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(setting_text, value))}]"
     if isinstance(value, dict):

@@ -29,17 +29,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import files
 from shardwise.base.errors import DataError, see
-from shardwise.base.files import (
-    NoLocksError,
-    lock,
-    make_folder,
-    open_lock,
-    open_own,
-    reason_of,
-    require_trusted,
-    write_atomic,
-)
 from shardwise.base.parsing import json_value
 from shardwise.base.progress import progress
 from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
@@ -60,8 +51,8 @@ def write_errors(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"the data cache {root} cannot be written: {reason_of(error)}; set SHARDWISE_CACHE to a folder with room"
-            f"{see('data#cache-not-writable')}"
+            f"the data cache {root} cannot be written: {files.reason_of(error)}; set SHARDWISE_CACHE to a folder with "
+            f"room{see('data#cache-not-writable')}"
         ) from error
 
 
@@ -70,12 +61,12 @@ def lock_entry(root: Path, key: str) -> Iterator[bool]:
     """Waits for the lock on an entry of the data cache; False without locks on disk: then several may build at once."""
     with write_errors(root):
         path = root / "locks" / f"{key}.lock"
-        make_folder(path.parent)
-        file = open_lock(path)
+        files.make_folder(path.parent)
+        file = files.open_lock(path)
     with file:
         exclusive = False
-        with contextlib.suppress(NoLocksError):
-            exclusive = lock(file, wait=True)
+        with contextlib.suppress(files.NoLocksError):
+            exclusive = files.lock(file, wait=True)
         yield exclusive
 
 
@@ -149,14 +140,10 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
-    """The entry of the data cache, or None if it is absent, of another format, or damaged as `is_sound` finds.
-
-    Raises:
-        DataError: another user may have put it there.
-    """
+    """The entry of the data cache; None if it is absent or unsound. DataError: another user may have put it there."""
     path = root / kind / key
     with write_errors(root):
-        require_trusted(path)
+        files.require_trusted(path)
     try:
         entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
         if entry.manifest["format"] == FORMAT and is_sound(entry):
@@ -193,15 +180,10 @@ def has_sound_tokenizer(entry: CacheEntry) -> bool:
 def open_or_build(
     root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
-    """The entry of the data cache; if there is none, `build` fills a folder that becomes the entry.
+    """The entry of the data cache; if there is none, `build` fills a folder, and returns the facts of its manifest.
 
-    Any number of processes may call it at once: one builds, and the others wait.
-
-    Args:
-        build: function that fills the folder and returns the facts of the manifest.
-
-    Raises:
-        DataError: the cache cannot be written, or returns other bytes than were written.
+    Any number of processes may call it at once: one builds, and the others wait. DataError: the cache cannot be
+    written, or returns other bytes than were written.
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
@@ -221,7 +203,7 @@ def open_or_build(
 
 def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: bool) -> None:
     """Fills a folder beside the entry, which becomes the entry, in place of a damaged one, or vanishes."""
-    make_folder(target.parent)
+    files.make_folder(target.parent)
     if exclusive:  # nobody else fills a folder for this entry: what is there was left by a process that was killed
         for leftover in target.parent.glob(f".building-{target.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -277,7 +259,7 @@ def tokenizer_digest(folder: Path) -> str:
 def known_text_digest(root: Path, stamp: str | None) -> str | None:
     """The digest of a text that the data cache knows by the stamp of its files; None if it knows none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
+        with os.fdopen(files.open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
             content = json_value(file.read())["content"]
         if isinstance(content, str):
             return content
@@ -289,8 +271,8 @@ def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"
-            make_folder(path.parent)
-            write_atomic(path, json.dumps({"content": content}) + "\n")
+            files.make_folder(path.parent)
+            files.write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
 def token_entry_key(root: Path, key: str) -> str:

@@ -16,6 +16,7 @@ from shardwise.config.evaluation import as_keys_of_set
 from shardwise.data.formats import prepared_data
 from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
+from shardwise.data.request import Announce
 from shardwise.data.samples.batch import Batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 
@@ -41,16 +42,9 @@ class EvaluationSets:
 
 
 def prepare_evaluation_sets(
-    config: Config, data: prepared_data.PreparedData, announce: prepared_data.Announce = None
+    config: Config, data: prepared_data.PreparedData, announce: Announce = None
 ) -> EvaluationSets:
-    """Open `evaluation.sets`, tokenizing those that the cache lacks.
-
-    Args:
-        data: data of the run, whose tokenizer reads the sets.
-
-    Raises:
-        DataError: a set is empty or cannot be read; all their problems.
-    """
+    """Open `evaluation.sets` by the tokenizer of `data`, the run's; DataError with the problems of all sets."""
     batches: dict[str, Batches] = {}
     problems: list[str] = []
     for name in config.evaluation.sets:
@@ -93,7 +87,7 @@ def evaluation_set_config(config: Config, name: str, tokenizer: Path | None) -> 
     return config.model_copy(update=changes)
 
 
-def _open(config: Config, announce: prepared_data.Announce) -> Batches:
+def _open(config: Config, announce: Announce) -> Batches:
     data = config.data
     fetch_dataset(data, announce)
     prepared = prepare_data(config, announce=announce, any_size=True)

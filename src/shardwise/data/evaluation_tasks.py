@@ -36,11 +36,7 @@ def require_lm_eval(settings: EvaluationConfig) -> None:
 
 @functools.cache
 def find_tasks(settings: EvaluationConfig) -> TaskManager:
-    """The index of `lm_eval` in which all of `evaluation.tasks` are.
-
-    Raises:
-        ConfigError: as `require_lm_eval`, or a name is unknown.
-    """
+    """The index of `lm_eval` with all of `evaluation.tasks`; ConfigError as `require_lm_eval`, or of unknown names."""
     require_lm_eval(settings)
     names = settings.tasks
     folder = settings.tasks_path
@@ -67,12 +63,8 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
 def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainConfig, tokenizer: Path | None) -> None:
     """Read the data of `evaluation.tasks`, which are then in the cache of the library `datasets`.
 
-    Args:
-        tokenizer: folder of the model's tokenizer; None if it is not known.
-
-    Raises:
-        ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the
-        data of a task cannot be read.
+    ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the data
+    of a task cannot be read.
     """
     names = settings.tasks
     if tokenizer is None:
@@ -131,14 +123,7 @@ def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` of an evaluation task of `lm_eval`.
-
-    Attributes:
-        until: texts that end a continuation.
-        draws: True if tokens are drawn; otherwise each is the likeliest.
-        temperature, top_p, top_k: as `TokenSampler` has them.
-        unknown: names of others.
-    """
+    """The `generation_kwargs` of a task of `lm_eval`; `draws`: tokens are drawn, else the likeliest is taken."""
 
     max_tokens: int
     until: Sequence[str]

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import get_args
 
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.files import cache_root, user_path
+from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
 from shardwise.data.formats import prepared_data
 from shardwise.data.formats.data_format import DataFormat
-from shardwise.data.request import DataRequest, seed_of_source
+from shardwise.data.request import Announce, DataRequest, seed_of_source
 from shardwise.data.rows import Part, json_digest
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.samples.order import MixtureStage
@@ -66,7 +66,7 @@ def trains_tokenizer(config: Config) -> bool:
 
 
 def prepare_data(
-    config: Config, cache_dir: Path | None = None, announce: prepared_data.Announce = None, *, any_size: bool = False
+    config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
 ) -> prepared_data.PreparedData:
     """Opens the training data of `config`, tokenizing them first if the data cache has none.
 
@@ -80,18 +80,15 @@ def prepare_data(
     """
     if config.data.mixture:
         return _prepare_sources(config, cache_dir, announce, any_size=any_size)
-    request = DataRequest.of(config)
-    root = cache_root(cache_dir)
+    request = DataRequest.of(config, cache_dir, announce, any_size=any_size)
     if request.hook is not None:
         from shardwise.data.formats import user_samples
 
-        return user_samples.open_user_samples(config, request, root, any_size=any_size)
-    return checked_data_format(request).open_data(request, root, announce, any_size=any_size)
+        return user_samples.open_user_samples(config, request)
+    return checked_data_format(request).open_data(request)
 
 
-def _prepare_sources(
-    config: Config, cache_dir: Path | None, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedMixture:
+def _prepare_sources(config: Config, cache_dir: Path | None, announce: Announce, *, any_size: bool) -> _PreparedMixture:
     """Opens all sources of a mixture; DataError with every problem of each.
 
     Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
@@ -130,8 +127,6 @@ def _prepare_sources(
 
 @dataclass(frozen=True)
 class _PreparedMixture(prepared_data.PreparedData):
-    """The data of all sources, by name."""
-
     sources: Mapping[str, prepared_data.PreparedData]
 
     @property

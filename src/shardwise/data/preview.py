@@ -108,7 +108,6 @@ def preview_evaluation(config: Config) -> DataPreview:
 
 
 def _preview_sources(request: DataRequest) -> DataPreview:
-    """The rows of each source of a mixture, and the tokenizer that they share."""
     rows: dict[str, str] = {}
     problems: list[str] = []
     for name in request.data.sources_read:

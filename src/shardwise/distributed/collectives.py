@@ -105,7 +105,7 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def tree_sum_(parts: Tensor) -> Tensor:
+def _tree_sum_(parts: Tensor) -> Tensor:
     """Return the sum as `tree_sum` does, in the memory of the parts."""
     while len(parts) > 1:
         parts = parts[0::2].add_(parts[1::2])
@@ -163,7 +163,7 @@ def _small_all_reduce(tensor: Tensor, group: Group, op: str, *, overlap: bool) -
         if op == "max":
             tensor.copy_(parts.amax(dim=0))
         elif group.adds_in_tree and tensor.is_floating_point():
-            tensor.copy_(tree_sum_(parts))
+            tensor.copy_(_tree_sum_(parts))
         else:
             tensor.copy_(parts.sum(dim=0))
 
@@ -204,7 +204,7 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
     work = _exchange(parts, padded, group, overlap=overlap)
 
     def finish() -> None:
-        total = tree_sum_(parts.view(group.size, run))
+        total = _tree_sum_(parts.view(group.size, run))
         _call(group, _all_gather_into, padded, total, group=group.process_group)
         if padded.data_ptr() != tensor.data_ptr():
             tensor.copy_(padded[: flat.numel()].view_as(tensor))
@@ -281,7 +281,7 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     def finish() -> None:
         by_rank = parts.view(group.size, *out.shape)
         if group.adds_in_tree:
-            out.copy_(tree_sum_(by_rank))
+            out.copy_(_tree_sum_(by_rank))
         else:
             torch.sum(by_rank, dim=0, out=out)
 

@@ -475,14 +475,14 @@ class Mesh:
 
 
 def job_size() -> int:
-    """The number of ranks of this job: of the process group, or before one exists as the launcher's variables say."""
+    """The world size of this job: that of the process group, or before one exists that of the launcher's variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def job_rank() -> int:
-    """This process's rank in the job, from the same source as `job_size`."""
+    """This process's global rank in the mesh's job, from the same source as `job_size`."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
@@ -497,7 +497,7 @@ Its messages for that grow with the cube of the ranks, so in larger jobs each pa
 
 
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
-    """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
+    """Make the process group of the job that `RANK`, `WORLD_SIZE` and `MASTER_ADDR` describe; alone, do nothing.
 
     Args:
         device: device that decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
@@ -546,7 +546,7 @@ def _while_ranks_meet() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the job that `join` has joined, if any. The process must end soon, as `launch.rank_process` has it end.
+    """Leave the process group that `join` has made, if any. The process must end soon, as a rank's does.
 
     gloo's groups are not destroyed: where two ranks close their connections at once, its event loop can find a socket
     closed (`epoll_ctl: Bad file descriptor`), and aborts the process of a rank whose work is done.

@@ -24,7 +24,7 @@ _RETRY_SECONDS = 0.2
 
 
 def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
-    """Wait until the ranks can reach one another.
+    """Wait until the ranks of a job can reach one another, at rank 0's address.
 
     Returns:
         the store that they share; None where the launcher of the ranks has opened it, to which torch connects them.
@@ -53,7 +53,7 @@ def meet(rank: int, world: int, timeout: timedelta) -> TCPStore | None:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens: on the loopback interface where the address is one of it, else on all interfaces."""
+    """Open a socket at which ranks meet: on the loopback interface where the address is one of it, else on all."""
     loopback = _LOOPBACK.get(address)
     if loopback is not None:
         family = socket.AF_INET6 if ":" in loopback else socket.AF_INET

@@ -146,7 +146,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
         at_work=a * at_work - of_shared,
         weight_gradients=max(2 * a * elements + down, gate_up, 3 * sources * a * elements),
         is_early=routing.per_token < routing.experts,
-        recorded=_FLOAT32 * workload.tokens * routing.per_token + amounts,
+        recorded=(0 if layout.sequence_parallel else _FLOAT32 * workload.tokens * routing.per_token) + amounts,
     )
 
 

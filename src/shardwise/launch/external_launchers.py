@@ -219,7 +219,6 @@ def _process_of_mpirun(rank: str) -> str:
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
-    """Return the values of variables that a launcher sets."""
     missing = [name for name in names if name not in variables]
     if missing:
         stated = listing(f"{name} ({variables[name]})" for name in names if name in variables)
@@ -231,7 +230,6 @@ def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) 
 
 
 def _require_order(task: _LauncherTask) -> None:
-    """Refuse numbers that contradict one another."""
     if task.rank < task.world and task.local_rank < task.local_world <= task.world:
         return
     raise ConfigError(

@@ -42,7 +42,7 @@ def show_error(
 
 
 def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
+    """Describe the error that ends a rank's work for the user. The traceback of an unexplained one goes to the log."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
@@ -101,7 +101,7 @@ def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
 def failure_text(
     failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0, *, tells: bool = True
 ) -> str:
-    """Return the text of a failure for the user. That of a run which has begun is a block, and is recorded.
+    """Return the text of a rank's failure for the user. That of a run which has begun is a block, and is recorded.
 
     Args:
         run: the run's folder; None if it is unknown.
@@ -169,7 +169,6 @@ def _has_begun(run: Path) -> bool:
 
 
 def _is_recorded(directory: RunDirectory, began: float) -> bool:
-    """Return True if this start of the run has a record of its failure."""
     start = {"time": datetime.fromtimestamp(began, UTC).isoformat()}
     return failure_of(directory.recorded_failure(), start) is not None
 

@@ -39,7 +39,7 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause of a failed job.
+    """The failure of a launched rank.
 
     Attributes:
         waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
@@ -178,7 +178,7 @@ def read_exit_codes(logs: Path) -> dict[int, int]:
 def root_cause(
     reported: Failure | None, exit_codes: Mapping[int, int], logs: Path, awaited: Callable[[], str | None] | None = None
 ) -> Failure | None:
-    """Choose the failure to show; None if nothing is known of it.
+    """Choose the failure that a launcher shows; None if nothing is known of it.
 
     The connections of a rank that was killed close, so another rank may have reported the consequence before the cause
     was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.

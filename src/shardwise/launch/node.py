@@ -38,8 +38,8 @@ _JOIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """The facts that the launchers of one attempt at a job share.
+class LauncherFacts:
+    """The facts that a job's supervisor gives the launcher of each node.
 
     Attributes:
         address: address of the first node, where rank 0 and the supervisor are.
@@ -73,14 +73,14 @@ class Node:
         name: SLURM's name of the node; without one the host's.
     """
 
-    attempt: Attempt
+    attempt: LauncherFacts
     number: int
     name: str
 
 
 def this_node() -> Node:
     """Return the node on which this process is the launcher, or a child of the launcher."""
-    attempt = Attempt(**json_value(os.environ[NODE]))
+    attempt = LauncherFacts(**json_value(os.environ[NODE]))
     number = int(os.environ.get("SLURM_NODEID", "0"))
     return Node(attempt, number, os.environ.get("SLURMD_NODENAME") or platform.node())
 
@@ -98,14 +98,6 @@ def _interface_variables(address: str, variables: Mapping[str, str] = os.environ
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             return {name: interface for name in names if name not in variables}
     return {}
-
-
-def free_port(address: str = "") -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class SupervisorConnection:

@@ -39,7 +39,7 @@ def redirect(rank: int, log_path: Path) -> None:
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def output_restored() -> Iterator[None]:
     """Restore stdout and stderr after the `with` statement, though a rank's were redirected inside."""
     global _terminal
     streams = (("stdout", sys.stdout, 1), ("stderr", sys.stderr, 2))
@@ -67,7 +67,7 @@ def tell_past_log(text: str) -> None:
 
 
 def survive_lost_reader() -> None:
-    """Keep stdout and stderr usable when their terminal, or the reader of their pipe, is gone: the training goes on."""
+    """Keep a rank's stdout and stderr usable when their terminal, or the reader of their pipe, is gone."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         # A program, such as a notebook, may have put another stream in its place.

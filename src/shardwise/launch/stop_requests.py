@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -102,6 +103,17 @@ def requested(run_path: Path | str | None) -> str | None:
     with contextlib.suppress(OSError, ValueError):
         return read_record(path).get("by") or STOP_FILE
     return STOP_FILE
+
+
+def make_stop_check(run: Path) -> Callable[[], str | None]:
+    """Return a function that returns the reason of a training's rank to stop, or None.
+
+    On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
+    network disk by every rank in every step would load its server.
+    """
+    place = joined()
+    folder = run if place is None or place.local_rank == 0 else None
+    return partial(requested, folder)
 
 
 def request(run_path: Path, by: str) -> None:

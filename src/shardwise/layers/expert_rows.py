@@ -128,7 +128,7 @@ class _Moved(torch.autograd.Function):
         return journey.moved(grads[0], per_token, parts), None, None, None
 
 
-def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def _runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with its run of the sorted rows."""
     ends = zip(counts, accumulate(counts), strict=True)
     return [(expert, slice(end - count, end)) for expert, (count, end) in enumerate(ends) if count]
@@ -169,12 +169,12 @@ class _WeightedSums(torch.autograd.Function):
         parts = x.shape[1]
         joined = x.new_empty(parts, len(rows), gate_up.shape[1] // parts)
         y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             expert = number % len(down)
             token = tokens[run]
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                rows_of_part = x[:, part].index_select(0, token)
-                terms = expert_outputs(rows_of_part, weight[run], joined[part, run], *projections)
+                x_rows = x[:, part].index_select(0, token)
+                terms = expert_outputs(x_rows, weight[run], joined[part, run], *projections)
                 y[:, part].index_add_(0, token, terms)
         ctx.save_for_backward(x, weight, rows, tokens, joined, gate_up, down)
         ctx.weights = weights.dtype, weights.shape
@@ -192,18 +192,24 @@ class _WeightedSums(torch.autograd.Function):
         d_gate_up, d_down = ([torch.empty_like(whole) for _ in views] for whole in (gate_up, down))
         for view, expert in (divmod(number, len(down)) for number, count in enumerate(ctx.counts) if not count):
             d_gate_up[view][expert] = d_down[view][expert] = 0.0
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             view, expert = divmod(number, len(down))
             token = tokens[run]
             into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
             into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                dy_rows, x_rows = (whole[:, part].index_select(0, token) for whole in (dy, x))
                 into = into_width[:, part], into_hidden[:, part]
-                results = expert_gradients(dy_rows, x_rows, weight[run], joined[part, run], *projections, *into)
-                dx_rows, d_weight[part, run] = results
+                # No name holds the selected rows beside the next expert's.
+                dx_rows, d_weight[part, run] = expert_gradients(
+                    dy[:, part].index_select(0, token),
+                    x[:, part].index_select(0, token),
+                    weight[run],
+                    joined[part, run],
+                    *projections,
+                    *into,
+                )
                 dx[:, part].index_add_(0, token, dx_rows)
-                del results, dy_rows, x_rows, dx_rows  # not held beside the next expert's
+                del dx_rows
         d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 

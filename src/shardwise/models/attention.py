@@ -113,7 +113,7 @@ class AttentionCore(nn.Module):
         if copies > 1:
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
-        # q is apply_mask in place of the scores, as it has fewer elements.
+        # q is scaled in place of the scores, as it has fewer elements.
         scale = 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         scores = self.head_products(q * scale, k.transpose(-1, -2))
         if mask is None and self.causal:

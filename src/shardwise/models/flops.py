@@ -25,7 +25,7 @@ def attended_tokens(model: FamilyConfig, sequence_length: int, *, count_masked: 
     return attended / model.num_hidden_layers
 
 
-def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
+def _attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
     """Return the multiply-adds of a token's attention in a block: q for each key, in `q kᵀ` and again in `P v`."""
     attended = attended_tokens(model, sequence_length, count_masked=count_masked)
     return 2.0 * model.num_attention_heads * model.head_dim * attended
@@ -34,7 +34,7 @@ def attention_work(model: FamilyConfig, sequence_length: int, *, count_masked: b
 def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool = False) -> float:
     """Return the multiply-adds of a token in a mean block: one for each element of its matrices, and its attention."""
     matrices = matmul_parameter_count(model, "token") / model.num_hidden_layers
-    return matrices + attention_work(model, sequence_length, count_masked=count_masked)
+    return matrices + _attention_work(model, sequence_length, count_masked=count_masked)
 
 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
@@ -89,7 +89,7 @@ def recomputed_flops_per_token(
         return None
     if recompute == "none":
         return 0.0
-    core = 2.0 * model.num_hidden_layers * attention_work(model, sequence_length)
+    core = 2.0 * model.num_hidden_layers * _attention_work(model, sequence_length)
     if recompute == "selective":
         return 0.0 if fused_attention else core
     return core + 2.0 * matmul_parameter_count(model, "token")

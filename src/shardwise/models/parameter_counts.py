@@ -187,7 +187,7 @@ def kinds_of_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing |
 
 
 def owned_elements(elements: Mapping[int, int], shards: int) -> float:
-    """Return the elements of `elements_by_ranks` that a rank updates, where ZeRO cuts over so many ranks."""
+    """Return the parameters, counted by `elements_by_ranks`, that a rank updates where ZeRO cuts over so many ranks."""
     return sum(count / max(1, shards // divided) for divided, count in elements.items())
 
 

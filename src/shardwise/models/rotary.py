@@ -17,7 +17,7 @@ from shardwise.config import DecoderConfig, GPTNeoXConfig
 
 
 def frequencies(config: DecoderConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
+    """Return the rotary angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
 
     Scalings: `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence);
     `yarn` (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context

@@ -102,7 +102,7 @@ def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int],
 
 
 def matrix_chunk_elements(elements: int, ranks: int) -> int:
-    """Return the elements of each rank's matrices that travel at once, of so many elements on all ranks of a stage."""
+    """Return the elements of Muon's matrices that travel at once from each rank, of so many on all ranks of a stage."""
     return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 
@@ -112,7 +112,7 @@ def rounding_chunk_elements(accelerator: bool) -> int:
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimensions of a dense tensor from the slowest to the fastest.
+    """Return the dimensions of a bucket's dense parameter from the slowest to the fastest in memory.
 
     A dimension of size 1 stays at its place, since its stride is arbitrary and changes nothing.
     """
@@ -122,7 +122,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the inverse of a permutation: the place of each dimension in `order`."""
+    """Return the inverse of `memory_order`: the place of each dimension in `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 

@@ -446,12 +446,12 @@ class GroupSums:
 
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    """Return a view `[*shape]` of a run `[N]` in which the dimensions lie in `order`, the slowest first."""
+    """Return a view `[*shape]` of a bucket's run `[N]` in which dimensions lie in `order`, the slowest first."""
     return run.view([shape[dim] for dim in order]).permute(inverse(order))
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Make a hook that calls a method and does not keep its object alive: parameters may outlive several optimizers."""
+    """Make a parameter's gradient hook that calls a method, and does not keep the optimizer of the method alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(parameter: Tensor) -> None:

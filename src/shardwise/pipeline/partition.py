@@ -8,6 +8,7 @@ from itertools import accumulate
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
 from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.models.flops import block_work, head_work
+from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
@@ -34,6 +35,17 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
+def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+    plan = stage_plan(config, layout)
+    model = config.shapes
+    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
+    if model is None:
+        return [(stages, None) for stages in by_rank]
+    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
+    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
+
+
 @lru_cache(maxsize=2**10)
 def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[Stage, ...]:
     parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule)
@@ -44,7 +56,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return the part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
@@ -59,7 +71,7 @@ def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -
 
 @lru_cache(maxsize=2**10)
 def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, such that the most expensive stage is as cheap as possible.
+    """Return the number of blocks of each pipeline stage, such that the most expensive stage is as cheap as possible.
 
     If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
     has no matrix product and counts as no work.

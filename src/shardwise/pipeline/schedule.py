@@ -38,7 +38,7 @@ TORCH_SCHEDULES: dict[str, Any] = {
 }
 
 
-def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
+def _make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
     """Return torch's schedule over a rank's stages."""
     torch_class = TORCH_SCHEDULES[parallel.schedule]
     # Classes for one stage on each rank take the stage itself.
@@ -78,7 +78,7 @@ class Pipeline:
         self._ready: Callable[[nn.Parameter], None] = _ignore
         mend_split_backward()
         open_connections_to_others(self.stages)
-        self.schedule = make_schedule(parallel, self.stages, micro_batches)
+        self.schedule = _make_schedule(parallel, self.stages, micro_batches)
 
     def step(
         self,

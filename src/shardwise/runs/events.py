@@ -34,7 +34,7 @@ def seconds_of(event: Mapping[str, Any]) -> float:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """Return a number of a record, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
+    """Return a number of an event, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):

@@ -114,7 +114,7 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
 
 
 def check_place(path: Path) -> None:
-    """Require that a folder can be made at `path`, or written. Raises ConfigError."""
+    """Require that a run's folder can be made at `path`, or written. Raises ConfigError."""
     from tempfile import TemporaryFile  # slow to import
 
     with _making(path):
@@ -135,7 +135,7 @@ def _making(path: Path) -> Iterator[None]:
 
 
 class AppendedFile:
-    """An append-only file. While the disk is full, the text to write waits in memory.
+    """An append-only file of a run. While the disk is full, the text to write waits in memory.
 
     A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
 
@@ -170,7 +170,7 @@ class AppendedFile:
 
 
 def open_log(path: Path) -> TextIO:
-    """A log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
+    """A run's log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
@@ -185,7 +185,7 @@ def event_bytes(kind: str) -> bytes:
 
 
 class JsonLines:
-    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+    """An append-only file of a run, of JSON objects, one a line; each line reaches the file in one write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.base.errors import listing
-from shardwise.optim.state_digest import by_tensor
+from shardwise.optim.state_digest import digests_by_tensor
 from shardwise.runs.folder import RunDirectory, last_kept_step
 
 
@@ -26,7 +26,7 @@ class RecordedHash:
 
 @dataclass
 class StateRecords:
-    """Numbers of a run that are equal to the bit in a run that is equal to it.
+    """The records of a run that are equal to the bit in an equal run.
 
     Attributes:
         losses: step → loss.
@@ -66,7 +66,7 @@ class StateRecords:
             elif event["event"] == "state_hash" and type(step) is int:
                 names = event.get("names") or names
                 records.hashes[step] = RecordedHash(
-                    str(event.get("hash")), by_tensor(event.get("tensors") or {}, names)
+                    str(event.get("hash")), digests_by_tensor(event.get("tensors") or {}, names)
                 )
         return records
 
@@ -79,7 +79,7 @@ class StateRecords:
 
 
 def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
-    """The differing part of two states, as a noun phrase; None where their hashes are equal."""
+    """The differing part of two runs' states, as a noun phrase; None where the recorded hashes are equal."""
     if a.text == b.text:
         return None
     tensors = differing_tensors(a, b)
@@ -89,5 +89,5 @@ def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
 
 
 def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
-    """`STATE/NAME` of the tensors whose digests differ, or that one of the two lacks."""
+    """`STATE/NAME` of the tensors whose recorded digests differ, or that one of the two runs lacks."""
     return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]

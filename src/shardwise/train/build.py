@@ -18,12 +18,12 @@ from shardwise.checkpoint.save import KeptCheckpoints, Saver
 from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
-from shardwise.config.optimizer_specs import OptimizerSpec
 from shardwise.config.sections import HooksConfig
 from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
@@ -33,7 +33,7 @@ from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import Stages, build_stages
-from shardwise.train.checkpoint_saving import CheckpointSaver, make_stop_check
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.model_checks import check_axes
@@ -146,8 +146,11 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         _require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer
-    memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
-    reporter.parameters = sum(collectives.all_gather_objects(count_parameters(trainer.model), mesh.pp))
+    # What stays from step to step; the need of a micro-batch is not known.
+    optimizer = trainer.optimizer
+    states = state_bytes(optimizer, opened.config.optimizer.spec, all_masters=False)
+    memory = kept_bytes(trainer.model, optimizer, states)
+    reporter.parameters = sum(collectives.all_gather_objects(_count_parameters(trainer.model), mesh.pp))
     reporter.memory = memory
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
@@ -157,20 +160,10 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
     return trainer
 
 
-def count_parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model's canonical tensors, each counted once."""
     shapes = {piece.name: piece.shape for _, _, placement in placements(model) for piece in placement.pieces}
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
-    """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
-
-    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
-    which the first step makes, and the masters where their dtype is not that of the parameters; with
-    `optimizer.offload` they are in the host's memory, and not counted.
-    """
-    return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
 
 
 def build_checkpoints(
@@ -204,7 +197,7 @@ def build_checkpoints(
         trainer,
         saver,
         reporter,
-        reason_to_stop=make_stop_check(opened.folder.directory),
+        reason_to_stop=make_stop_check(opened.folder.directory.path),
         went_back=recorded_return(config, None if resumed is None else resumed.manifest),
         copies=copies,
         followed=opened.followed,
@@ -223,7 +216,6 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
 
 
 def _described(opened: OpenedRun) -> dict[str, Any]:
-    """The fields of a manifest on layout and data."""
     config = opened.config
     layout: dict[str, Any] = {**opened.layout.recorded(), "zero": config.optimizer.zero}
     if opened.layout.pipeline == 1:
@@ -244,7 +236,6 @@ def _described(opened: OpenedRun) -> dict[str, Any]:
 def _build_pipeline(
     config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype
 ) -> Pipeline | None:
-    """The schedule over the stages of this rank; None where the model is in one piece."""
     if not isinstance(model, Stages):
         return None
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
@@ -268,7 +259,7 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """The optimizer over data parallelism."""
+    """The optimizer of a trainer, over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(
@@ -317,7 +308,6 @@ def _optimizer_class(
 
 
 def _require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a pattern that is the name of no weight on any rank."""
     names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
     matches = collectives.reduce_numbers([bool(any_like(names, name)) for name in no_decay], mesh.world)
     for pattern in [name for name, is_found in zip(no_decay, matches, strict=True) if not is_found]:
@@ -378,6 +368,5 @@ def _decay_groups(
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's dtype name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -8,20 +8,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import LostPeerError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
-from shardwise.launch import stop_requests
-from shardwise.launch.environment import joined
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.runs.folder import FollowedFolder, RunDirectory
+from shardwise.runs.folder import FollowedFolder
 from shardwise.train.rank_agreement import first_stop_reason
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM
@@ -30,30 +27,6 @@ from shardwise.train.training import Training
 if TYPE_CHECKING:
     from shardwise.train.memory_copies import MemoryCopies
     from shardwise.train.state_hashes import StateHashes
-
-
-class _SaveFlags(NamedTuple):
-    """Flags of a rank, 1 or 0. The largest of all ranks is what all obey, so that they save and stop at one step.
-
-    They are floats, as they travel with the norms and losses of a step (`Trainer.step`).
-
-    Attributes:
-        save: a checkpoint is due by the time since the last one; on rank 0 alone, as clocks of machines differ.
-    """
-
-    stop: float
-    save: float
-
-
-def make_stop_check(directory: RunDirectory) -> Callable[[], str | None]:
-    """A function that returns this rank's reason to stop, or None.
-
-    On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
-    network disk by every rank in every step would load its server.
-    """
-    place = joined()
-    folder = directory.path if place is None or place.local_rank == 0 else None
-    return partial(stop_requests.requested, folder)
 
 
 @dataclass(eq=False)
@@ -82,14 +55,15 @@ class CheckpointSaver:
     _saved_at: float = field(default_factory=time.monotonic, init=False)
     _reported_name: Path | None = field(default=None, init=False)
 
-    def flags(self) -> _SaveFlags:
-        """This rank's flags after the present step."""
+    def flags(self) -> tuple[float, float]:
+        """This rank's flags to stop, and to save, after the present step. All ranks obey the largest of all ranks.
+
+        Rank 0 alone looks whether a checkpoint is due by time, as clocks of machines differ. Flags are floats, 1 or 0,
+        as they travel with the norms and losses of a step (`Trainer.step`).
+        """
         minutes = self.training.config.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
-        return _SaveFlags(
-            stop=float(self.reason_to_stop() is not None),
-            save=float(is_due and self.training.mesh.world.rank == 0),
-        )
+        return float(self.reason_to_stop() is not None), float(is_due and self.training.mesh.world.rank == 0)
 
     def after_step(self, is_last: bool, agreed_flags: Sequence[float] | None = None) -> None:
         """Save if a checkpoint is due, and set `stopped_by`, the same on every rank.
@@ -192,7 +166,6 @@ class CheckpointSaver:
             self.reporter.saved(saved, continues=continues)
 
     def _described(self) -> dict[str, Any]:
-        """The fields of a manifest on the training's progress."""
         config = self.training.config
         progress = self.training.progress
         schedule = {

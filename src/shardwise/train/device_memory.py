@@ -55,7 +55,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that each of this machine's ranks has on a device of its type; None if nobody knows.
+    """Return the bytes that each rank on this machine may use on such a device to train; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """
@@ -130,22 +130,26 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
         )
     expected = expected_memory(config, layout, True, pipeline_rank=pipeline_rank)
     total = devices.total_memory(device)
-    # The state is exact, and too much of it is refused; the whole step is an estimate, which only warns.
     if expected is None or total is None or expected.total <= total:
         return None
     from shardwise.train.memory_remedies import remedies_of_rank
 
-    limit = f"{size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"
-    if expected.state > total:
+    limit = f"the {size(total)} of {devices.name(device)}: {remedies_of_rank(config, layout, True, pipeline_rank)}"
+    return _require_state_fits(expected.state, expected.total, total, limit)
+
+
+def _require_state_fits(state: int, whole: int, limit: int, limit_text: str, whose: str = "") -> str:
+    """Refuse a state that does not fit, which is exact; return a warning for the whole step, which is an estimate."""
+    if state > limit:
         raise ConfigError(
-            f"memory of parameters, gradients and optimizer ({size(expected.state)}) must be at most the {limit}"
+            f"memory of parameters, gradients and optimizer {whose}({size(state)}) must be at most {limit_text}"
             f"{see('runs#model-does-not-fit')}"
         )
-    return f"the expected memory ({size(expected.total)}) exceeds the {limit}"
+    return f"the expected memory {whose}({size(whole)}) exceeds {limit_text}"
 
 
 def require_matmul_support(matmul: str | None, device: torch.device) -> None:
-    """Check that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
+    """Check before a training that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "
@@ -164,12 +168,6 @@ def _require_host_memory(config: Config, layout: Layout, rank: int) -> str | Non
         return None
     from shardwise.train.memory_remedies import remedies_of_machine
 
-    state, expected = needed
-    whose = f"of the {counted(len(ranks), 'rank')} on this machine"
+    whose = f"of the {counted(len(ranks), 'rank')} on this machine "
     limit = f"the {size(available)} that it has available: {remedies_of_machine(config, layout, ranks)}"
-    if state > available:
-        raise ConfigError(
-            f"memory of parameters, gradients and optimizer {whose} ({size(state)}) must be at most {limit}"
-            f"{see('runs#model-does-not-fit')}"
-        )
-    return f"the expected memory {whose} ({size(expected)}) exceeds {limit}; the system may kill a rank"
+    return _require_state_fits(*needed, available, limit, whose) + "; the system may kill a rank"

@@ -88,12 +88,10 @@ class _TrackedRun:
 
     @property
     def group(self) -> str:
-        """The name of all curves of the run."""
         return self.log.run_name or self.folder.resolve().name
 
     @property
     def name(self) -> str:
-        """The name that is shown."""
         return self.group + self.suffix
 
     @property
@@ -126,7 +124,6 @@ class _EventFile:
         self._write(step=first_step, session_log=start)
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Write values by their names."""
         summary = self._summaries.Summary
         entries = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=summary(value=entries))
@@ -173,7 +170,6 @@ class _MlflowRun:
         self._queue.put([self._entities.Metric(name, value, now, step) for name, value in values.items()])
 
     def finish(self) -> None:
-        """Send what is queued and end the run."""
         self._queue.put(None)
         self._thread.join(_MLFLOW_SECONDS)
         if self._error is not None:
@@ -189,7 +185,6 @@ class _MlflowRun:
         return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
     def _found(self, experiment: str, key: str | None) -> str | None:
-        """MLflow's id of the run with a key; None where there is none."""
         if key is None:
             return None
         runs = self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{key}'", max_results=1)
@@ -323,7 +318,6 @@ class _TrackioRun:
 
 
 def _start_tracker(name: str, run: _TrackedRun, warn: Callable[[str], None]) -> Any:
-    """Start a run in a tracker, or continue it; return what takes its numbers."""
     if name == "mlflow":
         return _MlflowRun(run)
     if name == "trackio":

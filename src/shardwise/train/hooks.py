@@ -183,7 +183,6 @@ def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
 
 
 def _made(path: str, callback: Any) -> Callback:
-    """The function, or an object of the class."""
     try:
         made: Callback = callback() if isinstance(callback, type) else callback
     except RAISED as error:

@@ -31,7 +31,7 @@ from shardwise.models.masks import DocumentSizes
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A `Batch` on this rank's device.
+    """A micro-batch of a training: a `Batch` of its data on this rank's device.
 
     Attributes:
         inputs: tensors by the names of the arguments of a family's forward.
@@ -149,7 +149,7 @@ class MicroBatch:
 
 
 def document_sizes(batch: Batch) -> DocumentSizes | None:
-    """The sizes of a batch's documents; None where documents do not attend by themselves."""
+    """The sizes of a micro-batch's documents; None where documents do not attend by themselves."""
     if "starts_SB" not in batch.inputs:
         return None
     starts_SB = batch.inputs["starts_SB"]
@@ -182,5 +182,5 @@ def mean_over_targets(sums_K: Tensor, counts_K: Tensor) -> Tensor:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or infinity where a float cannot hold it."""
+    """Return exp(mean loss), or infinity where a float cannot hold it."""
     return math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf

@@ -189,7 +189,6 @@ class MemoryCopies:
         return next(iter(collectives.union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
-        """The reason why the copies do not fit into the memory; None if they do."""
         if not memory.is_dir():
             return f"there is no {memory}"
         share = self._config.checkpoint.memory_share
@@ -303,7 +302,7 @@ class MemoryCopies:
             part = _CopyPart(rank, step)
             if part in nodes[node]:
                 continue
-            source = next(holder for holder, its_node in enumerate(rank_nodes) if part in nodes[its_node])
+            source = next(holder for holder, place in enumerate(rank_nodes) if part in nodes[place])
             received += 1
             if self._mesh.world.rank == source:
                 for send in self._send(part, rank):
@@ -313,7 +312,6 @@ class MemoryCopies:
         return received
 
     def _fill_state(self, header: Mapping[str, Any], content: Tensor) -> None:
-        """Fill this rank's state from its part."""
         begin_restoring(self._optimizer, header["states"], header["steps"], header.get("numbers"))
         start = 0
         for _, _, tensor in self._state():
@@ -406,16 +404,13 @@ class _CopyFiles:
         self.open()
 
     def parts(self) -> list[_CopyPart]:
-        """The parts by their names, in the order of ranks and steps."""
         matches = (_NAME.fullmatch(path.name) for path in self.path.glob("rank-*"))
         return sorted(_CopyPart(int(match[1]), int(match[2])) for match in matches if match is not None)
 
     def bytes(self) -> int:
-        """Bytes of all parts together."""
         return sum((self.path / part.file_name).lstat().st_size for part in self.parts())
 
     def write(self, part: _CopyPart, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-        """Write a part."""
         text = json.dumps({**header, **part._asdict()}).encode()
         digest = xxhash.xxh3_128()
         head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
@@ -429,7 +424,6 @@ class _CopyFiles:
         path.with_suffix(".new").replace(path)
 
     def write_content(self, part: _CopyPart, content: Tensor) -> None:
-        """Write a part from bytes that `content` returned."""
         path = self.path / part.file_name
         path.with_suffix(".new").write_bytes(_tensor_bytes(content))
         path.with_suffix(".new").replace(path)
@@ -484,6 +478,5 @@ def _locked(folder: Path, kind: int) -> int:
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host."""
     plain: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(plain)

@@ -90,7 +90,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     ]
     for applies, section, values, factor in rows:
         if applies:
-            changed = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+            changed = config.with_keys(**{section: values})
             key, value = next(iter(values.items()))
             shown = "true" if value is True else value
             ranks = f" on {factor * layout.world} ranks" if factor > 1 else ""

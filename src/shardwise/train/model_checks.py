@@ -85,7 +85,7 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, settings: ModelCo
 
 
 def mean_text(model: ModelConfig, loss: str | None, first_loss: float) -> str | None:
-    """The warning that a model, or a loss of the user's own, may return a mean; None for another first loss."""
+    """The warning of a training that a user's own model or loss may return a mean; None for another first loss."""
     source = loss
     if model.is_own:
         source = f"forward of {model.family}, which gets ids and targets [sequence, batch],"

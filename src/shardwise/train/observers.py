@@ -84,7 +84,7 @@ _FULL_EVERY = 100
 
 
 class SteppedCollection:
-    """Inside, garbage is collected by `after_step` alone; afterwards the collector is as it was before.
+    """Garbage collection of a training: by `after_step` alone; afterwards the collector is as it was before.
 
     By itself the collector runs whenever enough objects were made: at any place of a step, on each rank at another one,
     and all ranks wait for the one that collects.

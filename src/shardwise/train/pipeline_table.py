@@ -15,7 +15,7 @@ from shardwise.config import Config, Layout
 from shardwise.config.layout import Stage
 from shardwise.estimates.memory import MemoryEstimate, memory_by_rank
 from shardwise.pipeline import schedule_picture as picture
-from shardwise.train.summary import block_range, stages_of_ranks
+from shardwise.pipeline.partition import stages_of_ranks
 
 _PLAIN_WIDTH = 120
 """Characters of a line of the picture where there is no terminal."""
@@ -27,7 +27,7 @@ def _rank_table(
     """For each pipeline rank: its name, its global ranks, its blocks by stage; where known, parameters, activations."""
     rows = []
     for rank, (stages, parameters) in enumerate(stages_by_rank):
-        row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(map(block_range, stages))}"
+        row = f"pp {rank}  {layout.ranks_of(rank)}  blocks {' and '.join(stage.block_range for stage in stages)}"
         if memory is not None:
             row += f"  {units.count(parameters or 0)} parameters  {units.size(memory[rank].activations)} activations"
         rows.append(row)
@@ -35,7 +35,7 @@ def _rank_table(
 
 
 def print_pipeline(console: Console, config: Config, layout: Layout, accelerator: bool) -> None:
-    """Print the picture and the table."""
+    """Print the picture of a pipeline's schedule, and the table of its ranks, at the start of a training."""
     width = console.width if console.is_terminal else _PLAIN_WIDTH
     micro_batches = layout.accumulation(config.train)
     for line in picture.schedule_picture(config.parallel, micro_batches, config.recompute, width):

@@ -20,7 +20,7 @@ from shardwise.runs.folder import JsonLines, RunDirectory, now
 from shardwise.train.step_record import StepRecord
 
 
-class Occurrence:
+class WarningOnce:
     """A warning to the user of a training, given once when a state begins, and again only after it had ended.
 
     Args:
@@ -99,7 +99,7 @@ class RankFile:
 
 
 def place_of_rank(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, as its file tells them; empty where this machine cannot read the file."""
+    """The node, device and stage of a rank, by its `ranks/rank-NNNN.jsonl`; empty where it cannot be read."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
             start = record_of_json(file.readline())

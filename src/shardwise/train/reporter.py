@@ -35,16 +35,10 @@ from shardwise.train.hooks import MetricsWithCallbacks
 from shardwise.train.mean_loss import perplexity
 from shardwise.train.model_checks import mean_text
 from shardwise.train.profiler_trace import no_trace_text, trace_text
-from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
-from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
+from shardwise.train.progress_line import NotebookProgress, ProgressLine, parts_of_loss
+from shardwise.train.rank_file import RankFile, WarningOnce, place_of_rank, process_seconds
 from shardwise.train.step_meters import STRAGGLER_STEPS
-from shardwise.train.step_record import (
-    SMOOTHED_STEPS,
-    StartTotals,
-    StepRecord,
-    Throughput,
-    last_step_of_run,
-)
+from shardwise.train.step_record import SMOOTHED_STEPS, StartTotals, StepRecord, Throughput, last_step_of_run
 from shardwise.train.summary import start_rows
 
 if TYPE_CHECKING:
@@ -105,8 +99,8 @@ class Reporter:
         self.totals = StartTotals(0, 0.0, time.perf_counter(), self._new_throughput())
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
-        self._spike = Occurrence(_SPIKE, _SPIKE / 2)
-        self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
+        self._spike = WarningOnce(_SPIKE, _SPIKE / 2)
+        self._slow = WarningOnce(_SLOW, (1 + _SLOW) / 2)
         self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
         self._files: dict[str, JsonLines] = {}
         self._trackers: ExperimentTrackers | None = None
@@ -116,7 +110,7 @@ class Reporter:
         if rank == 0:
             self._log = open_log(run.log(0))
             # In a notebook rich would make a display of each line, whatever the file.
-            self._in_notebook = stream is None and in_notebook()
+            self._in_notebook = stream is None and Console().is_jupyter
             shown = _plain_console(sys.stdout)
             if not self._in_notebook:
                 shown = Console(file=stream or sys.stdout, force_jupyter=False, highlight=False)
@@ -459,7 +453,6 @@ class Reporter:
         return self._last.step if self._last is not None else self._steps_before
 
     def _report_trace(self) -> None:
-        """Print the path of the trace, if this run recorded a step."""
         text = trace_text(self.config.log, self._steps_before, self._step, self.layout.world, self.run)
         if text is not None:
             self.message(text)
@@ -565,7 +558,6 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
-    """The losses under their names in the run's files."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
 
 

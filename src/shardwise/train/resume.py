@@ -6,8 +6,8 @@ A run is resumed by files of several rooms, in this order:
 2. `checkpoint/storage/run_identity.py` `earlier_run` finds the run that the folder holds: its id and
    configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may
    not change, and lists those that did.
-3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
-   and chooses by `checkpoint.resume` which are tried (`checkpoint/storage/checkpoint_choice.py`).
+3. `checkpoints_at_start` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another
+   run, and chooses by `checkpoint.resume` which are tried (`checkpoint/storage/checkpoint_choice.py`).
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
    else `restore_first_intact` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`,
    which reads it for any layout. `continue_progress_from` sets steps, samples and position in the data.
@@ -49,8 +49,8 @@ _ALL_DATA = ""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
-def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
-    """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
+def checkpoints_at_start(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
+    """The checkpoints that exist when a training starts; checks that new ones can be written. On one rank.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
@@ -101,7 +101,7 @@ class Resumed:
 
 
 def restore_first_intact(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
-    """Restore the first intact candidate, and warn of each that is damaged; None without candidates. Collective.
+    """Restore a training from the first intact candidate, and warn of damaged ones; None without any. Collective.
 
     A checkpoint is also used, with a warning, if only parts are damaged that the training does not need: weights beside
     intact masters, `config.json`, the tokenizer. An older one would undo steps that are not lost.
@@ -161,7 +161,7 @@ def restore_first_intact(candidates: Sequence[StepFolder], training: Training, r
 def set_later_checkpoints_aside(
     root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool
 ) -> list[str]:
-    """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
+    """Rename the checkpoints after the step from which a training resumes; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 

@@ -27,12 +27,8 @@ from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
-from shardwise.train.build import (
-    build_checkpoints,
-    build_memory_copies,
-    build_run_trainer,
-)
-from shardwise.train.checkpoint_saving import CheckpointSaver, make_stop_check
+from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.device_memory import config_for_device_memory, out_of_memory_text, require_device
 from shardwise.train.observers import Observer, SteppedCollection, build_observers, run_observers
 from shardwise.train.profiler_trace import Trace
@@ -235,11 +231,10 @@ def _following(config: Config, progress: Progress) -> Config | None:
     left = None if stop_after is None else stop_after - (progress.step - progress.before)
     if progress.step >= config.train.steps or left == 0:
         return None
-    return following.model_copy(update={"train": following.train.model_copy(update={"stop_after": left})})
+    return following.with_keys(train={"stop_after": left})
 
 
 def _phase(progress: Progress) -> str:
-    """The phase of the run, with its step, as the user reads it."""
     return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
 
 
@@ -423,12 +418,11 @@ def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
 
 
 def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
-    """Draw the sample and report the results of a run that did all its steps."""
     config = opened.config
     data = opened.data
     progress = opened.progress
     progress.phase = "generation of the sample"
-    reason_to_stop = make_stop_check(opened.folder.directory)
+    reason_to_stop = stop_requests.make_stop_check(opened.folder.directory.path)
     optimizer = trainer.optimizer
     with optimizer.gathered(all_units=False):
         sample = provided("draw_sample")(

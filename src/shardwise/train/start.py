@@ -29,7 +29,7 @@ from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
 from shardwise.train.experiment_trackers import require_trackers
 from shardwise.train.rank_agreement import package_versions, raised_on_every_rank, while_others_wait
-from shardwise.train.resume import find_checkpoints
+from shardwise.train.resume import checkpoints_at_start
 from shardwise.train.step_record import Progress
 
 
@@ -160,7 +160,7 @@ def _open(
     stored = earlier_run(directory, config)
     tracker_notes = require_trackers(config.log.trackers)
     # Before anything is written: a folder that is refused must not look like that of a run.
-    checkpoints = find_checkpoints(config, directory, stored)
+    checkpoints = checkpoints_at_start(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()

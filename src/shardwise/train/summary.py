@@ -32,9 +32,9 @@ from shardwise.estimates.memory import (
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
-from shardwise.models.parameter_counts import LocalWidths, OwnShapes, elements_by_ranks
+from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.partition import compute_shares, stages_of_ranks
 from shardwise.runs.folder import json_text
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
@@ -193,7 +193,6 @@ class _Summary:
 
     @cached_property
     def rank(self) -> int:
-        """The pipeline rank that needs most memory."""
         return neediest_rank(self.config, self.layout, self.accelerator)
 
     @property
@@ -356,7 +355,6 @@ class _Summary:
         return rows
 
     def memory_text(self, total: int) -> str:
-        """The bytes of the rank that needs most."""
         where = f"on {self.rank_name}, which needs most" if self.layout.pipeline > 1 else "per rank"
         overhead = "the device's own context" if self.accelerator else _PYTHON_AND_TORCH
         return f"{units.size(total)} {where}, plus {overhead}"
@@ -462,7 +460,6 @@ class _Summary:
 
 
 def _parameters_text(model: ModelConfig) -> str:
-    """The parameters of a model, and of a sparse one those that compute a token."""
     count = parameter_counts.parameter_count(model)
     if count is None or model.is_own:
         return _UNKNOWN
@@ -496,35 +493,16 @@ def _numbers(precision: Precision) -> str:
     return rounding + moments
 
 
-def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
-    plan = stage_plan(config, layout)
-    model = config.shapes
-    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
-    if model is None:
-        return [(stages, None) for stages in by_rank]
-    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
-    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
-
-
 def _named(stages: list[Stage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
     embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
     head = ", head" if any(stage.is_last for stage in stages) else ""
     plural = "s" if len(stages) > 1 else ""
     numbers = listing(stage.index for stage in stages)
-    return f"stage{plural} {numbers} (blocks {listing(map(block_range, stages))}{embedding}{head})"
-
-
-def block_range(stage: Stage) -> str:
-    """The blocks of a stage: `4-7`, or `4`."""
-    first = stage.layers[0]
-    last = stage.layers[-1]
-    return f"{first}" if first == last else f"{first}-{last}"
+    return f"stage{plural} {numbers} (blocks {listing(stage.block_range for stage in stages)}{embedding}{head})"
 
 
 def _token_flops(config: Config) -> float | None:
-    """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
     return flops_per_token(config.model, length, config.data.predictions(length))
 

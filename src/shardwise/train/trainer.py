@@ -143,12 +143,7 @@ class Trainer(Training):
         spike = self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
         seconds = time.perf_counter() - start
         return self.meters.record(
-            numbers,
-            lr=lr,
-            spike=spike,
-            seconds=seconds,
-            input_seconds=self.feed.seconds,
-            is_logged=is_logged,
+            numbers, lr=lr, spike=spike, seconds=seconds, input_seconds=self.feed.seconds, is_logged=is_logged
         )
 
     def is_logged(self, step: int) -> bool:

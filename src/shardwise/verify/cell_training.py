@@ -20,7 +20,7 @@ from shardwise.config import Config
 from shardwise.data import random_tokens
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.optim.state_digest import StateHash, by_tensor
+from shardwise.optim.state_digest import StateHash, digests_by_tensor
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
@@ -131,7 +131,7 @@ def _state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, s
         return {}
     texts = {f"the gradient norm of step {record.step}": record.grad_norm.hex() for record in records}
     state = StateHash({}, StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure())
-    return texts | by_tensor(state.digests(), state.names())
+    return texts | digests_by_tensor(state.digests(), state.names())
 
 
 def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining, Path]:

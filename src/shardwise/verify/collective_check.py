@@ -68,12 +68,12 @@ def _sum_on_ranks() -> dict[str, Any]:
 
     from shardwise.base.errors import RunError
     from shardwise.distributed import collectives, devices
-    from shardwise.verify.rank_calls import process_group
+    from shardwise.verify.rank_calls import join_called_ranks
 
     count = torch.accelerator.device_count()
     # Two ranks need two devices: with one accelerator the CPU is tested.
     device = devices.local_device() if count > 1 else torch.device("cpu")
-    with process_group(device, _TIMEOUT) as world:
+    with join_called_ranks(device, _TIMEOUT) as world:
         tensor = torch.full((_ELEMENTS,), float(world.rank + 1), device=device)
         # The first collective connects the ranks, which takes longer than the sum.
         collectives.all_reduce_(tensor.clone(), world)

@@ -42,7 +42,7 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of a check.
+    """The finding of one check of `shardwise doctor`.
 
     Attributes:
         status: `wrong` if trainings fail here; `warning` if some do, or they are slow.

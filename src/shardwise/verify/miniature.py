@@ -212,13 +212,8 @@ def miniature_at_cell(config: Config, cell: Cell) -> Config:
     if cell.pipeline == 1 and is_plain and not config.is_bit_equal:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update={"recompute": cell.recompute, "micro_batch": micro_batch}),
-            "optimizer": config.optimizer.model_copy(update={"zero": cell.zero}),
-        }
-    )
+    train = {"recompute": cell.recompute, "micro_batch": micro_batch}
+    return config.with_keys(parallel=parallel, train=train, optimizer={"zero": cell.zero})
 
 
 def trainable_cells(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:

@@ -27,7 +27,7 @@ RESULTS_FILE = "results.pickle"
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of rank 0, and the error that ended the ranks before they were done.
+    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done.
 
     Attributes:
         values: the result of the function, or all that it yielded before the end.
@@ -49,7 +49,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
     """Call `function(*arguments)` on each of `ranks` new processes, and return the results of rank 0.
 
     A generator's values are kept one by one, so that what was found before a failure is not lost. The function joins
-    the ranks by `process_group`.
+    the ranks by `join_called_ranks`.
 
     Args:
         function: function of a module's top level, which each rank imports.
@@ -86,7 +86,7 @@ def _read_results(folder: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Group]:
+def join_called_ranks(device: torch.device, timeout: float = 600.0) -> Iterator[Group]:
     """Join the ranks of this call for the body of the `with` statement, and yield the group of all.
 
     A rank on the CPU computes with one thread, as all ranks share the CPUs.

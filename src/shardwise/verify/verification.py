@@ -136,7 +136,7 @@ def _train_cells(
     """
     device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
     tolerance = Tolerance.of(config)
-    with rank_calls.process_group(device, _TIMEOUT) as world:
+    with rank_calls.join_called_ranks(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
             start = time.perf_counter()
             differences, saved = cell_training.train_cell(

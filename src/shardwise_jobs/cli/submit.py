@@ -286,7 +286,6 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
 
 
 def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
-    """Return what the rows tell, for `--json`."""
     from shardwise_plan.prediction_text import plan_facts
 
     limit = job.config.launch.time

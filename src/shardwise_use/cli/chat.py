@@ -50,10 +50,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require_valid_sampling(arguments)
-    return _talk(arguments, system=arguments.system, shows_stats=arguments.stats)
+    return talk_with_model(arguments, system=arguments.system, shows_stats=arguments.stats)
 
 
-def _talk(
+def talk_with_model(
     arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
 ) -> int:
     """Start the process of the model, and pass texts between it and the terminal.
@@ -63,7 +63,6 @@ def _talk(
 
     Args:
         completes: True to continue texts even if the model has a chat template.
-        system: instruction before the conversation.
         shows_stats: True to print the number of tokens and the speed of each answer.
     """
     if joined() is not None:
@@ -103,7 +102,6 @@ def _talk(
 
 
 def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connection | None:
-    """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
@@ -209,7 +207,6 @@ class _Terminal:
             signal.signal(signal.SIGINT, previous)
 
     def _show(self, message: dict[str, Any]) -> bool:
-        """Show a part of an answer; returns True if it was the last."""
         if "refused" in message:
             output.progress(message["refused"])
             return True

@@ -180,11 +180,7 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
 
 
 def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) -> ForeignProgress | None:
-    """The progress with what the user knows of it.
-
-    Raises:
-        ConfigError: nobody says where the data go on, or there is no progress to tell more of.
-    """
+    """The progress with what the user tells of it; ConfigError: nobody says where the data go on."""
     samples, tokens = arguments.samples, arguments.tokens
     if progress is None or arguments.weights_only:
         if samples is not None or tokens is not None:
@@ -292,7 +288,6 @@ def _names(given: str | None) -> list[str]:
 
 
 def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
-    """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
     from shardwise.checkpoint.storage.root import Root

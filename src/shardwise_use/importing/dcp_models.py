@@ -48,11 +48,7 @@ def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
 
 
 def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
-    """Open a folder of torch.distributed.checkpoint that a program, the maker, wrote.
-
-    Raises:
-        ConfigError: as `DcpFolder.open`, or another maker wrote it: the message says which.
-    """
+    """Open a folder of torch.distributed.checkpoint; ConfigError as of `DcpFolder.open`, or with who else wrote it."""
     if not (folder / METADATA).exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         hint = "is a Hugging Face folder: leave out --from" if has_weights(names) else ""
@@ -72,15 +68,7 @@ def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
 def named_weights(
     where: str, config: FamilyConfig, found: Found, stored: Mapping[str, LazyTensor], state: str = MODEL
 ) -> list[StreamedWeight]:
-    """The weights of a model to be imported, or the moments of them, in the model's order.
-
-    Args:
-        where: name of the folder, for messages.
-        stored: all weights, or moments, of the folder: each must be one of the model's.
-
-    Raises:
-        ConfigError: every tensor that is missing, has another shape or is not the model's; or adapters.
-    """
+    """The weights or moments of an imported model, in its order; ConfigError with all of `stored` that do not fit."""
     adapters = [name for name in stored if "lora_" in name]
     if adapters:
         raise ConfigError(

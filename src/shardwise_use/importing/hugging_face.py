@@ -16,6 +16,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
+from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
 from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
 from shardwise.checkpoint.format.model_files import (
@@ -32,17 +33,6 @@ from shardwise.checkpoint.format.stored_tensors import (
     tensor_mismatches,
 )
 from shardwise.checkpoint.format.verify import count_non_finite, non_finite_text
-from shardwise.checkpoint.format.writing import (
-    CONFIG,
-    MAX_SHARD_BYTES,
-    STREAM_BYTES,
-    PlannedFile,
-    StreamedWeight,
-    WrittenFolder,
-    tensor_entries,
-    to_json,
-    write_folder,
-)
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
@@ -53,7 +43,7 @@ from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
     """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
-    path = config_file / CONFIG if config_file.is_dir() else config_file
+    path = config_file / writing.CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     return path, read_model(Root.of(path), ignore)
@@ -99,7 +89,7 @@ class ForeignProgress:
     """
 
     step: int
-    states: Sequence[StreamedWeight]
+    states: Sequence[writing.StreamedWeight]
     samples: int | None = None
     tokens: int | None = None
     updates: int | Mapping[str, int] | None = None
@@ -123,7 +113,6 @@ class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
-        config: configuration of the model.
         weights: all canonical weights, in the model's order.
         layout: degrees of parallelism of the source; empty where it is not sharded.
         small_files: name → content of other files of the model.
@@ -133,7 +122,7 @@ class ForeignModel:
     """
 
     config: FamilyConfig
-    weights: Sequence[StreamedWeight]
+    weights: Sequence[writing.StreamedWeight]
     layout: Mapping[str, Any] = field(default_factory=dict)
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +130,7 @@ class ForeignModel:
     progress: ForeignProgress | None = None
 
     @property
-    def tensors(self) -> list[StreamedWeight]:
+    def tensors(self) -> list[writing.StreamedWeight]:
         """The weights, and the optimizer's state of them."""
         return [*self.weights, *(() if self.progress is None else self.progress.states)]
 
@@ -159,8 +148,8 @@ class ForeignModel:
 
 
 def write_imported_checkpoint(
-    opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> WrittenFolder:
+    opened: ForeignModel, root: Root, max_shard_bytes: int = writing.MAX_SHARD_BYTES
+) -> writing.WrittenFolder:
     """Write an imported model as a checkpoint into a folder of checkpoints, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
@@ -174,7 +163,7 @@ def write_imported_checkpoint(
     # Values are checked as they are written: to read the weights twice would take twice the time.
     not_finite: Counter[str] = Counter()
 
-    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+    def manifest(entries: Sequence[FileEntry], files: Sequence[writing.PlannedFile]) -> Manifest:
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
         return Manifest(
@@ -192,13 +181,13 @@ def write_imported_checkpoint(
             optimizer=None if opened.progress is None else done.described(),
             losses=done.losses,
             files=tuple(entries),
-            tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+            tensors=writing.tensor_entries(entries, [file.piece_rows for file in files]),
         )
 
     tensors = [replace(tensor, read=partial(_read_counting, tensor, not_finite)) for tensor in opened.tensors]
     described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
-    small_files = {**opened.small_files, CONFIG: to_json(described)}
-    return write_folder(
+    small_files = {**opened.small_files, writing.CONFIG: writing.to_json(described)}
+    return writing.write_folder(
         root, step_name(done.step), tensors, small_files, max_shard_bytes=max_shard_bytes, manifest=manifest
     )
 
@@ -218,7 +207,7 @@ def _require_fitting_states(opened: ForeignModel) -> None:
         raise ConfigError(problems)
 
 
-def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
     for data in weight.read():
         count = count_non_finite(memoryview(data).cast("B"), weight.dtype)
         if count:
@@ -227,17 +216,14 @@ def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator
 
 
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
-    """The model of a folder with config.json and safetensors weights.
+    """The model of a folder with config.json and safetensors weights, without the fields to `ignore`.
 
-    `ignore`: fields of config.json that change nothing, as the user says.
-
-    Raises:
-        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
-        cannot be read.
+    ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file cannot
+    be read.
     """
-    if not (folder / CONFIG).exists():
-        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
-    config = read_model(folder / CONFIG, ignore)
+    if not (folder / writing.CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {writing.CONFIG} that describes the model: it has none")
+    config = read_model(folder / writing.CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
@@ -249,22 +235,21 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         problems = differing_tied_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)
-    weights: list[StreamedWeight] = []
+    weights: list[writing.StreamedWeight] = []
     for name, shape in shapes.items():
         # A tensor without elements may be missing in the folder.
         for stored_name in sources[name][:1]:
             read = partial(_read, tensors, stored_name)
-            weights.append(StreamedWeight(name, stored[stored_name].dtype, shape, read))
+            weights.append(writing.StreamedWeight(name, stored[stored_name].dtype, shape, read))
     small_files = with_readable_tokenizer(files_beside_weights(folder), pairs=not config.causal)
-    return ForeignModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / CONFIG))
+    return ForeignModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / writing.CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
-    """Yield the bytes of a stored weight."""
     for box in _segments(tensors.states[MODEL][name]):
         yield tensors.read(MODEL, name, box).tobytes()
 
 
 def _segments(entry: TensorEntry) -> Iterator[Box]:
     """A tensor, cut so that one box fits into memory."""
-    return box_segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
+    return box_segments(entry.shape, writing.STREAM_BYTES // DTYPES[entry.dtype].itemsize)

@@ -45,11 +45,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 
 def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
-    """A model with the progress of the Hugging Face Trainer that saved it; as it is where its files are not there.
-
-    Raises:
-        ConfigError: the files are damaged, name what could run code, or are of another optimizer or model.
-    """
+    """A model with the progress that a Hugging Face Trainer saved, if any; ConfigError: its files do not fit."""
     if not (folder / OPTIMIZER).exists():
         if not (folder / _STATE).exists():
             return opened
@@ -78,7 +74,6 @@ def _progress(
     arguments: Mapping[str, Any],
     folder: Path,
 ) -> tuple[ForeignProgress, list[str]]:
-    """The progress that the content of the files tells, and sentences on what has no counterpart."""
     step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
     if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
         raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
@@ -162,7 +157,6 @@ class _Parameter:
 def _by_name(
     opened: ForeignModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
-    """The moments by canonical name, and the updates of each weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
@@ -248,7 +242,6 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 def _keys(
     arguments: Mapping[str, Any], groups: Groups, step: int, steps: int, dtype: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Keys of shardwise with the Trainer's values, and sentences on what has no counterpart."""
     options, notes = adamw_keys(groups)
     keys: dict[str, Any] = {"train.steps": steps, **options}
     group, rate = groups[0], keys["optimizer.lr"]

@@ -31,17 +31,9 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import whole_number
-from shardwise_use.importing import megatron_dist, pickled
+from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
-from shardwise_use.importing.megatron_model import (
-    NO_TOKENS,
-    NO_WEIGHTS,
-    count_layers,
-    megatron_config,
-    megatron_role,
-    megatron_weights,
-)
 from shardwise_use.importing.tensor_parallel_shards import (
     TensorParallelShards,
     require_all_ranks,
@@ -68,11 +60,6 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     Args:
         source: the folder of the checkpoint, or of one iteration.
         vocab_size: number of tokens without padding, where the checkpoint lacks it.
-        allow_drift: the first of several replicas is taken although others differ.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
-        that is wrong; or its files are not safe to open.
     """
     folder = _iteration(source)
     if is_dcp_folder(folder):
@@ -88,8 +75,6 @@ def combine_megatron_ranks(
 
     Args:
         states: content of the ranks' files.
-        folder: folder of the source, for messages.
-        vocab_size, allow_drift: as in `open_megatron`.
         rank_names: formats of the ranks' names, without and with pipeline stages.
     """
     args, version = _common_arguments(states, folder)
@@ -98,17 +83,16 @@ def combine_megatron_ranks(
     _add_tensors(states, shards, pipeline)
     first = states[0, 0]
     is_legacy = "language_model" in first["model" if "model" in first else "model0"]  # by `megatron.legacy`
-    config, notes = megatron_config(shards, args, vocab_size, legacy=is_legacy)
-    weights = megatron_weights(shards, config, version)
+    config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=is_legacy)
+    weights = megatron_model.megatron_weights(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
+    return ForeignModel(config, weights, layout, tokens=megatron_model.NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files
 
 
 def _iteration(source: Path) -> Path:
-    """The folder with the ranks' folders."""
     tracker = source / _TRACKER
     if not tracker.is_file():
         return source
@@ -123,7 +107,6 @@ def _iteration(source: Path) -> Path:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → its file."""
     ranks: dict[tuple[int, int], Path] = {}
     problems: list[str] = []
     for rank, path in tensor_parallel_files(folder, _RANK).items():
@@ -141,7 +124,6 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
-    """The content of a rank's file."""
     state = pickled.load_pickled(path)
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")
@@ -200,7 +182,7 @@ def _add_tensors(states: _RankStates, shards: TensorParallelShards, pipeline: in
             tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
             shards.add(tensors_by_rank, place)
-            first += count_layers([name for tensors in tensors_by_rank for name in tensors], first)
+            first += megatron_model.count_layers([name for tensors in tensors_by_rank for name in tensors], first)
     if unknown:
         names = listing(unknown, most=_SHOWN)
         shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
@@ -221,9 +203,9 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
     """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
     tensors: dict[str, Tensor | LazyTensor] = {}
     for name, value in _flattened(state):
-        if NO_WEIGHTS.fullmatch(name):
+        if megatron_model.NO_WEIGHTS.fullmatch(name):
             continue
-        role = megatron_role(name, first)
+        role = megatron_model.megatron_role(name, first)
         if role is None or not isinstance(value, Tensor | LazyTensor) or role in tensors:
             unknown[name] = None
         else:

@@ -53,7 +53,6 @@ def read_megatron_arguments(
 
     Args:
         vocab_size: number of tokens without padding.
-        where: subject of the messages.
         legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
 
     Raises:
@@ -88,7 +87,6 @@ def require_known_arguments(args: Mapping[str, Any], where: str) -> None:
 
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
-    """The configuration's `model` section, and notes on arguments that have no counterpart."""
     positions = args.get("position_embedding_type") or "learned_absolute"
     if args.get("use_rotary_position_embeddings"):
         positions = "rope"
@@ -127,7 +125,6 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
 def _llama_section(
     args: Mapping[str, Any], where: str, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
 ) -> dict[str, Any]:
-    """The keys of a Llama that a GPT-2 lacks."""
     rotary = args.get("rotary_percent")
     _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
     # A Qwen2 is a Llama with biases of Q, K and V alone, a Qwen3 one with norms of query and key heads.
@@ -155,7 +152,6 @@ def _llama_section(
 def _gpt_section(
     args: Mapping[str, Any], where: str, legacy: bool, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
 ) -> dict[str, Any]:
-    """The keys of a GPT-2 that a Llama lacks."""
     heads = args["num_attention_heads"]
     _require(
         where,
@@ -193,16 +189,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
-    """The vocabulary of a Megatron-LM model: the embedding has more rows, so that all ranks have equally many.
-
-    Args:
-        padded: rows of the embedding.
-        vocab_size: number of tokens that the user gives, if any.
-        where: subject of the messages.
-
-    Raises:
-        ConfigError: the size of the vocabulary is not known.
-    """
+    """The vocabulary of a Megatron-LM model, of `padded` rows of its embedding; ConfigError: it is not known."""
     # NullTokenizer adds a token to the size that it is given.
     if vocab_size is None and args.get("tokenizer_type") != "NullTokenizer":
         vocab_size = args.get("vocab_size")

@@ -61,14 +61,7 @@ _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
 def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress.
-
-    Args:
-        vocab_size: number of tokens without padding, where the checkpoint lacks it.
-
-    Raises:
-        ConfigError: it is of another version or model, incomplete, contradicts itself, or is not safe to open.
-    """
+    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress; `vocab_size`: without padding."""
     common = _common(folder)
     args = vars(common["args"])
     megatron_arguments.require_known_arguments(args, str(folder))
@@ -239,7 +232,6 @@ def _roles(weights: TensorParallelShards, layers: range, of_all: int, order: Seq
 
 
 def _local_shape(role: str, weights: TensorParallelShards, ranks: int) -> tuple[int, ...]:
-    """The shape on one of the tensor-parallel ranks."""
     shape = weights.tensors[role if weights.has(role) else "word.weight"][0].shape
     name, _, kind = role.rpartition(".")
     name = name.rpartition(".")[2]
@@ -276,7 +268,6 @@ def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
-    """True if all weights are their masters, rounded."""
     return all(
         torch.equal(masters[name].load(box).to(weight.dtype), weight.load(box))
         for name, weight in weights.items()

@@ -121,7 +121,6 @@ def megatron_role(name: str, first: int) -> str | None:
 def _tensors(
     shards: TensorParallelShards, config: MegatronConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
     gate_up = functools.cache(shards.split)

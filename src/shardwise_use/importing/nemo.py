@@ -68,12 +68,6 @@ def open_nemo(
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
         vocab_size: number of tokens without padding, which no checkpoint tells.
-        allow_drift: the first of several replicas is taken although others differ.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
-        is wrong; or its files are not safe to open.
     """
     folder, files = _files(source)
     saved = {rank: _opened(file) for rank, file in files.items()}
@@ -120,7 +114,6 @@ def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
 
 
 def _opened(path: Path) -> dict[str, Any]:
-    """The content of a rank's file, which has weights and a configuration."""
     saved = pickled.load_pickled(path)
     state = saved.get("state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):

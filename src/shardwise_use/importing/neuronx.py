@@ -69,19 +69,7 @@ def open_neuronx(
     ignore: Collection[str] = (),
     weights_only: bool = False,
 ) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed, with its progress where the state of AdamW is there.
-
-    Args:
-        source: the folder of the checkpoint.
-        config_file: the model's Hugging Face `config.json`, or the folder of it.
-        allow_drift: the first of several replicas is taken although others differ.
-        ignore: fields of the file that change nothing, as the user says.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
-        everything that is wrong; or its files are not safe to open.
-    """
+    """The model in a checkpoint of neuronx-distributed, and its progress; `config_file`: config.json, or its folder."""
     described, config = model_of_config_file(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
@@ -121,7 +109,6 @@ def open_neuronx(
 
 
 def _ranks(source: Path) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → its file."""
     if (source / _STARTED).is_file() and not (source / _DONE).exists():
         raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
     ranks = tensor_parallel_files(source / "model" if (source / "model").is_dir() else source, _RANK)
@@ -152,7 +139,6 @@ def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
 
 
 def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, Any]) -> Found:
-    """The states of the optimizer."""
     found: Found = {}
     for path in sorted([*(source / "optim").glob("*"), *source.glob("optim.*")]):
         if match := _OPTIMIZER.fullmatch(path.name):
@@ -230,12 +216,7 @@ def _fused_attention(shards: TensorParallelShards, config: LlamaConfig, attentio
 def _without_copies(
     shards: TensorParallelShards, config: LlamaConfig, attention: str, qkv: Sequence[LazyTensor]
 ) -> list[LazyTensor]:
-    """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
-
-    Args:
-        attention: name of the layer.
-        qkv: Q, K and V as the ranks hold them, one rank below the other.
-    """
+    """Q, K, V and the output projection with each head once and in order; `qkv`: as the ranks hold them."""
     out = shards.rows(f"{attention}.o_proj.weight")
     q, k, v = qkv
     n = config.num_attention_heads

@@ -66,16 +66,7 @@ _MODEL: Mapping[str, tuple[Any, ...]] = {
 
 
 def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
-    """The model of a checkpoint of OLMo-core's trainer, with its progress where the optimizer's state is there.
-
-    Args:
-        source: the folder of one step, or of several, of which the newest is taken.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, is incomplete, of a model that no family here has, or its pickles ask for more than
-        plain values.
-    """
+    """The model of a checkpoint of OLMo-core, with its progress; `source`: a step's folder, or that of several."""
     step = source.parent if source.name == _TENSORS else dcp_models.newest_step_folder(source, _TENSORS)
     inner = step / _TENSORS
     folder = dcp_models.open_dcp_folder(inner if inner.is_dir() else step, "olmo-core")
@@ -126,11 +117,7 @@ def _get(fields: Any, path: str) -> Any:
 
 
 def _model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
-    """The model of a config.json, and True if its heads are rotated in neighbouring pairs.
-
-    Raises:
-        ConfigError: no family here has it: every field that differs.
-    """
+    """The model of a config.json, and True if it rotates neighbours; ConfigError with all fields that do not fit."""
     model = described["model"]
     blocks = [_block(model["block"])] * model["n_layers"]
     for number, block in (model.get("block_overrides") or {}).items():
@@ -190,7 +177,6 @@ def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Map
 
 
 def _scaled(block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A block with another scaling of rotary positions."""
     rope = {name: value for name, value in block["attention"]["rope"].items() if name != "scaling"}
     rope |= {"scaling": scaling} if scaling else {}
     return {**block, "attention": {**block["attention"], "rope": rope}}
@@ -231,7 +217,6 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _progress(
     folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
 ) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user; `module`: the fields of `train_module`."""
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")

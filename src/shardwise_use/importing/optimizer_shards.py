@@ -170,7 +170,6 @@ def _joined(shards: Sequence[tuple[Path, Any]], shape: Sequence[int], name: str)
 
 
 def _keys(groups: Groups, step: int, training: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys by which a run goes on, and sentences on what has no counterpart."""
     keys, notes = adamw_keys(groups)
     given, schedulers = training["given"], training.get("lr_schedulers") or [{}]
     scheduler = training.get("scheduler") or schedulers[0]

@@ -36,12 +36,7 @@ class _StandIn:
 
 
 class PickledRecord(_StandIn):
-    """Stands for a pickled object whose class is never imported: what it was made of, and its fields.
-
-    Attributes:
-        value: the first argument that it was made with, which is the value of an enumeration; None without any.
-        fields: its fields by name.
-    """
+    """Stands for a pickled object whose class is never imported; `value`: the value of an enumeration."""
 
     def __init__(self, *arguments: object, **_: object) -> None:
         self.value = arguments[0] if arguments else None
@@ -54,11 +49,7 @@ class PickledRecord(_StandIn):
 
 
 class _TensorReference:
-    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own.
-
-    Attributes:
-        tid: the number of the tensor.
-    """
+    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own."""
 
     tid: object = None
 
@@ -88,7 +79,6 @@ def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | 
     """The content of a file of `torch.save`; tensors stay in the file until they are read, where the format allows it.
 
     Args:
-        path: the file.
         records: packages, such as `transformers.`, each of whose objects becomes a `PickledRecord`.
         content: a part of the file that is such a file by itself, with its `name` for messages.
 
@@ -130,11 +120,7 @@ def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | 
 
 
 def follow_reference(value: Any, path: Path) -> Any:
-    """A value of a pickled file; for a reference, the tensor in the file that it stands for.
-
-    Raises:
-        ConfigError: the reference is none, or its file cannot be read.
-    """
+    """A value of a pickled file, or the tensor of a reference; ConfigError: a reference names no readable file."""
     if not isinstance(value, _TensorReference):
         return value
     if not isinstance(value.tid, int) or value.tid < 0:

@@ -58,11 +58,7 @@ def replica_drift(tensor: Tensor, replica: Tensor) -> float:
 
 
 def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
-
-    Raises:
-        ConfigError: there is no such folder, or it is of a model with experts.
-    """
+    """(tensor rank, stage) → the file or folder with these numbers; ConfigError: no such folder, or a sparse model."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
@@ -75,7 +71,7 @@ def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[
 
 
 def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where a checkpoint's ranks are not those of its degrees; `name`: of a rank, a format."""
+    """Raise ConfigError where a checkpoint's ranks are not those of its degrees; `name`: format of ranks."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
@@ -103,11 +99,8 @@ class TensorParallelShards:
     rounding, for one, draws other bits on every rank.
 
     Attributes:
-        where: name of the source, for messages.
         ranks: tensor-parallel degree.
-        allow_drift: the first of several replicas is taken although others differ.
         tensors: name → its tensors, one for each tensor-parallel rank.
-        problems: one line each.
     """
 
     where: str
@@ -181,11 +174,7 @@ class TensorParallelShards:
         ]
 
     def require_floats(self) -> None:
-        """Refuse tensors that cannot be a model's weights, and ranks that disagree on a shape, with what was noted.
-
-        Raises:
-            ConfigError: all of these problems.
-        """
+        """Refuse tensors that cannot be weights, and ranks that differ; ConfigError with all that was noted."""
         wrong_dtypes: list[tuple[str, str]] = []
         wrong_shapes: list[tuple[str, str]] = []
         for name, parts in self.tensors.items():
@@ -247,11 +236,7 @@ class TensorParallelShards:
         return ConfigError(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
 
     def weights(self, shapes: Shapes, tensors: Mapping[str, LazyTensor]) -> list[StreamedWeight]:
-        """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
-
-        Raises:
-            ConfigError: everything that was wrong.
-        """
+        """The canonical weights, in the order of `shapes`, of `tensors` by name; ConfigError with everything wrong."""
         unused = [(name, list(parts[0].shape)) for name, parts in self.tensors.items() if name not in self._used]
         drift_line = f": {{}} {{}}: {_DRIFT_TOO_LARGE if self.allow_drift else _DRIFT_REFUSED}"
         problems = [

@@ -107,12 +107,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of another program's checkpoint, of which boxes are read when they are asked for.
-
-    Attributes:
-        shape, dtype: of the whole.
-        load: function of a box that reads it; the result has shape `box.size`.
-    """
+    """A tensor of another program's checkpoint; `load` reads a box when it is asked for, in shape `box.size`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -208,13 +203,7 @@ class _Chunk:
 
 @dataclass
 class DcpFolder:
-    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read.
-
-    Attributes:
-        where: name of the folder, for messages.
-        tensors: name → tensor.
-        objects: name → place of an object.
-    """
+    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read."""
 
     where: str
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -223,11 +212,7 @@ class DcpFolder:
 
     @staticmethod
     def open(folder: Path) -> DcpFolder:
-        """Open a folder.
-
-        Raises:
-            ConfigError: it is none, is incomplete or of another version, or its pickle asks for more than records.
-        """
+        """Open a folder; ConfigError: it is none, incomplete, of another version, or not safe to open."""
         record = _read_metadata(folder / METADATA)
         opened = DcpFolder(str(folder))
         with pickled.content_errors(f"{folder / METADATA} is no list of tensors as torch writes it"):
@@ -241,7 +226,6 @@ class DcpFolder:
         return opened
 
     def _require_files(self, folder: Path, names: set[str], record: DcpRecord) -> None:
-        """Raise ConfigError where files are missing, or are not of the version that is read here."""
         if record.version not in _VERSIONS:
             raise ConfigError(
                 f"{folder / METADATA}: its version ({record.version!r}) must be {_VERSIONS[1]!r}: save the checkpoint "
@@ -305,7 +289,6 @@ class DcpFolder:
             return pickled.load_pickled(chunk.path, content=file.read(chunk.length), name=name)
 
     def _fill(self, target: Tensor, chunk: _Chunk, box: Box, name: str) -> None:
-        """Read a box of a chunk, counted from the chunk's start, into a tensor."""
         place = self._place(chunk, target.dtype, name)
         if isinstance(place, Tensor):
             target.copy_(place[box.slices])
@@ -378,5 +361,4 @@ def _load(part: Any, path: Path, device: str) -> Any:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which are its own."""
     return tensor.view(-1).view(torch.uint8).numpy().data.cast("B")

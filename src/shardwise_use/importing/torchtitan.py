@@ -50,11 +50,6 @@ def open_torchtitan(
     Args:
         source: the folder of one step, or of several, of which the newest is taken.
         config_file: the model's Hugging Face `config.json`, or its folder (torchtitan's `hf_assets_path`).
-        ignore: fields of `config.json` that change nothing, as the user says.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
     """
     folder = dcp_models.open_dcp_folder(dcp_models.newest_step_folder(source), "torchtitan")
     path, config = model_of_config_file(config_file, ignore)
@@ -93,7 +88,6 @@ def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator
 
 
 def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTensor:
-    """The rows of q, k or v in a fused projection."""
     size, kv_heads = config.head_dim, config.num_key_value_heads or config.num_attention_heads
     rows = len(tensor) // kv_heads
     stops = {"q": (0, rows - 2 * size), "k": (rows - 2 * size, rows - size), "v": (rows - size, rows)}
@@ -102,7 +96,6 @@ def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTens
 
 
 def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user."""
     if not any(name.startswith("optimizer.") for name in folder.tensors):
         return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
     step, tokens, ranks = (

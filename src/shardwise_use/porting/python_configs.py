@@ -18,15 +18,7 @@ class UnknownPythonValue(str):
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
-    """The settings of a config by the dotted names of arguments, such as `training.local_batch_size`.
-
-    Args:
-        file: its name in errors.
-        wanted: the function that returns the config; empty for the only one, or for what is assigned in the file.
-
-    Raises:
-        ConfigError: it is no Python, or has several configs and none is named.
-    """
+    """The settings of a Python config by dotted names; `wanted`: the function that returns it, if there are several."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -61,7 +53,6 @@ def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:
-    """The config that a function returns, if it returns one."""
     values = _assigned(function.body)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return next((value for value in reversed(returned) if _is_config(values.get(ast.unparse(value), value))), None)
@@ -75,13 +66,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 class _Reader:
-    """Reads calls with named arguments; by an index, it has the values that names stand for.
-
-    Attributes:
-        nodes: what names are assigned to.
-        functions: those of the file.
-        settings: what was read.
-    """
+    """Reads calls with named arguments; `nodes`: what names are assigned to, whose values an index gives."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = _assigned(tree.body)

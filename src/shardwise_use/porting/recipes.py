@@ -30,8 +30,6 @@ class _Translation(NamedTuple):
     """A recipe, and where it comes from.
 
     Attributes:
-        program: name of the program in the record.
-        sections: the recipe.
         rows: the program's settings and what became of them.
         problems: what is missing in the recipe or breaks a rule.
         options: options of `shardwise train` with their values.
@@ -173,7 +171,6 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
 
 
 def _settings(file: str) -> tuple[str, dict[str, Any]]:
-    """The program and the settings of a file."""
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
     candidates = list(_candidates(_text(place), place, wanted))

@@ -51,13 +51,7 @@ _PASSES = 8
 def script_commands(
     text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each command line of a training script, and of the scripts beside it that it runs.
-
-    Args:
-        folder: the script's.
-        variables: those of the script that runs it.
-        inner: the scripts that were read already.
-    """
+    """Yield the settings of each command line of a training script, and of those that it runs, read once each."""
     is_whole = variables is None
     variables = {"HOME": "~"} if variables is None else variables
     inner = [] if inner is None else inner
@@ -89,11 +83,7 @@ def script_commands(
 
 
 class _Branches:
-    """The branches of conditions that a script is in; `variables` change while it is read.
-
-    Attributes:
-        knows_unset: True if a name that the script does not assign is known to be unset.
-    """
+    """The branches of conditions around a line; `knows_unset`: a name without an assignment is unset."""
 
     def __init__(self, variables: Mapping[str, str], text: str) -> None:
         self.knows_unset = True
@@ -197,7 +187,6 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words of the first command of a line."""
     try:
         # Arithmetic that is not known stays one word.
         line = re.sub(r"\$\(\(.*?\)\)+", lambda match: match[0].replace(" ", ""), line.replace("\n", " "))

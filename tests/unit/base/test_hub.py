@@ -69,7 +69,7 @@ class User(HubUser):
     said: list[str]
 
     def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **options: Any) -> Path:
-        return self._folder("resolve", [load, revision], cached, **options)
+        return self._folder("resolve_weights", [load, revision], cached, **options)
 
     def tokenizer(self, named: str, *, cached: bool = False, **options: Any) -> Path:
         return self._folder("resolve_tokenizer", [named], cached, **options)

@@ -12,7 +12,7 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.build import build_balance
-from shardwise.train.summary import stages_of_ranks
+from shardwise.pipeline.partition import stages_of_ranks
 from tests.unit.config.refusals import problem
 
 

@@ -17,6 +17,7 @@ from shardwise.data.open_data import FORMATS, data_format_of, prepare_data
 from shardwise.data.preview import DataPreview, inspect_data, preview_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.reading.text_sources import open_text_source
+from shardwise.data.request import DataRequest
 from tests.unit.data import hdf5_shards
 from tests.unit.data.small_runs import config, fill, saved_tokenizer
 
@@ -248,7 +249,7 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     assert problem.startswith("texts/stats.json: line 1 has no field 'text'")
     stream = config(path="texts", streaming=True, tokenizer="tokenizer")
     with pytest.raises(DataError, match=r"texts/stats\.json: line 1 has no field"):
-        stream_data._build(at, open_text_source(stream.data), stream, None)
+        stream_data._build(at, open_text_source(stream.data), DataRequest.of(stream))
     Path("texts/stats.json").unlink()
     Path("texts/table").write_text("id,text\n1,a\n")
     (problem,) = look(path="texts").problems
@@ -265,7 +266,7 @@ def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.M
         name="probe",
         contents="tokens",
         is_at=lambda path: path.suffix == ".probe",
-        open_data=lambda _request, _root, _announce, *, any_size: random_tokens(),
+        open_data=lambda _request: random_tokens(),
         preview=lambda _request: "a probe",
         inspect=lambda data, _samples: Inspection(str(data.path), "probe", 0, [], {}),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.entry import take_any_character
-from shardwise.launch.rank_output import restored
+from shardwise.launch.rank_output import output_restored
 
 SCRIPT = """
 import os, sys
@@ -43,7 +43,7 @@ def test_rank_0_keeps_its_output(tmp_path: Path) -> None:
 def test_fault_15_a_training_of_a_program_prints_any_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        with restored():
+        with output_restored():
             take_any_character()
             print("TP 2 × PP 2")
         with pytest.raises(UnicodeEncodeError):

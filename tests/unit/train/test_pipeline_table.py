@@ -9,9 +9,9 @@ from rich.text import Text
 
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.estimates.memory import memory_by_rank
+from shardwise.pipeline.partition import stages_of_ranks
 from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.train.pipeline_table import _rank_table, print_pipeline
-from shardwise.train.summary import stages_of_ranks
 
 
 def chosen(world: int = 8, recipe: str = "gpt3-tiny", **parallel: Any) -> tuple[Config, Layout]:

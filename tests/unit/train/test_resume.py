@@ -24,7 +24,7 @@ from shardwise.data.samples.order import MixtureStage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
-from shardwise.train.resume import find_checkpoints
+from shardwise.train.resume import checkpoints_at_start
 from shardwise.train.step_record import Progress, last_step_of_run
 from tests.dist.training import make_config, make_data
 from tests.stored import small_tensors, write_checkpoint
@@ -39,7 +39,7 @@ def config(**checkpoint: Any) -> Config:
 def found_by(chosen: Config, run: Path | RunDirectory, stored: dict[str, Any] | None = STORED) -> list[int]:
     """The steps that a run tries; one without a stored configuration is new."""
     run = RunDirectory(run) if isinstance(run, Path) else run
-    return [each.step for each in find_checkpoints(chosen, run, stored).candidates]
+    return [each.step for each in checkpoints_at_start(chosen, run, stored).candidates]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_new_run_has_an_empty_place(tmp_path: Path) -> None:
-    checkpoints = find_checkpoints(config(), RunDirectory(tmp_path / "none"), None)
+    checkpoints = checkpoints_at_start(config(), RunDirectory(tmp_path / "none"), None)
     assert (checkpoints.saved, checkpoints.candidates) == ((), ())
     assert not (tmp_path / "none").exists(), "the folder is made by the first save"
 
@@ -106,10 +106,10 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_again(tmp_path: Pa
 
 
 def test_what_is_tried_and_in_which_order(folder: Path) -> None:
-    checkpoints = find_checkpoints(config(), RunDirectory(folder.parent), STORED)
+    checkpoints = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [200, 100]
     assert all(each.manifest is None for each in checkpoints.saved), "manifests are large, and each rank reads the one"
-    checkpoints = find_checkpoints(config(resume=100), RunDirectory(folder.parent), STORED)
+    checkpoints = checkpoints_at_start(config(resume=100), RunDirectory(folder.parent), STORED)
     assert [each.step for each in checkpoints.candidates] == [100]
     assert [each.step for each in checkpoints.saved] == [200, 100]
     with pytest.raises(ConfigError, match=r"checkpoint.resume \(200\) must be the step of an intact checkpoint"):
@@ -127,7 +127,7 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     with pytest.raises(ConfigError, match=rf"has a checkpoint of step 100: .* checkpoint.load={partial} for"):
         found_by(*new)
     assert partial.is_dir()
-    (found,) = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
+    (found,) = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED).candidates
     assert (found.step, found.folder.local(), found.problem) == (100, name, None)
     assert verify_checkpoint(found.folder).sound
     assert not partial.exists()
@@ -174,7 +174,7 @@ def test_a_run_goes_on_where_it_was(
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
     monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", lambda folder, _world: Manifest.read(folder))
     monkeypatch.setattr("shardwise.checkpoint.restore.restore_checkpoint", lambda *_: SimpleNamespace(damage=()))
-    candidates = find_checkpoints(chosen, RunDirectory(tmp_path), STORED).candidates
+    candidates = checkpoints_at_start(chosen, RunDirectory(tmp_path), STORED).candidates
     progress = Progress()
     resume.restore_first_intact(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
     assert (progress.step, progress.samples, progress.tokens) == (100, 800, 25_600)
@@ -226,7 +226,7 @@ class Told:
 @pytest.mark.parametrize("seen", ["at a glance", "on the way"])
 def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not answer holds what it holds."""
-    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).candidates
+    found = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED).candidates
     if seen == "at a glance":
         found = (found[0], replace(found[1], problem="no answer", unreadable=True))
 
@@ -243,7 +243,7 @@ def test_only_damage_is_rolled_back_for(seen: str, folder: Path, monkeypatch: py
 def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
     at = config(path=str(tmp_path / "place"))
-    root = find_checkpoints(at, theirs, None).root
+    root = checkpoints_at_start(at, theirs, None).root
     record_owner(root, RunOwner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
         found_by(at, ours, None)
@@ -280,7 +280,7 @@ def test_a_later_checkpoint_that_cannot_be_renamed_is_told(folder: Path, monkeyp
     def refuse(root: Root, target: Root) -> None:
         raise StoreError(f"{root} cannot be renamed: Read-only file system")
 
-    found = find_checkpoints(config(), RunDirectory(folder.parent), STORED).saved
+    found = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED).saved
     monkeypatch.setattr(Root, "rename", refuse)
     told = (
         "a checkpoint after step 100 could not be set aside: .*step-00000200 cannot be renamed: Read-only file system"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.rank_file import Occurrence
+from shardwise.train.rank_file import WarningOnce
 from shardwise.train.step_meters import STRAGGLER_STEPS, _Stragglers
 from shardwise.train.step_record import SMOOTHED_STEPS, Progress, Straggler
 
@@ -63,7 +63,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
 
 
 def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
-    slow = Occurrence(1.5, 1.25)
+    slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]
     assert not slow.begins(1.0, 5)

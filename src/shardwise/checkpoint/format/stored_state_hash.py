@@ -10,7 +10,7 @@ from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
-from shardwise.optim.state_digest import StateHash, box_sum, place_in_training
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place
 
 _ELEMENTS_AT_ONCE = 2**20
 """Elements in memory at once, 8 MiB as integers of 64 bits."""
@@ -29,7 +29,7 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     seed = manifest.rng.get("seed")
     if not isinstance(sums, Mapping) or not _are_sums(sums, manifest) or not isinstance(seed, int):
         return [f"{folder}: the state hash in its manifest must name tensors of the checkpoint, and the seed be there"]
-    place = place_in_training(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
+    place = digest_place(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
     stored = StoredTensors(folder, manifest.tensors, manifest)
     computed = StateHash(
         place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}

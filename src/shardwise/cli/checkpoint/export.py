@@ -123,7 +123,6 @@ def _require_readable(export: Export, reader: str) -> None:
 
 
 def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
-    """Write the file of `--gguf`."""
     if "://" in arguments.dest or arguments.push is not None or arguments.reader not in (None, "gguf"):
         raise ConfigError(
             f"--gguf writes one file for llama.cpp on this machine: DEST ({arguments.dest}) must be a path, and --push "
@@ -161,7 +160,7 @@ def shard_bytes(given: str) -> int:
 
 
 def parent_and_name(location: str) -> tuple[Root, str]:
-    """The folder that a new one is made in, and its name."""
+    """The folder in which the command makes a new one, and the new name."""
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:

@@ -111,7 +111,6 @@ def _text(fact: Any) -> str:
 
 
 def _described(checkpoint: StepFolder, tensors: bool) -> dict[str, Any]:
-    """A checkpoint as JSON shows it."""
     described: dict[str, Any] = {
         "path": str(checkpoint.folder),
         "step": checkpoint.step,

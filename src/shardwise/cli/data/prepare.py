@@ -98,7 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _data_keys(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    """The keys of the section `data` that the arguments give."""
     name: str = arguments.input
     # An INPUT that exists is meant as a path, and so is one that cannot be a hub id.
     is_path = source.exists() or name.startswith((".", "/", "~")) or name.endswith(_PATH_ENDS)

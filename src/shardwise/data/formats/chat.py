@@ -35,18 +35,11 @@ from shardwise.data.reading.chat_files import (
 )
 from shardwise.data.reading.dataset_tables import names_data_set
 from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_text_source
-from shardwise.data.request import DataRequest
+from shardwise.data.request import Announce, DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, Part, json_digest, part_sizes_text
 from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    bounds_writers,
-    group_by_size,
-    part_digests,
-    part_facts,
-    token_writers,
-)
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -58,8 +51,6 @@ _BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class _PreparedChat(prepared_data.PreparedData):
-    """Tokenized conversations of each part."""
-
     conversations: Mapping[Part, Conversations]
 
     def count(self, part: Part) -> int:
@@ -79,26 +70,22 @@ class _PreparedChat(prepared_data.PreparedData):
         return ConversationBatches(chats, length, 0 if evaluation else request.seed)
 
 
-def _open_data(request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool) -> _PreparedChat:
-    """Opens the conversations of `request`, tokenizing them first if the cache `root` has no tokens of them."""
+def _open_data(request: DataRequest) -> _PreparedChat:
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
     known = None if stamp is None else json_digest({"chat": stamp})
-    content, scan = digest_of_text(root, known, source, lambda: _scan(source, announce), announce)
+    content, scan = digest_of_text(request, known, source, lambda: _scan(source, request.announce))
     entry = prepared_data.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    return _prepared(entry, source, request, any_size)
+    return _prepared(entry, source, request)
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     return cache.cache_key(
         {
@@ -112,7 +99,6 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
 
 
 def _require_fitting(request: DataRequest) -> None:
-    """Raises DataError if the model cannot be trained on conversations."""
     if request.objectives != ("lm",):
         raise DataError(
             f"model.family ({request.family}) must predict the next token to learn from {request.data.name}"
@@ -150,7 +136,7 @@ def _conversations(source: _Source) -> Iterator[Chat]:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
-def _scan(source: _Source, announce: prepared_data.Announce = None) -> TextScan:
+def _scan(source: _Source, announce: Announce = None) -> TextScan:
     digest = _ChatDigest()
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
         characters = [*map(_characters, digest.watch_chats(_conversations(source)))]
@@ -162,7 +148,7 @@ def _characters(chat: Chat) -> int:
     return sum(map(len, chat[1].texts))
 
 
-class _ChatDigest(ContentDigest):
+class _ChatDigest(encoding.ContentDigest):
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
@@ -182,9 +168,8 @@ def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]
     return np.cumsum(scan.characters) > split.boundary
 
 
-def _build(
-    folder: Path, source: _Source, scan: TextScan, request: DataRequest, announce: prepared_data.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: _Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     is_held_out = _held_out(scan, request.data.split_weights)
     named = request.data.tokenizer
     kept = folder / "tokenizer"
@@ -215,7 +200,7 @@ def _build(
         "unread": names,
         **parts,
         "tokenizer": cache.tokenizer_digest(kept),
-        "fingerprint": cache.data_fingerprint([scan.content, *part_digests(parts)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(parts)]),
     }
 
 
@@ -246,13 +231,13 @@ def _encode(
 ) -> dict[str, Any]:
     """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     with contextlib.ExitStack() as files:
-        writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
-        bounds = bounds_writers(files, ("conversations", "answers"), folder)
+        writers = encoding.token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
+        bounds = encoding.bounds_writers(files, ("conversations", "answers"), folder)
         for part in PARTS:
             bounds[part]["conversations"].write([0])
         is_out = iter(is_held_out.tolist())
         left_out = dict.fromkeys(PARTS, 0)
-        for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
+        for batch in encoding.group_by_size(chats, _characters, _BATCH_CHARACTERS):
             for ids, answers, left_out_of_chat in encode_chats(template, batch):
                 chosen: Part = "eval" if next(is_out, False) else "train"
                 left_out[chosen] += left_out_of_chat
@@ -261,11 +246,11 @@ def _encode(
                 writer.write(ids)
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
-    parts = part_facts(writers, bounds)
+    parts = encoding.part_facts(writers, bounds)
     return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
-def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> _PreparedChat:
+def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) -> _PreparedChat:
     facts = entry.manifest
     chats = {
         part: Conversations(
@@ -274,13 +259,12 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, an
         for part in PARTS
     }
     length = request.sequence_length
-    needed = [] if any_size else request.needed_parts
     problems = [
         f"the {PART_NAMES[part]} part of {request.data.key} {source.name} "
         f"({counted(facts[part]['documents'], 'conversation')} at data.split={request.data.split}) must have an answer "
         f"that begins within the first train.sequence_length + 1 ({length + 1:,}) tokens of a conversation: give more "
         "conversations, a longer sequence or another split"
-        for part in needed
+        for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
     if problems:
@@ -350,7 +334,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     lengths = LengthStatistics.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
-        batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
+        batches = encoding.group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
         lengths = LengthStatistics.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.formats.prepared_data import Announce, PreparedData
+from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import TokenSource
@@ -62,12 +62,7 @@ class LengthStatistics:
 
 @dataclass(frozen=True)
 class InspectedSample:
-    """The beginning of a document or row that `data inspect` shows.
-
-    Attributes:
-        text: text, decoded if the data are tokens; None if there is no tokenizer.
-        ids: tokens; None if the data are text.
-    """
+    """The beginning of a document or row that `data inspect` shows: its text if it is known, its ids if it has some."""
 
     number: int
     text: str | None
@@ -76,13 +71,7 @@ class InspectedSample:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The contents of data as `data inspect` shows them, for a user and for programs.
-
-    Attributes:
-        rows: names and their descriptions, in the order in which to show them.
-        counts: numbers behind the rows, for programs.
-        notes: warnings, and the reason why samples are shown as ids.
-    """
+    """The contents of data as `data inspect` shows them: `rows` and `notes` for a user, `counts` for programs."""
 
     path: str
     format: str
@@ -97,22 +86,11 @@ class Inspection:
 
 @dataclass(frozen=True)
 class FirstDocuments:
-    """The first documents of data, or all, whose packed samples `data inspect` shows.
-
-    Attributes:
-        bounds: first token of each document, then the number of tokens, [documents + 1].
-        is_all: True if the data have no more.
-    """
+    """The first documents of data, whose packed samples `data inspect` shows; `is_all`: there are no more."""
 
     tokens: TokenSource
     bounds: IntArray
     is_all: bool
-
-
-class _OpenData(Protocol):
-    """Opens the data of a run; results that take long to make are kept in the cache `root`."""
-
-    def __call__(self, request: DataRequest, root: Path, announce: Announce, *, any_size: bool) -> PreparedData: ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +101,7 @@ class DataFormat:
 
     Attributes:
         name: value of `data.format`; "text" stands for jsonl and parquet too.
+        open_data: opens the data of a run; results that take long to make are kept in the data cache.
         preview: describes the data to the user of a dry run in a moment. Of the network, only the hub is asked.
         inspect: describes the data, with the first samples, whose number is given.
         is_at: True if names at a path show that data of the format lie there. No file is opened; an OSError means that
@@ -137,7 +116,7 @@ class DataFormat:
 
     name: str
     contents: DataContents
-    open_data: _OpenData
+    open_data: Callable[[DataRequest], PreparedData]
     preview: Callable[[DataRequest], str]
     inspect: Callable[[DataConfig, int], Inspection]
     is_at: Callable[[Path], bool] = lambda _path: False

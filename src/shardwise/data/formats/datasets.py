@@ -35,41 +35,39 @@ _TEXT = ("string", "large_string")
 TokenRowSource = DataSet | RowFiles
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> prepared_data.PreparedText:
+def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     """Opens a data set's column of text or of tokens from the cache, which is filled first if it has none.
 
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
     cache knows the content of a text, or has an entry of tokens.
     """
     if request.data.streaming:
-        return streamed_text.open_stream(request, root, announce, any_size=any_size)
+        return streamed_text.open_stream(request)
     dataset = ColumnSource.open(request.data)
-    is_known_text = cache.known_text_digest(root, dataset.stamp()) is not None
+    is_known_text = cache.known_text_digest(request.root, dataset.stamp()) is not None
     if not is_known_text:
         key = _key(dataset, request)
-        if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
-            return open_token_rows(dataset, request, root, announce, any_size=any_size)
-    if request.data.tokenizer is None and (any_size or request.weights is not None):
+        if cache.open_tokens(request.root, key) is not None or _holds_tokens(dataset, request.root):
+            return open_token_rows(dataset, request)
+    if request.data.tokenizer is None and (request.any_size or request.weights is not None):
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return text.open_text(request, root, announce, any_size=any_size, source=dataset)
+    return text.open_text(request, dataset)
 
 
-def open_token_rows(
-    dataset: TokenRowSource, request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> prepared_data.PreparedText:
+def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
     """Opens a data set's rows of tokens from the cache, which is filled first if it has none."""
     if problems := prepared_data.document_mark_problems(request.data, of_rows=True):
         raise DataError(problems)
     entry = cache.open_or_build_tokens(
-        root, _key(dataset, request), lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
+        request.root,
+        _key(dataset, request),
+        lambda folder: _build(folder, dataset, request),
+        f"{dataset.name}: once",
+        request.announce,
     )
-    return packing_cache.with_packed_samples(
-        request, root, _prepared(entry, dataset, request, root, any_size), announce
-    )
+    return packing_cache.with_packed_samples(request, _prepared(entry, dataset, request))
 
 
 def _appended(request: DataRequest) -> int | None:
@@ -128,7 +126,6 @@ def _build(folder: Path, dataset: TokenRowSource, request: DataRequest) -> dict[
 
 
 def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
-    """The split of rows by their tokens, as `plan_text_split` makes it of documents by their characters."""
     end = _appended(request)
     lengths = [rows.ended(end).lengths for name in dataset.splits for rows in dataset.rows(name)]
     return plan_text_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
@@ -166,9 +163,7 @@ def _parts(
             start += len(tokens)
 
 
-def _prepared(
-    entry: cache.CacheEntry, dataset: TokenRowSource, request: DataRequest, root: Path, any_size: bool
-) -> prepared_data.PreparedText:
+def _prepared(entry: cache.CacheEntry, dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
     problems = prepared_data.missing_tokenizer_problems(request)
     if request.in_pairs and not problems:
         problems.append(
@@ -176,16 +171,14 @@ def _prepared(
             "holds tokens: name a column of text by data.text_key"
         )
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
-    problems = problems or prepared_data.too_short_parts(
-        request, entry, dataset.name, [] if any_size else request.needed_parts
-    )
+    problems = problems or prepared_data.too_short_parts(request, entry, dataset.name, request.needed_parts)
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
     return prepared_data.PreparedText(
-        prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        prepared_data.tokenizer_in_cache(request, tokenizer),
         entry.manifest["fingerprint"],
         f"{dataset.name}: {size(nbytes)}, {number}, {part_sizes_text(sizes)} tokens{_ends(entry.manifest)}",
         tokens={part: entry.tokens(part) for part in PARTS},

@@ -16,16 +16,8 @@ from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
 from shardwise.data.formats import inspections, prepared_data
 from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
-from shardwise.data.reading import content, data_manifest
-from shardwise.data.reading.hdf5_files import (
-    Hdf5Shard,
-    Hdf5ShardRows,
-    h5py_library,
-    hdf5_shard_paths,
-    listed_positions,
-    names_hdf5_shards,
-    unpack_hdf5_shards,
-)
+from shardwise.data.reading import content, data_manifest, hdf5_files
+from shardwise.data.reading.hdf5_files import Hdf5Shard, Hdf5ShardRows
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, sentence_pairs
@@ -42,11 +34,7 @@ _RUN_ROWS = 64
 
 @dataclass(frozen=True)
 class _PreparedShards(prepared_data.PreparedData):
-    """HDF5 shards, whose rows are divided into parts.
-
-    Attributes:
-        bounds: first row of the training, the evaluation and the test part, then the number of rows.
-    """
+    """HDF5 shards, whose parts are rows between two of `bounds` each."""
 
     shards: Hdf5ShardRows
     bounds: Sequence[int]
@@ -76,16 +64,13 @@ class _PreparedShards(prepared_data.PreparedData):
         return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, request.seed)
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedShards:
-    """Opens the shards of `request`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
+def _open_data(request: DataRequest) -> _PreparedShards:
     data = request.data
     token_types = prepared_data.require_sentence_pairs(request)
     shards = []
     problems = []
-    h5py_library()
-    for path in hdf5_shard_paths(data):
+    hdf5_files.h5py_library()
+    for path in hdf5_files.hdf5_shard_paths(data):
         try:
             shards.append(Hdf5Shard.open(path, request.sequence_length))
         except DataError as error:
@@ -96,10 +81,12 @@ def _open_data(
     tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
     if problems:
         raise DataError(problems)
-    rows = Hdf5ShardRows(unpack_hdf5_shards(root, shards, announce), request.vocab_size, token_types)
+    rows = Hdf5ShardRows(
+        hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
+    )
     bounds = part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(request.needed_parts, pairwise(bounds), strict=False):
-        if first == stop and not any_size:
+        if first == stop:
             problems.append(
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
@@ -111,7 +98,7 @@ def _open_data(
     with content.read_errors("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
     return _PreparedShards(
-        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         shards=rows,
         bounds=bounds,
         fingerprint=json_digest({"digests": digests, "bounds": bounds}),
@@ -121,21 +108,20 @@ def _open_data(
 
 def _manifests(data: DataConfig) -> list[Path]:
     """The files in the folders of the shards that may say which tokenizer made them."""
-    return sorted({data_manifest.manifest_of_folder(path.parent) for path in hdf5_shard_paths(data)})
+    return sorted({data_manifest.manifest_of_folder(path.parent) for path in hdf5_files.hdf5_shard_paths(data)})
 
 
 def _preview(request: DataRequest) -> str:
     """The number of shards; the first few are opened."""
     prepared_data.require_sentence_pairs(request)
-    paths = hdf5_shard_paths(request.data)
+    paths = hdf5_files.hdf5_shard_paths(request.data)
     previewed = [Hdf5Shard.open(path, request.sequence_length) for path in paths[:_PREVIEWED]]
     opened = f", of which {len(previewed)} were opened" if len(previewed) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Shards of masked sentence pairs."""
-    paths = hdf5_shard_paths(data)
+    paths = hdf5_files.hdf5_shard_paths(data)
     first = Hdf5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
     shards = Hdf5ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
@@ -145,7 +131,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
     )
     values = shards.take(rows_B)
     leading = shards.take(np.arange(min(samples, number)))
-    masked = float(listed_positions(values["masked_lm_positions"]).sum(axis=1).mean())
+    masked = float(hdf5_files.listed_positions(values["masked_lm_positions"]).sum(axis=1).mean())
     follows = float((values["next_sentence_labels"] == 0).mean())
     sizes = sorted(shard.rows for shard in shards.shards)
     rows_each = f"{sizes[0]:,}"
@@ -198,7 +184,7 @@ def _summary(shards: Hdf5ShardRows, bounds: Sequence[int], request: DataRequest)
 FORMAT = DataFormat(
     name="hdf5",
     contents="masked pairs",
-    is_at=names_hdf5_shards,
+    is_at=hdf5_files.names_hdf5_shards,
     open_data=_open_data,
     preview=_preview,
     inspect=_inspect,

@@ -14,15 +14,9 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
 from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
+from shardwise.data.reading import megatron_files
 from shardwise.data.reading.data_manifest import manifest_of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import (
-    IndexedFile,
-    MegatronDocuments,
-    count_sequences,
-    count_tokens,
-    is_megatron_file,
-    megatron_prefix,
-)
+from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.reading.token_files import flat_token_files
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, json_digest, part_bounds, part_sizes_text
@@ -109,10 +103,7 @@ class _PreparedDocuments(prepared_data.PreparedData):
         return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedDocuments:
-    """Opens the data sets of `request`; only the tokenizer, if one is named, is kept in the cache `root`."""
+def _open_data(request: DataRequest) -> _PreparedDocuments:
     problems = prepared_data.missing_tokenizer_problems(request, has_documents=True)
     files: list[IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
@@ -124,14 +115,14 @@ def _open_data(
     if problems:
         raise DataError(problems)
     parts = _parts(files, request)
-    if not any_size and (problems := _too_short(parts, request)):
+    if problems := _too_short(parts, request):
         raise DataError(problems)
-    packed_parts = tuple(_packed(files, parts, request, root, announce))
+    packed_parts = tuple(_packed(files, parts, request))
     weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
     return _PreparedDocuments(
-        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         weights=weights,
         parts=parts,
         fingerprint=json_digest(
@@ -147,11 +138,7 @@ def _open_data(
 
 
 def _packed(
-    files: Sequence[IndexedFile],
-    parts: Mapping[Part, tuple[MegatronDocuments, ...]],
-    request: DataRequest,
-    root: Path,
-    announce: prepared_data.Announce,
+    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
     """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
@@ -168,33 +155,31 @@ def _packed(
         documents = {part: chosen[number] for part, chosen in parts.items()}
         numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
         bounds = {part: chosen.bounds for part, chosen in documents.items() if len(chosen)}
-        yield packing_cache.open_packed_samples(
-            root, packing_cache.packing_key([file.digest, numbers], request), bounds, request, file.prefix, announce
-        )
+        key = packing_cache.packing_key([file.digest, numbers], request)
+        yield packing_cache.open_packed_samples(request, file.prefix, key, bounds)
 
 
 def _manifests(data: DataConfig) -> list[Path]:
     """The files next to the data sets that may say which tokenizer made them."""
-    return [manifest_of_prefix(megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
+    return [manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
 
 
 def _preview(request: DataRequest) -> str:
     """The number of sequences, by the headers of the .idx files."""
-    sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
+    sequences = [megatron_files.count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
 def _most_tokens(request: DataRequest, limit: int) -> int | None:
-    """The tokens of all data sets; None where pairs repeat sentences."""
     if request.in_pairs:
         return None
-    total = sum(count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
+    total = sum(megatron_files.count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
     return total if total <= limit else None
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
     assert data.path is not None
-    prefix = megatron_prefix(data.path)
+    prefix = megatron_files.megatron_prefix(data.path)
     file = IndexedFile.open(prefix)
     number = file.num_documents
     total = len(file.tokens)
@@ -236,9 +221,8 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
 
 
 def _first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a data set, as many as are packed together."""
     assert data.path is not None
-    file = IndexedFile.open(megatron_prefix(data.path))
+    file = IndexedFile.open(megatron_files.megatron_prefix(data.path))
     number = min(file.num_documents, packing.WINDOW)
     return FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
@@ -285,7 +269,7 @@ def _summary(
 FORMAT = DataFormat(
     name="megatron",
     contents="tokens",
-    is_at=lambda path: is_megatron_file(path) and not flat_token_files(path),
+    is_at=lambda path: megatron_files.is_megatron_file(path) and not flat_token_files(path),
     open_data=_open_data,
     preview=_preview,
     inspect=_inspect,

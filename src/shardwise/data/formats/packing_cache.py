@@ -26,27 +26,18 @@ _Text = TypeVar("_Text", bound=prepared_data.PreparedText)
 
 
 def open_packed_samples(
-    root: Path,
-    key: str,
-    bounds: Mapping[Part, Callable[[], IntArray]],
-    request: DataRequest,
-    name: object,
-    announce: prepared_data.Announce,
+    request: DataRequest, name: object, key: str, bounds: Mapping[Part, Callable[[], IntArray]]
 ) -> dict[Part, PackedSamples]:
-    """The shortest samples of each part of the data `name`, which are packed first if the cache `root` has none.
-
-    Args:
-        bounds: functions that find the bounds of the documents of each part that has some.
-    """
+    """The shortest samples of each part of the data `name`, packed first if need be; `bounds` finds documents."""
     length = request.unit_length
     together = request.block_length // length
 
     def build(folder: Path) -> dict[str, Any]:
-        if announce is not None:
-            announce(f"preparing the data {name}: packing the documents once, then cached in {root}")
+        if request.announce is not None:
+            request.announce(f"preparing the data {name}: packing the documents once, then cached in {request.root}")
         return {part: _write(folder, part, find(), length, together) for part, find in bounds.items()}
 
-    entry = cache.open_or_build(root, _KIND, key, cache.has_sound_bounds, build)
+    entry = cache.open_or_build(request.root, _KIND, key, cache.has_sound_bounds, build)
     return {
         part: PackedSamples(
             entry.bounds(part, "pieces").reshape(-1, 2),
@@ -67,7 +58,6 @@ def packing_key(documents: Any, request: DataRequest) -> str:
 
 
 def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: int) -> dict[str, Any]:
-    """Writes the samples of a part; returns its record in the manifest."""
     facts = PackingFacts()
     with ExitStack() as files:
         pieces, samples = (
@@ -84,11 +74,7 @@ def _write(folder: Path, part: Part, bounds: IntArray, length: int, together: in
 
 
 def with_packed_samples(
-    request: DataRequest,
-    root: Path,
-    data: _Text,
-    announce: prepared_data.Announce,
-    documents: Mapping[Part, Callable[[], IntArray]] | None = None,
+    request: DataRequest, data: _Text, documents: Mapping[Part, Callable[[], IntArray]] | None = None
 ) -> _Text:
     """The prepared `data` with packed samples of all parts, if `request` asks for them; else as they are.
 
@@ -107,9 +93,7 @@ def with_packed_samples(
         assert ends is not None, "documents are told apart"
         token = ends.token
         documents = {part: _finder(request, part, row, token) for part, row in data.tokens.items() if len(row)}
-    packed = open_packed_samples(
-        root, packing_key([data.fingerprint, token], request), documents, request, request.data.name, announce
-    )
+    packed = open_packed_samples(request, request.data.name, packing_key([data.fingerprint, token], request), documents)
     return replace(data, packed=packed, summary=f"{data.summary}{packing_facts_text([packed])}")
 
 

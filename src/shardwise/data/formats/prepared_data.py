@@ -23,8 +23,6 @@ from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, op
 if TYPE_CHECKING:
     from shardwise.data.samples import packing
 
-Announce = Callable[[str], None] | None
-"""Called with one line when something is fetched or built."""
 # Digits of a digest in messages: enough to tell two apart.
 _SHOWN_DIGITS = 12
 
@@ -175,11 +173,7 @@ def pair_batches(
 
 
 def document_ends(data: DataConfig, tokenizer: Path | None) -> causal.DocumentEnds | None:
-    """The changes at ends of documents that the section `data` asks for; None: a sample is a row of tokens.
-
-    Raises:
-        ConfigError: neither a key nor a tokenizer says which token ends a document.
-    """
+    """The changes at ends of documents that `data` asks for, if any; ConfigError: nothing says what ends a document."""
     if not data.document_options:
         return None
     token = data.eod_token
@@ -201,11 +195,7 @@ def _document_end_problems(data: DataConfig) -> list[str]:
 
 
 def document_mark_problems(data: DataConfig, *, of_rows: bool = False) -> list[str]:
-    """The problems of keys that ask for marks of documents where the data are tokens already.
-
-    Args:
-        of_rows: True if the data are rows, after which `data.append_eod` can put an end of document.
-    """
+    """The problems of keys that ask for marks of documents in tokens; `of_rows`: `data.append_eod` is possible."""
     if of_rows and data.append_eod:
         data = data.model_copy(update={"append_eod": None})
     return data.refused_marks(f"{data.key} ({data.name}), whose tokens are read as they are")
@@ -222,11 +212,7 @@ def require_sentence_pairs(request: DataRequest) -> int:
 
 
 def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = False) -> list[str]:
-    """The problems of keys that need a tokenizer, where the data are tokens and `data.tokenizer` names none.
-
-    Args:
-        has_documents: True if the data themselves tell where documents end.
-    """
+    """The problems of keys that need a tokenizer, and none is named; `has_documents`: the data tell their documents."""
     if request.data.tokenizer is not None:
         return []
     needs = f"needs data.tokenizer, as {request.data.key} {request.data.name} holds tokens alone: name what made them"
@@ -239,12 +225,7 @@ def missing_tokenizer_problems(request: DataRequest, *, has_documents: bool = Fa
 
 
 def tokenizer_of_tokens(request: DataRequest, manifests: Iterable[Path], problems: list[str]) -> Tokenizer | None:
-    """The tokenizer that `data.tokenizer` names, if data are tokens already; None if it names none.
-
-    Args:
-        manifests: files next to the data that say which tokenizer made them.
-        problems: list to which the problems of the tokenizer are appended; the result must not be used then.
-    """
+    """The tokenizer that `data.tokenizer` names for tokens, if any; `problems` gets why it cannot be used."""
     named = request.data.tokenizer
     if named is None:
         return None
@@ -282,15 +263,14 @@ def other_tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterab
 
 
 def _digest_of(name: str) -> str | None:
-    """The digest of the tokenizer of this path or hub id, if it is on this machine."""
     try:
         return Tokenizer.load(hub.resolve_tokenizer(name, cached=True)).digest
     except ConfigError:
         return None
 
 
-def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: Path) -> Path | None:
-    """The folder in the cache `root` that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
+def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None) -> Path | None:
+    """The folder in the data cache that holds `tokenizer`, which `data.tokenizer` names; None if there is none."""
     path = request.data.tokenizer
     if tokenizer is None or path is None:
         return None
@@ -301,7 +281,7 @@ def tokenizer_in_cache(request: DataRequest, tokenizer: Tokenizer | None, root: 
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
     key = user_tokenizer_digest(path)[:32]
-    return cache.open_or_build(root, "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
+    return cache.open_or_build(request.root, "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
 
 
 def padding_problems(special: PairTokens | None, request: DataRequest) -> list[str]:
@@ -366,21 +346,20 @@ def too_short_parts(request: DataRequest, entry: cache.CacheEntry, name: str, pa
 
 
 def open_text_tokens(
-    root: Path,
-    key_with: Callable[[str | None], str],
-    tokenizer: str | None,
-    build: Callable[[Path], Mapping[str, object]],
+    request: DataRequest,
     name: str,
-    announce: Announce,
+    key_with: Callable[[str | None], str],
+    build: Callable[[Path], Mapping[str, object]],
 ) -> cache.CacheEntry:
-    """The cached tokens of a text, built if the cache `root` has none.
+    """The cached tokens of the text `name`, built if there are none.
 
     Args:
         key_with: function that returns the key of the text and a tokenizer, which is None if one is trained on it.
         build: function that fills a folder, see `cache.open_or_build`.
     """
-    key = cache.token_entry_key(root, key_with(tokenizer))
-    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", announce)
+    root = request.root
+    key = cache.token_entry_key(root, key_with(request.data.tokenizer))
+    entry = cache.open_or_build_tokens(root, key, build, f"{name}: once", request.announce)
     # A run that continues, and an evaluation, name the tokenizer in the checkpoints, which is that of the entry.
     cache.remember_same_tokens(root, key, key_with(str(entry.tokenizer_path)))
     return entry
@@ -400,11 +379,7 @@ def require_unchanged(name: str, digest: str, content: str) -> None:
 
 
 def random_tokens(vocabulary: int = 131, samples: int = 64, length: int = 16, *, pairs: bool = False) -> PreparedText:
-    """Random training data, for tests and measurements: four in five tokens follow from their predecessor.
-
-    Args:
-        pairs: True if the tokens are in sentences, for samples of sentence pairs.
-    """
+    """Random training data for tests and measurements, which a model can learn; `pairs`: they are in sentences."""
     generator = np.random.default_rng(0)
     tokens = [1]
     for noise in generator.random(samples * length):

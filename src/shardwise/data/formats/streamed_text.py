@@ -95,10 +95,8 @@ class _PreparedStream(prepared_data.PreparedText):
         return [text_sources.open_text_shard(file, self.data) for file in self.files]
 
 
-def open_stream(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> _PreparedStream:
-    """Opens text that is streamed; its first documents are read if the cache `root` does not know them."""
+def open_stream(request: DataRequest) -> _PreparedStream:
+    """Opens text that is streamed; its first documents are read if the data cache does not know them."""
     source = text_sources.open_text_source(request.data)
     # Built-in texts, which are small, are refused by the configuration.
     assert isinstance(source, text_sources.FileSource | text_sources.ColumnSource)
@@ -107,14 +105,14 @@ def open_stream(
     else:
         stamp = _digest_of_files(source.files, hashed=False)
     entry = cache.open_or_build_tokens(
-        root,
+        request.root,
         _key(request, stamp),
-        lambda folder: _build(folder, source, request, announce),
+        lambda folder: _build(folder, source, request),
         f"{request.data.name}: the first documents of a stream",
-        announce,
+        request.announce,
     )
     left_out = source.left_out_note() if isinstance(source, text_sources.FileSource) else ""
-    return packing_cache.with_packed_samples(request, root, _prepared(entry, request, any_size, left_out), announce)
+    return packing_cache.with_packed_samples(request, _prepared(entry, request, left_out))
 
 
 def _key(request: DataRequest, stamp: str) -> str:
@@ -159,11 +157,9 @@ def _digest_of_files(paths: Sequence[Path], *, hashed: bool) -> str:
 
 
 def _build(
-    folder: Path,
-    source: text_sources.FileSource | text_sources.ColumnSource,
-    request: DataRequest,
-    announce: prepared_data.Announce,
+    folder: Path, source: text_sources.FileSource | text_sources.ColumnSource, request: DataRequest
 ) -> dict[str, Any]:
+    announce = request.announce
     if isinstance(source, text_sources.FileSource):
         reading = source.described()
         source.require_text()  # a file that holds no text is refused now, not in the middle of the training
@@ -237,11 +233,11 @@ def _first_block(shards: Sequence[text_sources.TextShard], buffer: int) -> _Firs
     return _FirstBlock(documents, (len(shards), 0), is_all=True)
 
 
-def _prepared(entry: cache.CacheEntry, request: DataRequest, any_size: bool, left_out: str) -> _PreparedStream:
+def _prepared(entry: cache.CacheEntry, request: DataRequest, left_out: str) -> _PreparedStream:
     name = request.data.name
     facts = entry.manifest
     parts = [part for part in request.needed_parts if part != "train" or facts["whole"]]
-    problems = prepared_data.too_short_parts(request, entry, name, [] if any_size else parts)
+    problems = prepared_data.too_short_parts(request, entry, name, parts)
     if problems:
         raise DataError(problems)
     tokens = {part: entry.tokens(part) for part in PARTS}

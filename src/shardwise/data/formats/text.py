@@ -29,17 +29,10 @@ from shardwise.data.reading.text_sources import (
     announce_empty,
     open_text_source,
 )
-from shardwise.data.request import DataRequest
+from shardwise.data.request import Announce, DataRequest
 from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
 from shardwise.data.samples.order import mix_bits, mix_integer
-from shardwise.data.tokens.encoding import (
-    RULE,
-    ContentDigest,
-    document_marks,
-    encode_documents,
-    encode_sentences,
-    part_digests,
-)
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
@@ -125,38 +118,35 @@ class TextScan:
     characters: npt.NDArray[np.int64]
 
 
-def open_text(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool, source: Source | None = None
-) -> prepared_data.PreparedText:
-    """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+def open_text(request: DataRequest, source: Source | None = None) -> prepared_data.PreparedText:
+    """Opens `source`, or the text of `request`, tokenizing it first if the data cache has no tokens of it."""
     if request.data.streaming:
         from shardwise.data.formats import streamed_text
 
-        return streamed_text.open_stream(request, root, announce, any_size=any_size)
+        return streamed_text.open_stream(request)
     source = source or open_text_source(request.data)
-    content, scan = digest_of_text(root, source.stamp(), source, lambda: _scan(source, announce), announce)
+    content, scan = digest_of_text(request, source.stamp(), source, lambda: _scan(source, request.announce))
     entry = prepared_data.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    data = _prepared(entry, source, request, any_size)
+    data = _prepared(entry, source, request)
     if request.data.packs_documents:
         from shardwise.data.formats import packing_cache
 
-        return packing_cache.with_packed_samples(request, root, data, announce)
+        return packing_cache.with_packed_samples(request, data)
     return data
 
 
 def digest_of_text(
-    root: Path, stamp: str | None, source: Source, scan: Callable[[], TextScan], announce: prepared_data.Announce
+    request: DataRequest, stamp: str | None, source: Source, scan: Callable[[], TextScan]
 ) -> tuple[str, TextScan | None]:
     """The digest of a source's text, and the scan by which it was found; None if the data cache knew the digest."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
+    root = request.root
     content = cache.known_text_digest(root, stamp)
     if content is not None:
         return content, None
@@ -167,15 +157,15 @@ def digest_of_text(
             content = cache.known_text_digest(root, stamp)
             if content is not None:
                 return content, None
-            if announce is not None:
-                announce(f"preparing the data {source.name}: reading them")
+            if request.announce is not None:
+                request.announce(f"preparing the data {source.name}: reading them")
         scanned = scan()
         cache.remember_text_digest(root, stamp, scanned.content)
     return scanned.content, scanned
 
 
-def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
-    digest = ContentDigest()
+def _scan(source: Source, announce: Announce = None) -> TextScan:
+    digest = encoding.ContentDigest()
     document = 0
     characters = array("q")
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
@@ -188,7 +178,7 @@ def _scan(source: Source, announce: prepared_data.Announce = None) -> TextScan:
     return TextScan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
+def _parts(source: Source, split: TextSplit, digest: encoding.ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
     """All pieces of a text with their parts: the data set's own if `data.split` names them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
@@ -200,7 +190,6 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,
@@ -210,33 +199,34 @@ def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
         **request.data.chosen_marks,
     }
     if request.in_pairs:
-        described["sentences"] = RULE
+        described["sentences"] = encoding.RULE
     return cache.cache_key(described)
 
 
-def _build(
-    folder: Path, source: Source, scan: TextScan, request: DataRequest, announce: prepared_data.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
     split = plan_text_split(scan.characters, request.data.split_weights)
     named = request.data.tokenizer
     pairs = request.in_pairs
     if named is None:
-        read = ContentDigest()
+        read = encoding.ContentDigest()
         texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
         with progress("training a tokenizer", scan.bytes, shown=announce is not None, done=lambda: read.bytes):
             tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
-    digest = ContentDigest()
+    digest = encoding.ContentDigest()
     pieces = _parts(source, split, digest)
     with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         if pairs:
-            parts = encode_sentences(pieces, tokenizer, folder)
+            parts = encoding.encode_sentences(pieces, tokenizer, folder)
         else:
-            parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
+            parts = encoding.encode_documents(
+                pieces, tokenizer, encoding.document_marks(request.data, tokenizer), folder
+            )
     # The text was read twice: to find its content and lengths, and to encode it.
     prepared_data.require_unchanged(source.name, digest.hexdigest(), scan.content)
     # Without splits the test part is empty, and fingerprints from before there was one must stay.
@@ -249,7 +239,7 @@ def _build(
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.data_fingerprint([scan.content, *part_digests(fingerprinted)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
@@ -266,18 +256,15 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(
-    entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool
-) -> prepared_data.PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> prepared_data.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
     if request.in_pairs:
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
-    needed = [] if any_size else request.needed_parts
     problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
-        request, entry, source.name, needed
+        request, entry, source.name, request.needed_parts
     )
     if problems:
         raise DataError(problems)
@@ -342,8 +329,7 @@ def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
 
 
 def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
-    """The tokens of documents with their marks, and the number of each one's."""
-    marks = document_marks(data, tokenizer)
+    marks = encoding.document_marks(data, tokenizer)
     tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
     return tokens.astype(np.int64), sizes
 
@@ -391,7 +377,7 @@ def inspect_text(data: DataConfig, samples: int) -> Inspection:
         bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
         rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
-        marks = document_marks(data, tokenizer)
+        marks = encoding.document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))

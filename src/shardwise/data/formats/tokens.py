@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -30,13 +29,10 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 _LOOKED_AT = 1 << 22
 
 
-def _open_data(
-    request: DataRequest, root: Path, announce: prepared_data.Announce, *, any_size: bool
-) -> prepared_data.PreparedText:
-    """Opens rows of tokens from the cache, which is filled first if it has none, or flat files where they lie."""
+def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     data = request.data
     if not _is_flat(data):
-        return datasets.open_token_rows(RowFiles(data), request, root, announce, any_size=any_size)
+        return datasets.open_token_rows(RowFiles(data), request)
     if problems := prepared_data.document_mark_problems(data):
         raise DataError(problems)
     tokenizer = prepared_data.tokenizer_of_tokens(request, datatrove_metadata_files(data), problems)
@@ -54,13 +50,12 @@ def _open_data(
         cuts = ends[part_bounds(len(ends) - 1, data.split_weights)].tolist()
     rows = {part: tokens.part(*bounds) for part, bounds in zip(PART_NAMES, pairwise(cuts), strict=True)}
     sizes: dict[Part, int] = {part: len(row) for part, row in rows.items()}
-    if not any_size:
-        for part in request.needed_parts:
-            problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
+    for part in request.needed_parts:
+        problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
     if problems:
         raise DataError(problems)
     prepared = prepared_data.PreparedText(
-        prepared_data.tokenizer_in_cache(request, tokenizer, root),
+        prepared_data.tokenizer_in_cache(request, tokenizer),
         json_digest([tokens.digest, cuts]),
         f"{data.name}: {_shown(tokens)}, {part_sizes_text(sizes)} tokens",
         tokens=rows,
@@ -68,18 +63,16 @@ def _open_data(
     )
     # An index tells the documents, else their last token.
     finders = None if ends is None else {part: row.bounds for part, row in rows.items() if len(row)}
-    return packing_cache.with_packed_samples(request, root, prepared, announce, finders)
+    return packing_cache.with_packed_samples(request, prepared, finders)
 
 
 def _is_flat(data: DataConfig) -> bool:
-    """True if `data.path` names flat files, and not rows."""
     assert data.path is not None
     path = user_path(data.path)
     return bool(flat_token_files(path)) or not path.exists()
 
 
 def _shown(tokens: FlatTokens) -> str:
-    """The number, the kinds and the size of the files."""
     kinds = dict.fromkeys(file.reading or file.tokens.dtype.name for file in tokens.files)
     documents = "" if tokens.documents is None else f", {counted(len(tokens.documents) - 1, 'document')}"
     nbytes = size(sum(file.tokens.nbytes for file in tokens.files))
@@ -111,7 +104,6 @@ def _most_tokens(request: DataRequest, limit: int) -> int | None:
 
 
 def _inspect(data: DataConfig, samples: int) -> Inspection:
-    """Rows as those of a data set, or flat files: their first documents, or the beginning of each file."""
     if not _is_flat(data):
         rows = RowFiles(data)
         return datasets.inspect_token_rows(rows, data, samples, rows.files, "rows of tokens")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,8 +83,6 @@ class _PreparedSamples(PreparedData):
 
 
 class _SampleBatches(RowBatches):
-    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`."""
-
     def __init__(self, rows: _CheckedSamples, seed: int, ends: DocumentEnds | None) -> None:
         super().__init__(len(rows), seed, rows.length, ends)
         self.rows = rows
@@ -94,8 +91,8 @@ class _SampleBatches(RowBatches):
         return self.rows.row(index)
 
 
-def open_user_samples(config: Config, request: DataRequest, root: Path, *, any_size: bool) -> _PreparedSamples:
-    """Opens the samples of `hooks.data`; only the tokenizer, if one is named, is kept in the cache `root`."""
+def open_user_samples(config: Config, request: DataRequest) -> _PreparedSamples:
+    """Opens the samples of `hooks.data`; only the tokenizer, if one is named, is kept in the data cache."""
     path = request.hook
     assert path is not None
     opener = load_user_samples(path)
@@ -116,13 +113,13 @@ def open_user_samples(config: Config, request: DataRequest, root: Path, *, any_s
             ) from error
         if number:
             parts[part] = _CheckedSamples(samples, path, request.sequence_length, request.vocab_size)
-        elif part in request.needed_parts and not any_size:
+        elif part in request.needed_parts:
             raise DataError(f"hooks.data ({path}) must give at least one sample of the {PART_NAMES[part]} part")
     # Reading all samples to make a digest may take hours: their number, the first and the last one must do.
     ends = {part: [rows.row(0).tolist(), rows.row(len(rows) - 1).tolist()] for part, rows in parts.items()}
     counts: dict[Part, int] = {part: len(rows) for part, rows in parts.items()}
     return _PreparedSamples(
-        tokenizer_path=tokenizer_in_cache(request, tokenizer, root),
+        tokenizer_path=tokenizer_in_cache(request, tokenizer),
         fingerprint=json_digest({"counts": counts, "ends": ends}),
         summary=f"{path}: {part_sizes_text(counts)} samples",
         parts=parts,

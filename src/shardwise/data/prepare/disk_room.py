@@ -25,12 +25,7 @@ _INDEX_BYTES = 32
 
 @dataclass(frozen=True)
 class _SizeEstimate:
-    """Estimated sizes of a source, a little more rather than less.
-
-    Attributes:
-        exact: True if `bytes` is the size of the text itself, and not of files that wrap it.
-        output_bytes: size of the data set and of the files that it is made of.
-    """
+    """Estimated sizes of a source and of its result, rather more than less; `exact`: `bytes` is that of its text."""
 
     bytes: int
     exact: bool
@@ -38,7 +33,7 @@ class _SizeEstimate:
 
 
 def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _SizeEstimate | None:
-    """The size of prepared data, by that of the files and the text's beginning; None without files, or if packed."""
+    """The size of prepared data, by the files and the text's beginning; None without files, or if packed."""
     if isinstance(source, ColumnSource):
         path = source.data.path
         files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
@@ -65,15 +60,7 @@ def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _
 
 
 def require_disk_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
-    """Announces how much disk the prepared data `output` need.
-
-    Args:
-        needed: bytes that it needs; None if nobody knows.
-        written: bytes that are on the disk already.
-
-    Raises:
-        DataError: the disk has less.
-    """
+    """Announces the bytes that `output` needs, if known, of which some are written; DataError: the disk has less."""
     if needed is None:
         announce(f"preparing {output}: its size is known only after the text was read")
         return

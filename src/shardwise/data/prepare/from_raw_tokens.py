@@ -33,7 +33,6 @@ class RawConversionJob:
     Attributes:
         dtype: dtype of the ids; None: the header or the bytes decide.
         eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
-        tokenizer: tokenizer that made the ids; None if it is unknown.
     """
 
     path: Path
@@ -44,11 +43,7 @@ class RawConversionJob:
 
 
 def convert_raw_tokens(job: RawConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes a Megatron data set of a file of raw token ids, unless it is there already.
-
-    Raises:
-        DataError: the file holds no such ids, other data are at the output, or the disk is too small.
-    """
+    """Makes a Megatron data set of raw token ids; DataError: the file, the output or the disk does not allow it."""
     if job.output.resolve() == megatron_prefix(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:

@@ -24,11 +24,7 @@ from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_t
 
 @dataclass(frozen=True)
 class TextConversionJob:
-    """A text that `data prepare` is to convert, and the Megatron data set that it becomes.
-
-    Attributes:
-        options: `append_eod`, `prepend_bos` and `split_sentences`.
-    """
+    """A text for `data prepare`, and its result; `options`: `append_eod`, `prepend_bos` and `split_sentences`."""
 
     data: DataConfig
     output: Path

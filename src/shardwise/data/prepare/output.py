@@ -74,17 +74,11 @@ class PreparedOutput:
     def produce(
         self, content: Callable[[], str], make: Callable[[Any], Mapping[str, Any]], *, force: bool
     ) -> PreparationOutcome:
-        """Publishes the data that `make` makes, unless the same are there already.
+        """Publishes the data that `make` makes, unless the same are there already; `force` replaces others.
 
-        Args:
-            content: function that returns the digest of the text; it is called only if nothing else differs.
-            make: function that fills the work folder, ends with `complete` and returns its manifest. Its argument is
-                the progress that was saved last; None in an empty folder.
-            force: True to replace data that were prepared from another text or in another way.
-
-        Raises:
-            DataError: other data are there, or the place cannot be written.
-            ConfigError: another process prepares the same output.
+        `content` returns the digest of the text, if nothing else differs. `make` fills the work folder from the
+        progress that was saved last, or None, ends with `complete` and returns the manifest. DataError: other data are
+        there, or the place cannot be written. ConfigError: another process prepares the same output.
         """
         with self._locked():
             state = self._state()
@@ -110,12 +104,7 @@ class PreparedOutput:
         self._save({"reached": progress})
 
     def complete(self, source: Mapping[str, Any], vocab_size: int, *, closes: bool, **counts: Any) -> dict[str, Any]:
-        """Saves that the data in the work folder are complete, and returns their manifest.
-
-        Args:
-            source: facts of the manifest about the text, with the number of its documents.
-            closes: True if the tokenizer's end of document closes the documents.
-        """
+        """Saves that the data of `source` are complete; returns their manifest. `closes`: an end closes documents."""
         # A path is made absolute, as readers start in other folders; a hub id is left as it is.
         name = self._named
         if name is not None and (path := user_path(name)).exists():

@@ -43,11 +43,7 @@ COMMIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _SourcePosition:
-    """The part of a source that has been read.
-
-    Attributes:
-        digest: digest of the text, as `ContentDigest` makes it.
-    """
+    """The part of a source that has been read."""
 
     batches: int = 0
     documents: int = 0
@@ -58,11 +54,7 @@ class _SourcePosition:
 
 @dataclass(frozen=True)
 class TokenizingProgress:
-    """The part of a source that `data prepare` has read, and the tokens and sequences that were written of it.
-
-    Attributes:
-        open_document: tokens of the last document if its end is not written yet, else 0.
-    """
+    """What `data prepare` has read and written; `open_document`: tokens of a last document without an end yet."""
 
     read: _SourcePosition = field(default_factory=_SourcePosition)
     tokens: int = 0
@@ -77,12 +69,7 @@ class TokenizingProgress:
 
 @dataclass(frozen=True)
 class _TextBatch:
-    """Texts, each of which is tokenized by itself: documents, or sentences.
-
-    Attributes:
-        ends: number of texts before the end of each document that ends in this batch.
-        stop: position at which the batch ends.
-    """
+    """Documents or sentences to tokenize one by one; `ends`: number of texts before the end of each document."""
 
     texts: list[str]
     ends: list[int]
@@ -131,11 +118,7 @@ class TokenizingWorkers:
 
     @classmethod
     def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> TokenizingWorkers:
-        """Workers on all cores: this process, unless there are many cores and the text is not small.
-
-        Args:
-            path: file or folder from which other processes open `tokenizer`.
-        """
+        """Workers on all cores: this process, or several for much text, which open the tokenizer at `path`."""
         global _tokenizer
         if small or cpu_count() <= CORES_OF_A_PROCESS:
             _tokenizer = tokenizer
@@ -182,7 +165,6 @@ def tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
-    """Prepares a new process for its tasks."""
     global _tokenizer
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
@@ -195,12 +177,7 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """The rules by which text becomes sequences of tokens.
-
-    Attributes:
-        sentences: True if each sentence is a sequence, and tokenized by itself; False if each document is one.
-        marks: marks of each document; sentences have no token that begins them.
-    """
+    """The rules by which text becomes sequences of tokens: each sentence is one, or each document with its marks."""
 
     sentences: bool
     marks: encoding.DocumentMarks

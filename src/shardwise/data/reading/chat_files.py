@@ -65,14 +65,7 @@ def message_text(message: Message) -> str:
 
 
 def conversations_of_file(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
-    """The conversations of a file, in its lines or rows; one may have no messages.
-
-    Args:
-        key: field or column that holds the messages.
-
-    Raises:
-        DataError: a line or row holds no conversation with an answer; names it.
-    """
+    """The conversations of a file, in the field or column `key`; DataError names a line or row that holds none."""
     if kind == "text":
         raise DataError(f"{path} is plain text, and conversations must be JSON lines or parquet: leave it out")
     located = _in_rows(path, key) if kind == "parquet" else _in_lines(path, key)
@@ -81,11 +74,7 @@ def conversations_of_file(path: Path, kind: Kind, key: str) -> Iterator[Chat]:
 
 
 def conversations_of_table(dataset: DataSet) -> Iterator[Chat]:
-    """The conversations of a data set's column, one split after another; one may have no messages.
-
-    Raises:
-        DataError: there is no such column, or a row holds no conversation with an answer; names it.
-    """
+    """The conversations of a data set's column, split by split; DataError for a row that holds none with an answer."""
     for split in dataset.splits:
         names = dataset.column_names(split)
         columns = _columns(names, dataset.data.text_key, dataset.shown)
@@ -117,7 +106,6 @@ def _in_rows(path: Path, key: str) -> Iterator[tuple[Callable[[], str], Any]]:
 
 
 def _columns(names: Collection[str], key: str, shown: str) -> list[str]:
-    """The columns of a table that are read; DataError if none holds messages."""
     fields = _fields(names, key)
     if not set(fields) <= set(names):
         raise DataError(
@@ -214,7 +202,6 @@ def _message(value: Any, where: Callable[[], str], name: str) -> Message:
 
 
 def _is_text(content: Any) -> bool:
-    """True for text, and for parts of text."""
     if not isinstance(content, list):
         return isinstance(content, str)
     return all(

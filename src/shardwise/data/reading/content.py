@@ -62,8 +62,6 @@ class HubFile:
 
 @dataclass(frozen=True)
 class _Packing:
-    """A program that packs files: their possible beginnings and suffixes, and a function that unpacks an open file."""
-
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
     unpacked: Callable[[IO[bytes]], Any]
@@ -157,7 +155,6 @@ def _window(path: Path | HubFile) -> str:
 
 @contextmanager
 def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
-    """Turns what libraries raise about a packed file, while it is read, into a DataError."""
     try:
         yield
     except ImportError as error:
@@ -210,14 +207,7 @@ class FileReading:
 
 
 def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
-    """The reading of a data file: of the kind that the user chose, or else as its content says.
-
-    Args:
-        kind: kind that `data.format` chooses; None: the content decides.
-
-    Raises:
-        DataError: the file cannot be read, or does not hold text.
-    """
+    """How a data file is read: as `kind`, or as its content says; DataError: it is unreadable, or holds no text."""
     if kind == "parquet":
         return FileReading(kind)
     with read_errors(path), path.open("rb") as file:

@@ -177,7 +177,6 @@ class _HubTables:
         return builder
 
     def _converted_files(self) -> dict[str, str]:
-        """Patterns of the configuration's files of each split."""
         from huggingface_hub import HfApi
 
         try:
@@ -230,11 +229,7 @@ class _HubTables:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A data set of the library `datasets`: the column and the splits that the `data` section names.
-
-    Attributes:
-        tables: tables that the data set has, which are opened as late as possible.
-    """
+    """A data set of the library `datasets`: a column of the splits that `data` names; `tables` are opened late."""
 
     data: DataConfig
     tables: _SavedTables | _HubTables
@@ -267,7 +262,6 @@ class DataSet:
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
-        """The tables that are read, by the names of their splits."""
         key = self.data.text_key
         return {name: with_nested_column(table, key) for name, table in self._chosen(self.tables.load()).items()}
 
@@ -390,11 +384,7 @@ def names_data_set(data: DataConfig) -> bool:
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
-    """Looks up and stores the commit of each of the hub's data sets that all processes of this machine read.
-
-    Raises:
-        ConfigError: there is none, or no access to it, or the library is not installed.
-    """
+    """Stores the commit of each data set of the hub, for all processes; ConfigError where one is not accessible."""
     for name in data.sources_read:
         fetch_dataset(data.source_section(name), announce)
     if data.is_hub_dataset:

@@ -66,7 +66,6 @@ class Hdf5Shard:
         rows: number of samples N.
         length: sequence length S.
         predictions: most predictions of a sample P.
-        chunked: True if an array is stored in chunks.
         unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
     """
 
@@ -80,11 +79,7 @@ class Hdf5Shard:
 
     @classmethod
     def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
-        """Looks at the shapes; S must be `sequence_length`, or may be any if that is None.
-
-        Raises:
-            DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
-        """
+        """The shapes of a file; DataError: it is no HDF5 file, or an array is missing, empty or of another shape."""
         sizes: dict[str, int] = {}
         with open_hdf5(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
@@ -134,7 +129,6 @@ def open_hdf5(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns the library's errors about an opened file, which have many types, into a DataError."""
     try:
         yield
     except DataError:
@@ -154,7 +148,6 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
-    """The shape of one array of integers."""
     array = file.get(key)
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
@@ -291,10 +284,9 @@ class Hdf5ShardRows:
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
-        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B], with the largest P of all shards.
+        """These rows by key, int64: [B, S], [B, P] or [B], with the largest P of all shards.
 
-        Raises:
-            DataError: a value is beyond its range, or a file cannot be read; names file and row.
+        DataError names file and row of a value beyond its range.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
         result = {key: np.zeros([sizes[name] for name in dimensions], np.int64) for key, dimensions in KEYS.items()}

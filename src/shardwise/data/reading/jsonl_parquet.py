@@ -162,14 +162,7 @@ def json_type(value: Any) -> str:
 
 
 def record_field(record: Mapping[str, Any], where: Callable[[], str], key: str, content: str) -> Any:
-    """The value of a JSON line's field, or of one within another: `meta.body`. A field whose name has a dot goes first.
-
-    Args:
-        content: what the field must hold, for the message.
-
-    Raises:
-        DataError: there is no such field.
-    """
+    """The value of a JSON line's field, which holds `content`, or of one in another (`meta.body`); DataError: none."""
     try:
         return nested_field(record, key)
     except KeyError:
@@ -198,7 +191,6 @@ def nested_field(record: Mapping[str, Any], key: str) -> Any:
 
 
 def _chat_hint(record: Mapping[str, Any]) -> str:
-    """The end of a message about an object without a text, if it holds a conversation."""
     is_chat = isinstance(record.get("messages"), list)
     return "; data.format=chat reads the conversation in 'messages'" if is_chat else ""
 
@@ -252,7 +244,6 @@ def parquet_batches(
 
 @contextlib.contextmanager
 def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
-    """Turns what pyarrow and the system raise about a parquet file into a DataError."""
     arrow = _arrow("pyarrow")
     with read_errors(path):
         try:

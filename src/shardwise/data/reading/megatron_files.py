@@ -97,11 +97,7 @@ class IndexedFile:
 
     @classmethod
     def open(cls, path: str | Path) -> IndexedFile:
-        """The data set of a prefix, or of its .bin or .idx.
-
-        Raises:
-            DataError: a file is missing or does not follow the format; names the file and the place.
-        """
+        """The data set of a prefix, .bin or .idx; DataError with file and place where one is not in the format."""
         prefix = megatron_prefix(path)
         bin_path, idx_path = _existing_files(prefix)
         with read_errors(prefix):
@@ -170,11 +166,7 @@ class MegatronDocuments:
         return self.stop - self.first
 
     def take(self, places: IntArray) -> IntArray:
-        """The tokens at these places, counted from `start`, in the shape of `places`.
-
-        Raises:
-            DataError: one is beyond the vocabulary; the first is named with its file, document and place.
-        """
+        """The tokens at `places`, counted from `start`; DataError names document and place of one that is too large."""
         tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
@@ -348,7 +340,6 @@ class UnfinishedIndex:
     PREFIX.bin has the tokens, PREFIX.sizes the sizes of sequences (i32), PREFIX.documents the document bounds (i64).
 
     Args:
-        vocab_size: vocabulary, which decides the dtype of the tokens.
         tokens, sequences, documents: numbers that the files keep, of those that they hold already.
 
     Raises:
@@ -489,11 +480,7 @@ class IndexedWriter:
                 publish_megatron_files(self._index.prefix, self.prefix)
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
-        """Appends a document.
-
-        Args:
-            sizes: number of tokens of each of its sequences; None: one sequence, or none if there are no tokens.
-        """
+        """Appends a document; `sizes`: tokens of each of its sequences; None: one sequence of all its tokens."""
         row = np.asarray(tokens, dtype=np.int64)
         if sizes is None:
             sizes = [len(row)] if len(row) else []

@@ -199,7 +199,6 @@ def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None 
 
 
 def _array(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """The array in a file of numpy.save."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

@@ -38,7 +38,6 @@ def _story(grammar: Mapping[str, Any], number: int) -> str:
 
 
 def _words(grammar: Mapping[str, Any], draw: random.Random) -> dict[str, str]:
-    """The text of each name in braces."""
     words = {name: _choice(texts, draw) for name, texts in grammar["words"].items()}
     hero = _choice(grammar["people"], draw)
     friend = _choice([person for person in grammar["people"] if person != hero], draw)

@@ -27,22 +27,10 @@ from shardwise.base.errors import DataError, RunError, ShardwiseError, first_lin
 from shardwise.base.files import user_path
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading import jsonl_parquet
-from shardwise.data.reading.content import (
-    BLOCK,
-    LINES,
-    FileReading,
-    HubFile,
-    Kind,
-    chosen_file_kind,
-    described_readings,
-    read_errors,
-    reading_of,
-    unpacked_name,
-)
+from shardwise.data.reading import content, jsonl_parquet
 from shardwise.data.reading.dataset_tables import DataSet, names_data_set, open_arrow_table
 
-PIECE_CHARACTERS = BLOCK
+PIECE_CHARACTERS = content.BLOCK
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -86,27 +74,22 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The text of data files: plain texts (one document each), JSON lines and parquet (a document a line or row).
-
-    Attributes:
-        kind: kind of all files; None: the content of each file decides.
-        left_out: files of the same folder that are not read.
-    """
+    """The text of data files, a document a file, line or row; `kind`: of all; None: the content of each decides."""
 
     name: str
     files: tuple[Path, ...]
-    kind: Kind | None
+    kind: content.Kind | None
     text_key: str
     left_out: tuple[Path, ...] = ()
 
     @cached_property
-    def readings(self) -> tuple[FileReading, ...]:
+    def readings(self) -> tuple[content.FileReading, ...]:
         """The reading of each file; DataError if one holds no text."""
-        return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
+        return tuple(content.reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
         """Raises DataError if the first line or row of a file has no text, or all are empty; one plain text is read."""
-        looked_at: set[FileReading] = set()
+        looked_at: set[content.FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
             if reading.kind == "text" and reading in looked_at:
                 continue
@@ -121,7 +104,7 @@ class FileSource:
 
     def described(self) -> str:
         """The readings of the files, and the files that are left out; DataError if a file holds no text."""
-        return described_readings(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
+        return content.described_readings(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
 
     def left_out_note(self) -> str:
         """The files that are left out, as the end of a sentence."""
@@ -196,12 +179,7 @@ class ColumnSource(DataSet):
 
 @dataclass(frozen=True)
 class _CodeSource:
-    """Built-in text that code makes.
-
-    Attributes:
-        files: files of text of which it is made; empty if it is made of none.
-        stamped: files that decide it.
-    """
+    """Built-in text that code makes of `files`, if any; `stamped`: the files that decide it."""
 
     name: str
     files: tuple[Path, ...]
@@ -231,7 +209,7 @@ def open_text_source(data: DataConfig) -> Source:
         return ColumnSource.open(data)
     if data.path is not None:
         path = user_path(data.path)
-        with read_errors(path):
+        with content.read_errors(path):
             return text_files_at(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
@@ -244,7 +222,7 @@ def open_text_source(data: DataConfig) -> Source:
 
         return _CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
     root = Path(sysconfig.get_path("stdlib"))
-    with read_errors(root):
+    with content.read_errors(root):
         return _python_source(root)
 
 
@@ -252,7 +230,7 @@ def text_files_at(path: Path, data: DataConfig) -> FileSource:
     """The files of text, or of rows, at a path, without those that are no data; DataError if there are none."""
     from shardwise.data.reading import raw_tokens
 
-    kind = chosen_file_kind(data.format)
+    kind = content.chosen_file_kind(data.format)
     left_out: set[Path] = set()
     if path.is_dir():
         # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
@@ -282,15 +260,16 @@ def text_files_at(path: Path, data: DataConfig) -> FileSource:
     return FileSource(str(data.path), files, kind, data.text_key, tuple(sorted(left_out)))
 
 
-def _left_out(files: Sequence[Path], kind: Kind | None, key: str) -> set[Path]:
-    """The files of a folder that are no data."""
+def _left_out(files: Sequence[Path], kind: content.Kind | None, key: str) -> set[Path]:
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     has_rows = kind != "text"
     if about and kind is None:
         # A file of each suffix tells enough of the others.
-        samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
-        has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
+        samples = {
+            Path(content.unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out
+        }
+        has_rows = any(content.reading_of(file, None, key).kind != "text" for file in samples.values())
     return left_out | about if has_rows else left_out
 
 
@@ -314,7 +293,7 @@ def _python_source(root: Path) -> _CodeSource:
 
     def texts() -> Iterator[str]:
         for path in files:
-            with read_errors(path), contextlib.suppress(UnicodeDecodeError):
+            with content.read_errors(path), contextlib.suppress(UnicodeDecodeError):
                 yield path.read_text(encoding="utf-8")
         yield from _python_topics()
 
@@ -354,7 +333,7 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     facts: list[Any] = [identity]
     newest = 0.0
     for path in files:
-        with read_errors(path):
+        with content.read_errors(path):
             status = path.stat()
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts.append([str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
@@ -402,17 +381,12 @@ BLOCK_CHARACTERS = 1 << 26
 class FileShard:
     """A file of text that a stream reads, on this machine or on the hub."""
 
-    path: Path | HubFile
-    kind: Kind | None
+    path: Path | content.HubFile
+    kind: content.Kind | None
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """The documents from the one that begins at `start` on, as blocks of text, with the place of the next one.
-
-        Raises:
-            DataError: a document cannot be read; names file and line, row or byte.
-            RunError: the hub does not answer.
-        """
+        """The documents from the one at `start` on, as blocks of text, with the place of the next one."""
         try:
             yield from jsonl_parquet.documents_of_file(
                 self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS
@@ -420,7 +394,7 @@ class FileShard:
         except ShardwiseError:
             raise
         except Exception as error:
-            if not isinstance(self.path, HubFile):
+            if not isinstance(self.path, content.HubFile):
                 raise
             raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
 
@@ -454,8 +428,8 @@ TextShard = FileShard | TableShard
 def open_text_shard(file: str, data: DataConfig) -> TextShard:
     """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
     if data.is_hub_dataset:
-        if unpacked_name(file).endswith(LINES) or file.endswith(".parquet"):
-            return FileShard(HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
+        if content.unpacked_name(file).endswith(content.LINES) or file.endswith(".parquet"):
+            return FileShard(content.HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"
@@ -463,4 +437,4 @@ def open_text_shard(file: str, data: DataConfig) -> TextShard:
     path = Path(file)
     if path.suffix == ".arrow":
         return TableShard(path, data.text_key)
-    return FileShard(path, chosen_file_kind(data.format), data.text_key)
+    return FileShard(path, content.chosen_file_kind(data.format), data.text_key)

@@ -145,7 +145,6 @@ class FlatTokens:
         return tokens
 
     def _checked(self, number: int, places: IntArray | slice, start: int | None = None) -> npt.NDArray[Any]:
-        """The tokens of a file at places, or at a slice that begins at `start`."""
         file = self.files[number]
         found = file.tokens[places]
         for at in np.flatnonzero((found < 0) | (found >= self.vocab_size))[:1]:

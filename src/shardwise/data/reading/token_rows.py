@@ -31,12 +31,7 @@ _FIX = "(data.text_key): write it as a list of integers, or name another"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of token ids in tables or JSON lines, one after another.
-
-    Attributes:
-        nulls: True for each token that is null; None if none is.
-        place: function that names row 0, 1, … of these in messages.
-    """
+    """Rows of token ids, one after another; `nulls`: True for a token that is null; `place` names a row in messages."""
 
     lengths: IntArray
     tokens: npt.NDArray[np.integer[Any]]
@@ -125,7 +120,7 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
 
 
 def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of token ids in a file, some at once; DataError with file and row for other than whole numbers."""
+    """The rows of token ids in a file, some at once; DataError with file and row where one is no row of numbers."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
         for first, batch in jsonl_parquet.parquet_batches(file, require):
@@ -145,7 +140,6 @@ def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterato
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers."""
     with open_unpacked(file) as content:
         yield from ((number, line) for number, line in enumerate(content, start=1) if line.strip())
 

@@ -116,11 +116,7 @@ class Batches(ABC):
         """Stop reading ahead, for which an ending process would wait; batches may be asked for again."""
 
     def places_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> IntArray:
-        """The places, among `total` samples, of those of a rank: [micro-batches, samples of each].
-
-        Raises:
-            ConfigError: the samples are not an equal number of whole micro-batches of each rank.
-        """
+        """The places of a rank's samples of `total`, [micro-batches, samples of each]; ConfigError: not whole ones."""
         if not 0 <= dp_rank < dp_size:
             raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
         if total < 1 or total % (dp_size * micro_batch):
@@ -185,7 +181,6 @@ class BlendedBatches(Batches):
 
     Args:
         stages: weights of the sources that are read, one stage after another; they count blocks.
-        together: samples of a block, which are of one source.
     """
 
     def __init__(self, sources: Mapping[str, Batches], stages: Sequence[MixtureStage], together: int = 1) -> None:
@@ -293,9 +288,5 @@ def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: 
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """The number of micro-batches of each rank in an evaluation over at most `count` global batches.
-
-    Args:
-        portion: samples of one micro-batch of every data-parallel rank together.
-    """
+    """Micro-batches of each rank in an evaluation; `portion`: samples of one micro-batch of all ranks together."""
     return -(-min(count * global_batch, num_samples) // portion)

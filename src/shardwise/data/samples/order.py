@@ -228,7 +228,6 @@ class BlendPattern:
 
 
 def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each source in a block."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * common) for fraction in fractions]
@@ -255,13 +254,7 @@ def concatenated_ranges(starts: IntArray, sizes: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class MixtureStage:
-    """The weights of a mixture's sources from a sample on.
-
-    Attributes:
-        step: steps of the run before the stage.
-        sample: number of the stage's first sample in the run.
-        weights: weight of each source that is read, by name.
-    """
+    """The weights of a mixture's sources from a sample of the run on, which `step` steps are before."""
 
     step: int
     sample: int

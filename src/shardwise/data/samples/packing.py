@@ -28,9 +28,7 @@ _SCANNED_TOKENS = 1 << 24
 class Packs:
     """Numbers of pieces of documents, divided into packs that become samples.
 
-    Attributes:
-        members: numbers of all packs, one pack after another.
-        begins: place of the first number of each pack, then the number of all, [packs + 1].
+    `members` has one pack after another; `begins`: the place of the first number of each, then of all, [packs + 1].
     """
 
     members: IntArray
@@ -154,7 +152,6 @@ class PackedSamples:
         pieces: first token of each piece and the number of its tokens that are read, one sample after another,
             [pieces, 2].
         begins: first piece of each sample, then the number of pieces, [samples + 1].
-        length: sequence length S.
     """
 
     pieces: IntArray
@@ -194,7 +191,6 @@ def packed_windows(bounds: IntArray, length: int, together: int = 1) -> Iterator
 
     Args:
         bounds: first token of each document, then the number of tokens, [documents + 1].
-        length: sequence length S.
         together: samples of a block, in which the pieces of a document that is longer than a sample follow each other,
             see `PackedSamples.joined`.
     """

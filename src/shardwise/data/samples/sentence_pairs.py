@@ -97,11 +97,7 @@ _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 
 def pair_tokens_room(sequence_length: int) -> int:
-    """The tokens of both sentences of a pair that a sample has room for.
-
-    Raises:
-        ConfigError: there is no room for one token each, or there are more positions than `Masking` can number.
-    """
+    """The tokens of both sentences of a pair that a sample has room for; ConfigError: it is too short or too long."""
     if not _ADDED + 2 <= sequence_length <= MAX_SEQUENCE_LENGTH:
         raise ConfigError(
             f"train.sequence_length ({sequence_length}) must be in {_ADDED + 2} … {MAX_SEQUENCE_LENGTH:,}, the length "
@@ -111,11 +107,7 @@ def pair_tokens_room(sequence_length: int) -> int:
 
 
 def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
-    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'.
-
-    Raises:
-        DataError: masked positions beyond the sequence: a device would crash, or predict another token.
-    """
+    """The batch of BERT's inputs by name, of rows by sample; DataError: a masked position is beyond the sequence."""
     inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
     length = len(inputs["ids_SB"])
     positions_PB = inputs["positions_PB"]
@@ -228,7 +220,6 @@ class SentencePairBatches(Batches):
         )
 
     def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
-        """A and B before truncation."""
         bounds = self.chunks.bounds
         chunk = self.chunks.find(indices)
         size = chunk.end - chunk.start

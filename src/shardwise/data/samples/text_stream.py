@@ -43,13 +43,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The place in a text stream at which a block of samples begins.
-
-    Attributes:
-        samples: number of samples in all blocks before.
-        shard: number of the shard in the epoch's order.
-        offset: place in that shard at which the block's first document begins, as `TextShard.documents` counts.
-    """
+    """The place at which a block of a stream begins: the samples before it, a shard in its order, a place in that."""
 
     samples: int = 0
     epoch: int = 0
@@ -60,11 +54,7 @@ class StreamPosition:
 
 @dataclass(frozen=True)
 class _StreamBlock:
-    """A block of documents that were shuffled, joined and cut into samples.
-
-    Attributes:
-        samples: samples of the block; None if it has none.
-    """
+    """A block of documents that were shuffled, joined and cut into samples."""
 
     start: StreamPosition
     stop: StreamPosition
@@ -161,7 +151,6 @@ class TextStream:
             offset = 0
 
     def _tokens(self, documents: list[list[TextPiece]]) -> _Tokens:
-        """All documents joined, each with its marks."""
         rows = []
         pieces = (("", piece) for piece in chain.from_iterable(documents))
         for _, row, _ in document_tokens(pieces, self.tokenizer, self.marks, _ENCODED_CHARACTERS):
@@ -175,13 +164,7 @@ class TextStream:
 
 
 def stream_documents(shard: TextShard, start: int) -> Iterator[tuple[int, list[TextPiece]]]:
-    """The documents of a stream's shard from the one at `start` on, in pieces, with the place of the next one.
-
-    Documents without text are left out.
-
-    Raises:
-        DataError, RunError: it cannot be read.
-    """
+    """The documents with text of a stream's shard from the one at `start` on, with the place of the next one."""
     for stop, blocks in shard.documents(start):
         if pieces := list(cut_document(blocks)):
             yield stop, pieces
@@ -256,7 +239,6 @@ class StreamBatches(Batches):
         return join_batches(parts, places, samples)
 
     def _block(self, sample: int) -> _StreamBlock:
-        """The block that has a sample."""
         for block in self._kept:
             if block.start.samples <= sample < block.stop.samples:
                 return block

@@ -92,12 +92,7 @@ class _RenderedChat:
 
 
 class _EncodedChat(NamedTuple):
-    """The tokens of a conversation.
-
-    Attributes:
-        answers: first and next token of each answer, [answers, 2].
-        left_out: as of `_RenderedChat`.
-    """
+    """The tokens of a conversation; `answers`: first and next token of each answer, [answers, 2]."""
 
     ids: IntArray
     answers: IntArray
@@ -109,7 +104,6 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Attributes:
-        source: its jinja2 code.
         name: the file that holds it, for messages.
         special: special tokens by their roles, such as `bos_token`.
         with_tools: template of conversations that name tools; None if this one renders them too.
@@ -124,22 +118,14 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer_folder: Path) -> ChatTemplate | None:
-        """The template of the tokenizer in a folder; None if it has none.
-
-        Raises:
-            DataError: a file of the tokenizer is missing or broken, or the template is no jinja2.
-        """
+        """The template of the tokenizer in a folder; None if it has none; DataError: a file is missing or broken."""
         files = TokenizerFiles.find(tokenizer_folder)
         templates = _read_templates(files)
         return cls._made(templates, Tokenizer.load(tokenizer_folder), files) if _DEFAULT in templates else None
 
     @classmethod
     def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
-        """The template of a tokenizer, else the one that is built in.
-
-        Raises:
-            DataError: as `of`; or no built-in template fits, as no token could end a message.
-        """
+        """The template of a tokenizer, else a built-in one; DataError as `of`, or if no token could end a message."""
         files = TokenizerFiles.find(path)
         tokenizer = Tokenizer.load(path)
         templates = _read_templates(files)
@@ -172,15 +158,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        """The text of a conversation, as `apply_chat_template` gives it.
-
-        Args:
-            variables: what the template reads beside the messages, such as `tools`.
-            add_generation_prompt: True to add the text after which the assistant's answer follows.
-
-        Raises:
-            DataError: the template refuses the conversation, or fails.
-        """
+        """The text of a conversation, as of `apply_chat_template`; DataError: the template refuses it, or fails."""
         return _ANSWER.sub("", self._rendered(messages, variables or {}, add_generation_prompt))
 
     def rendered_chat(self, chat: Conversation) -> _RenderedChat:
@@ -217,11 +195,7 @@ class ChatTemplate:
         return _ANSWER.split(self._rendered(chat.messages[:count], chat.variables, add_generation_prompt=False))
 
     def unread(self, chat: Conversation, known: Container[str]) -> set[str]:
-        """The names of variables and of fields of messages without which a conversation has the same text.
-
-        Args:
-            known: names that are not looked at.
-        """
+        """The names of variables and fields, but `known` ones, without which a conversation has the same text."""
         template = self.with_tools if self.with_tools is not None and "tools" in chat.variables else self
         fields = {name for message in chat.messages for name in message}
         names = (fields | chat.variables.keys()) - {*_READ} - template._names
@@ -238,7 +212,6 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """The names that the template has, of fields and of variables."""
         return frozenset(self.code.names())
 
     @cached_property
@@ -281,7 +254,6 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """True if the template reads a content that is a list of parts."""
         messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
         values = {"tools": None, "documents": None, **self.special, "messages": messages}
         with contextlib.suppress(*RAISED):
@@ -337,13 +309,7 @@ class ChatTemplate:
 def encode_chats(
     template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Conversation]]
 ) -> Iterator[_EncodedChat]:
-    """The tokens of each conversation.
-
-    A token that an answer shares with the text before or after belongs to the answer, as in transformers.
-
-    Raises:
-        DataError: the template refuses a conversation; names the place, which its function gives.
-    """
+    """The tokens of each conversation; those that an answer shares are the answer's. DataError names the place."""
     rendered: list[_RenderedChat] = []
     for where, chat in chats:
         try:

@@ -20,16 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of
-from shardwise.base.hub import (
-    CHAT_TEMPLATES,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    TOKENIZERS,
-    no_tokenizer_text,
-    tokenizer_names,
-)
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
@@ -51,7 +44,7 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
 # Files that transformers may read next to a vocabulary; an export copies those that are there.
-_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
+_COMPANIONS = (hub.TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
 _OF_MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
@@ -68,11 +61,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of one tokenizer.
-
-    Attributes:
-        vocabulary: files that the tokenizer is made of, by the names that transformers has for them.
-    """
+    """The files of one tokenizer; `vocabulary`: those that it is made of, by their names in transformers."""
 
     vocabulary: Mapping[str, Path]
     companions: tuple[Path, ...]
@@ -83,10 +72,12 @@ class TokenizerFiles:
         if path.is_dir():
             return cls._in_folder(path)
         if not path.exists():
-            raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
-        names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
+            raise DataError(
+                f"{path} does not exist: a tokenizer is {hub.tokenizer_names()}, or a folder that holds one"
+            )
+        names = next((names for names in hub.TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
+            kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, hub.TOKENIZER)
             if re.fullmatch(r"tekken.*\.json", path.name):
                 kind = TEKKEN
             return cls({kind: path}, ())
@@ -103,23 +94,23 @@ class TokenizerFiles:
             present = {file.name for file in folder.iterdir() if file.is_file()}
         except OSError as error:
             raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
-        for names in TOKENIZERS:
+        for names in hub.TOKENIZERS:
             if present.issuperset(names):
                 return cls.find(folder / names[0])
-        raise DataError(no_tokenizer_text(f"the folder {folder}", present))
+        raise DataError(hub.no_tokenizer_text(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
         """All files, by the names that they have in an export; chat templates with names of their own come last."""
-        files = {file.name if file.parent.name != CHAT_TEMPLATES else f"{CHAT_TEMPLATES}/{file.name}": file
+        files = {file.name if file.parent.name != hub.CHAT_TEMPLATES else f"{hub.CHAT_TEMPLATES}/{file.name}": file
                  for file in self.companions}  # fmt: skip
         return {**self.vocabulary, **files}
 
     def open(self) -> tokenizers.Tokenizer:
         """The tokenizer itself; DataError if a file is unreadable, broken, or of a kind that is not read here."""
-        options = self._settings(TOKENIZER_CONFIG)
-        if TOKENIZER in self.vocabulary:
-            backend = _open_json(self.vocabulary[TOKENIZER])
+        options = self._settings(hub.TOKENIZER_CONFIG)
+        if hub.TOKENIZER in self.vocabulary:
+            backend = _open_json(self.vocabulary[hub.TOKENIZER])
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
         elif TEKKEN in self.vocabulary:
@@ -142,7 +133,7 @@ class TokenizerFiles:
 
     @cached_property
     def _special_tokens(self) -> _SpecialTokens:
-        return _SpecialTokens(self._settings(TOKENIZER_CONFIG), self._settings(SPECIAL))
+        return _SpecialTokens(self._settings(hub.TOKENIZER_CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
         """The token that closes a document; None if there is none."""
@@ -173,8 +164,10 @@ class TokenizerFiles:
                     f"{file} gives {token.content!r} the id {number}, and in the vocabulary it is {reached}"
                 )
         ends = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
-        if TOKENIZER in self.vocabulary:
-            if self.named("eos_token") is not None or any(file.name == TOKENIZER_CONFIG for file in self.companions):
+        if hub.TOKENIZER in self.vocabulary:
+            if self.named("eos_token") is not None or any(
+                file.name == hub.TOKENIZER_CONFIG for file in self.companions
+            ):
                 ends = []
             else:  # an export gets settings, which name this token
                 ends = ends[:1]
@@ -183,10 +176,10 @@ class TokenizerFiles:
     def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
         """The file that gives tokens with their ids, and those tokens."""
         files = {file.name: file for file in self.companions}
-        settings = self._settings(TOKENIZER_CONFIG)
+        settings = self._settings(hub.TOKENIZER_CONFIG)
         if BY_ID in settings:
             by_id = {int(number): _added_token(token) for number, token in settings[BY_ID].items()}
-            return files[TOKENIZER_CONFIG], by_id
+            return files[hub.TOKENIZER_CONFIG], by_id
         if _ADDED not in files:
             return None, {}
         tokens = {
@@ -219,7 +212,7 @@ def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
 
 def _companions(folder: Path) -> tuple[Path, ...]:
     files = [folder / name for name in _COMPANIONS if (folder / name).is_file()]
-    return (*files, *sorted((folder / CHAT_TEMPLATES).glob("*.jinja")))
+    return (*files, *sorted((folder / hub.CHAT_TEMPLATES).glob("*.jinja")))
 
 
 def _open_json(file: Path) -> tokenizers.Tokenizer:
@@ -240,7 +233,7 @@ def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
     if (known := open_tiktoken(content)) is None:
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
-            f"take the {TOKENIZER} of a model with that encoding, which the hub has"
+            f"take the {hub.TOKENIZER} of a model with that encoding, which the hub has"
         )
     return known
 
@@ -328,7 +321,6 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _piece_model(file: Path) -> Any:
-    """The parsed file."""
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2
@@ -340,7 +332,7 @@ def _piece_model(file: Path) -> Any:
     with contextlib.suppress(DecodeError):
         model.ParseFromString(read_tokenizer_file(file))
     if not model.pieces or not model.HasField("trainer_spec"):
-        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {TOKENIZER}")
+        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {hub.TOKENIZER}")
     return model
 
 
@@ -440,7 +432,6 @@ class _SpecialTokens:
 
 
 def _added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
-    """The token that a file gives, with these flags; TypeError if it gives none."""
     import tokenizers
 
     if (content := token_content(value)) is None:

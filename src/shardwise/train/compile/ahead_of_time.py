@@ -63,7 +63,7 @@ class CompilationPlan:
 
 @dataclass(frozen=True)
 class GraphOutcome:
-    """The result for one graph.
+    """The result of compiling one graph.
 
     Attributes:
         entry: graph in the cache; None where it was only captured, or failed.

@@ -49,7 +49,7 @@ def graph_key(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """A graph in the folder; `used`: its last time of use, in seconds since 1970."""
+    """A compiled graph in the cache; `used`: its last time of use, in seconds since 1970."""
 
     path: Path
     facts: Facts

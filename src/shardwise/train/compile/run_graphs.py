@@ -30,7 +30,7 @@ FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class RunGraphs:
-    """The graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
+    """The compiled graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
 
     Args:
         announce: shows the user a line; called on the first rank.

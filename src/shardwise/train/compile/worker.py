@@ -118,10 +118,9 @@ def _part(model: FamilyConfig, unit: str) -> ModelPart:
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:
     """A micro-batch with arrays as in the training, which counts nothing."""
-    data = config.data
     train = config.train
-    if data.document_options and data.eod_token is None:
-        config = config.model_copy(update={"data": data.model_copy(update={"eod_token": 0})})
+    if config.data.document_options and config.data.eod_token is None:
+        config = config.with_keys(data={"eod_token": 0})
     pairs = "nsp" in config.model.objectives
     text = random_tokens(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
     batches = make_batches(config, text, "train")

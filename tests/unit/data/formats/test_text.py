@@ -263,9 +263,9 @@ def test_torch_is_never_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from shardwise.config import load_config
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.data.request import DataRequest
-prepare(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
+prepare_data(load_config("llama2-tiny", []), Path({str(tmp_path)!r}))
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
