@@ -14,7 +14,7 @@ from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_kept_step
-from shardwise_watch import curve_points
+from shardwise_watch.curve_points import AXES, axis_places
 from shardwise_watch.run import RunView
 from shardwise_watch.step_metrics import StepSeries
 
@@ -45,11 +45,11 @@ def read_loss_curve(path: Path, name: str | None, x: str, shift: int = 0) -> tup
         raise ConfigError(
             f"{path} must be a run's folder for --x {x}, without --loss: a curve in a file has steps alone"
         )
-    pairs = zip(curve_points.axis_places(series, x), series.numbers["loss"], strict=True)
+    pairs = zip(axis_places(series, x), series.numbers["loss"], strict=True)
     placed = [(place + shift, loss) for place, loss in pairs if math.isfinite(place)]
     points = {place: loss for place, loss in placed if math.isfinite(loss)}
     if x != "step" and not points:
-        raise ConfigError(f"{path} must record {curve_points.AXES[x]} and finite losses for --x {x}, and it does not")
+        raise ConfigError(f"{path} must record {AXES[x]} and finite losses for --x {x}, and it does not")
     # A run without a loss is refused in the words for other curves.
     points = points or {step + shift: loss for step, loss in read_curve_file(path, name).items()}
     return points, [place for place, loss in placed if not math.isfinite(loss)]
