@@ -29,8 +29,8 @@ from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
 from shardwise_watch import curve_points
-from shardwise_watch.curve_points import Points
-from shardwise_watch.curves import printable_beginning, read_loss_curve
+from shardwise_watch.curve_points import Points, curve_label
+from shardwise_watch.curves import beginning, read_loss
 from shardwise_watch.report.numbers import config_differences, relative_difference
 
 if TYPE_CHECKING:
@@ -85,14 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
     x = arguments.x
     _require_choices(arguments, paths)
-    read = [
-        read_loss_curve(paths[0], None, x),
-        *(read_loss_curve(path, arguments.loss, x, arguments.shift) for path in paths[1:]),
-    ]
-    names = {
-        curve_points.curve_label(number): f"{curve_points.curve_label(number)}: {path}"
-        for number, path in enumerate(paths)
-    }
+    read = [read_loss(paths[0], None, x), *(read_loss(path, arguments.loss, x, arguments.shift) for path in paths[1:])]
+    names = {curve_label(number): f"{curve_label(number)}: {path}" for number, path in enumerate(paths)}
     raw = {name: points for name, (points, _) in zip(names, read, strict=True)}
     curves = curve_points.smoothed_curves(raw, arguments.smooth)
     pairs = []
@@ -252,8 +246,7 @@ def _rows(facts: Mapping[str, Any], pair: _Pair) -> Iterator[tuple[str, str]]:
 
 def _keys_text(facts: Mapping[str, Any], name: str) -> list[str]:
     return [
-        f"{key}: {printable_beginning(json.dumps(a))} in A, {printable_beginning(json.dumps(b))} in {name}"
-        for key, a, b in facts["keys"]
+        f"{key}: {beginning(json.dumps(a))} in A, {beginning(json.dumps(b))} in {name}" for key, a, b in facts["keys"]
     ]
 
 

@@ -18,13 +18,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.safetensors import (
-    DTYPES,
-    FLOATING,
-    Values,
-    cast_values,
-    parse_safetensors_header,
-)
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
@@ -69,7 +63,7 @@ class StoredTensors:
         damage: list[str] = []
         for number, path in enumerate(files):
             try:
-                header = parse_safetensors_header(folder / path)
+                header = read_header(folder / path)
             except DamageError as error:
                 damage.append(str(error))
                 continue
