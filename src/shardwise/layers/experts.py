@@ -249,7 +249,6 @@ def sum_of_experts(
 
 
 def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Return whether torch's grouped products take these operands."""
     is_aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
     return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
