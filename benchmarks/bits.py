@@ -82,10 +82,10 @@ def by_tensor_degree(family: str, pipeline: int) -> dict[int, list[Cell]]:
 
 def layouts_of(family: str) -> list[Cell]:
     from shardwise.config.load import load_config
-    from shardwise.verify.layouts import candidates
+    from shardwise.verify.layouts import layout_candidates
 
     chosen = {"parallel.schedule": None, "train.recompute": None, "optimizer.zero": [0, 1]}
-    return candidates(load_config(parity.FAMILIES[family], []), "cpu", parity.RANKS, chosen)
+    return layout_candidates(load_config(parity.FAMILIES[family], []), "cpu", parity.RANKS, chosen)
 
 
 def verify_bits(family: str, cells: Sequence[Cell], overrides: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def verify_cells(family: str, cells: Sequence[Cell], overrides: str, steps: int,
     # Grains are those of the largest degrees, whatever degrees the set has here.
     largest = replace(cells[0], tensor=parity.RANKS // cells[0].pipeline, sequence=False, zero=0)
     config = miniature.miniature(recipe, [*cells, largest], steps, has_accelerator=False, bitwise=bitwise)
-    kept, reasons = miniature.existing(config, cells)
+    kept, reasons = miniature.trainable_cells(config, cells)
     if len(kept) < len(cells):
         raise RuntimeError("\n".join(reasons))
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ class Shardwise:
         dtype = torch.bfloat16 if mixed else torch.float32
         compiler = None
         if compiled:
-            from shardwise.train.compile.units import Compilation
+            from shardwise.train.compile.compiled_units import Compilation
 
             compiler = Compilation(CompileConfig(enabled=True), self.mesh.device, MODEL, [self.mesh.tp])
         with made_with(Execution(compiler=compiler)):

@@ -39,7 +39,7 @@ def steps(apart: str, compiled: bool) -> Any:
     from shardwise.config import CompileConfig, LlamaConfig
     from shardwise.layers.execution import Execution, made_with
     from shardwise.models.llama import Llama
-    from shardwise.train.compile.units import Compilation
+    from shardwise.train.compile.compiled_units import Compilation
 
     class WithMask(Llama):
         def _forms_of(self, masks: Any, x: Any, *_: Any) -> Any:

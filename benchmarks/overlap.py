@@ -53,7 +53,7 @@ def steps(way: str) -> Any:
     import torch.distributed as dist
 
     from shardwise import Mesh, ZeroRedundancyOptimizer
-    from shardwise.config import config_from
+    from shardwise.config import config_from_sections
     from shardwise.distributed import collectives
     from shardwise.models.blocks import units
     from shardwise.models.build import build_model
@@ -63,7 +63,7 @@ def steps(way: str) -> Any:
     torch.set_num_threads(1)
     dist.init_process_group("strictccl")
     mesh = Mesh()
-    config = config_from(CONFIG)
+    config = config_from_sections(CONFIG)
     model = build_model(config, mesh.tp, sequence_parallel=False, device=mesh.device)
     ids_SB = torch.randint(512, (128, 2), generator=torch.Generator().manual_seed(mesh.dp.rank)).to(mesh.device)
     number, waited = 0, 0.0

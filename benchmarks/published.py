@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, Layout, check_layout, config_from
+from shardwise.config import Config, Layout, check_layout, config_from_sections
 from shardwise.models.flops import flops_per_token
-from shardwise_plan.device_seconds import Constants, fitted
+from shardwise_plan.device_seconds import DeviceConstants, shipped_constants
 from shardwise_plan.device_specs import Cluster, Device, Link, load_device
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, step_time
@@ -128,7 +128,7 @@ class Row:
     program: ProgramTraits = MEGATRON
     measured: float = 0.0
 
-    def predicted(self, constants: Constants | None = None) -> StepTime:
+    def predicted(self, constants: DeviceConstants | None = None) -> StepTime:
         assert self.config is not None
         assert self.layout is not None
         assert self.cluster is not None
@@ -169,7 +169,7 @@ def layer(sequence: bool, recompute: str) -> tuple[Config, Layout, Cluster]:
         "micro_batch": "4", "tp": "8", "pp": "1", "dp": "1", "sp": str(int(sequence)), "recompute": recompute,
         "gpu": "A100-80GB", "n_gpu": "8",
     }  # fmt: skip
-    config = config_from(_values(values))
+    config = config_from_sections(_values(values))
     return config, check_layout(config, 8), _cluster("arXiv:2205.05198", "A100-80GB", 8)
 
 
@@ -180,7 +180,7 @@ def _row(number: int, source: str, values: dict[str, str]) -> Row:
     if reason:
         return replace(base, reason=reason)
     try:
-        config = config_from(_values(values))
+        config = config_from_sections(_values(values))
         layout = check_layout(_without_fp8(config), int(values["n_gpu"]))
     except ConfigError as error:
         return replace(base, reason="refused: " + error.problems[0].partition(":")[0])
@@ -350,7 +350,7 @@ def _cluster(source: str, gpu: str, devices: int) -> Cluster:
     assert name is not None
     device: Device = load_device(name)
     if "bigscience" in source:
-        device = replace(device, network=Link(_JEAN_ZAY / fitted().network, 10e-6, "fat tree"))
+        device = replace(device, network=Link(_JEAN_ZAY / shipped_constants().network, 10e-6, "fat tree"))
     if "vTrain" in source:  # `inter_node_bandwidth` of its configurations: 800 Gb/s for 8 devices
         device = replace(device, network=Link(12.5e9, 10e-6, "fat tree"))
     per_node = min(device.per_node, devices)

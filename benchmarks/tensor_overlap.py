@@ -40,7 +40,7 @@ def passes(how: str, device_type: str) -> Any:
     import torch.distributed as dist
 
     from shardwise import Mesh
-    from shardwise.config import config_from
+    from shardwise.config import config_from_sections
     from shardwise.distributed import collectives, devices
     from shardwise.models.build import build_model
     from tests.strict import device
@@ -51,7 +51,7 @@ def passes(how: str, device_type: str) -> Any:
     dist.init_process_group("strictccl" if device_type == "strict" else "gloo")
     mesh = Mesh(tensor=2, device=None if device_type == "strict" else "cpu")
     parallel = {"tensor": 2, "tensor_overlap": None if how == PLAIN else "pieces"}
-    config = config_from(CONFIG | {"parallel": parallel})
+    config = config_from_sections(CONFIG | {"parallel": parallel})
     model = build_model(config, mesh.tp, sequence_parallel=True, device=mesh.device)
     ids_SB = torch.randint(512, (SEQUENCE, BATCH), generator=torch.Generator().manual_seed(0)).to(mesh.device)
     found = 0.0

@@ -34,7 +34,7 @@ class Worker:
 class Workers:
     """Runs the collected tests in `number` forks of this process.
 
-    `share_of` names the share of a test; shares are taken in the order of their first tests.
+    `batch_per_rank` names the share of a test; shares are taken in the order of their first tests.
     """
 
     def __init__(self, number: int, share_of: Callable[[str], str]) -> None:

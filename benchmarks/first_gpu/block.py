@@ -11,15 +11,15 @@ from first_gpu.session import Figures, Session, weights_drawn_on_device
 from first_gpu.timing import host_ms, tflops, timed
 from first_gpu.training import Setting
 from shardwise.config import Config
-from shardwise.data.formats.common import make_batches
+from shardwise.data.formats.prepared_data import make_batches
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import let_products_add
 from shardwise.models.blocks import Part
 from shardwise.models.build import build_model
-from shardwise.train.compile.units import Compilation
-from shardwise.train.loss import MicroBatch
+from shardwise.train.compile.compiled_units import Compilation
+from shardwise.train.mean_loss import MicroBatch
 
 TITLE = "One block, forward and backward"
 NOTE = (

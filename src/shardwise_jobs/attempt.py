@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 from shardwise.base.errors import listing
 from shardwise.launch import heartbeat
 from shardwise.launch.first_failure import Failure, root_cause
-from shardwise.launch.node import BEAT_SECONDS, Attempt, free_port
+from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 
 _POLL_SECONDS = 0.2
@@ -55,7 +56,7 @@ class _NodeLauncher:
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The end of an attempt.
+    """The end of an attempt at a job.
 
     Attributes:
         stopped: text of ranks that stopped with a checkpoint, as they were asked to; None if they did not.
@@ -78,7 +79,7 @@ class AttemptOutcome:
 
 @dataclass(eq=False)
 class AttemptWatch:
-    """One attempt, which `run` starts and watches.
+    """One attempt at a job, which `run` starts and watches.
 
     Attributes:
         address: address by which the other nodes reach this one.
@@ -119,7 +120,7 @@ class AttemptWatch:
         """End the attempt on all nodes at once."""
         self._ending = self._ending or why
 
-    async def run(self, program: Callable[[Attempt], Sequence[str]]) -> AttemptOutcome:
+    async def run(self, program: Callable[[LauncherFacts], Sequence[str]]) -> AttemptOutcome:
         """Start the launchers and return when all have ended.
 
         Args:
@@ -127,8 +128,8 @@ class AttemptWatch:
         """
         server = await asyncio.start_server(self._serve, self.address, 0, limit=_LINE_BYTES)
         control = server.sockets[0].getsockname()[1]
-        port = free_port(self.address)
-        attempt = Attempt(self.address, port, control, self.id, self.nodes, self._secret, self.silence)
+        port = _free_port(self.address)
+        attempt = LauncherFacts(self.address, port, control, self.id, self.nodes, self._secret, self.silence)
         environment = {**os.environ, **attempt.variables()}
         process = await asyncio.create_subprocess_exec(
             *program(attempt), env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -312,3 +313,11 @@ class AttemptWatch:
         failure = root_cause(reported, exit_codes, self.logs, lambda: heartbeat.missing(beats))
         failed = listing(f"logs/launcher-{name}.log" for name, end in ends.items() if end["code"])
         return failure or Failure(0, problem or f"a launcher failed; its log is in {failed}", 1)
+
+
+def _free_port(address: str) -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.base import units
 from shardwise.runs.events import how_it_ended, last_event, seconds_of
 from shardwise.runs.folder import RunLock
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.restarts import AttemptEnding, history, record
 from shardwise_jobs.submission import Submitted, submitted
 
@@ -38,7 +38,7 @@ class JobState:
     step: int | None = None
     loss: float | None = None
     seconds: float | None = None
-    job: commands.SlurmJob | None = None
+    job: slurm_commands.SlurmJob | None = None
 
     @property
     def text(self) -> str:
@@ -47,32 +47,32 @@ class JobState:
         return f"{self.state}{reason}{'' if self.kind == 'train' else f', {self.kind}'}"
 
 
-def states(runs: Path, timeout: float = commands.TIMEOUT) -> list[JobState]:
+def job_states(runs: Path, timeout: float = slurm_commands.TIMEOUT) -> list[JobState]:
     """Return the user's jobs that wait or run, and those of the runs in a folder that have ended, newest last.
 
     Raises:
         RunError: SLURM does not answer a question within `timeout` seconds.
     """
-    present = {job.id: job for job in commands.jobs(timeout=timeout) if job.run is not None}
+    present = {job.id: job for job in slurm_commands.jobs(timeout=timeout) if job.run is not None}
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
-    job_states = []
+    found = []
     for job in present.values():
         run = Path(job.run or "")
         run_paths.append(run)
         if not run.is_dir():
             # SLURM cannot write its log, so nothing else shows the problem.
-            job_states.append(JobState(job.id, "train", job.state.lower(), "its folder is gone", run, job=job))
+            found.append(JobState(job.id, "train", job.state.lower(), "its folder is gone", run, job=job))
     # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
     unique_paths = {path.resolve(): path for path in run_paths}.values()
     for path in unique_paths:
-        job_states += [state_of(job, path, present.get(job.id), timeout) for job in submitted(path)]
-    return sorted(job_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
+        found += [_job_state(job, path, present.get(job.id), timeout) for job in submitted(path)]
+    return sorted(found, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
 
 
-def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None, timeout: float) -> JobState:
+def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | None, timeout: float) -> JobState:
     """Describe a job. `present`: SLURM's facts; None for a job that has ended."""
     endings = [ending for ending in history(run) if ending.job == job.id]
-    began, ended = span(job, run, present)
+    began, ended = _time_span(job, run, present)
     event = last_event(run, "step", until=ended) or {}
     # The steps before are those of another job of the run.
     step: dict[str, Any] = event if job.kind == "train" and seconds_of(event) >= began else {}
@@ -81,10 +81,10 @@ def state_of(job: Submitted, run: Path, present: commands.SlurmJob | None, timeo
     if present is not None:
         reason = present.reason
         if present.state == "PENDING":
-            state = "requeued" if endings or commands.restarts(job.id, timeout) else "queued"
+            state = "requeued" if endings or slurm_commands.restarts(job.id, timeout) else "queued"
         elif present.state == "RUNNING":
             reason = ""
-            started = time.time() - commands.seconds(present.elapsed)
+            started = time.time() - slurm_commands.seconds(present.elapsed)
             state = "running" if step and seconds_of(step) >= started else "starting"
         else:
             state = present.state.lower()
@@ -142,7 +142,7 @@ def goodput(endings: Sequence[AttemptEnding], loading: float = 0.0) -> list[tupl
     ]
 
 
-def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[float, float]:
+def _time_span(job: Submitted, run: Path, present: slurm_commands.SlurmJob | None) -> tuple[float, float]:
     """Return when a job began and ended, in seconds since the epoch: a run may have had several jobs.
 
     A job that a kill left no record of its end lasts until the next one began.
@@ -150,7 +150,7 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
     endings = history(run)
     job_endings = [ending for ending in endings if ending.job == job.id]
     if present is not None:
-        return job_endings[0].began if job_endings else time.time() - commands.seconds(present.elapsed), math.inf
+        return job_endings[0].began if job_endings else time.time() - slurm_commands.seconds(present.elapsed), math.inf
     if job_endings:
         return job_endings[0].began, job_endings[-1].began + job_endings[-1].seconds
     submission = seconds_of(asdict(job))
@@ -160,7 +160,7 @@ def span(job: Submitted, run: Path, present: commands.SlurmJob | None) -> tuple[
 def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
     """Cancel the jobs of a run that does not train yet: those that wait, start or compile; a sentence on each id."""
     kinds = {job.id: job.kind for job in submitted(run_path)}
-    present = commands.jobs() if kinds and shutil.which("squeue") is not None else []
+    present = slurm_commands.jobs() if kinds and shutil.which("squeue") is not None else []
     jobs = [job for job in present if job.id in kinds and job.state in ("PENDING", "CONFIGURING", "RUNNING")]
     # The supervisor of a job claims the folder before it starts the training.
     if RunLock.holder(run_path) is not None and not any(job.state == "PENDING" for job in jobs):
@@ -168,7 +168,7 @@ def cancel_waiting_jobs(run_path: Path) -> dict[str, str]:
     texts = {}
     # The training first: it waits for the graphs, and would be found without them.
     for job in sorted(jobs, key=lambda job: kinds[job.id] == "compile"):
-        commands.cancel(job.id)
+        slurm_commands.cancel(job.id)
         record(run_path, AttemptEnding("cancelled", job.id, requeues=0, nodes=job.nodes, began=time.time()))
         activity = "compiled for the run" if kinds[job.id] == "compile" else "was about to train"
         activity = "waited in SLURM's queue" if job.state == "PENDING" else activity

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.parsing import instances
+from shardwise.base.parsing import record_instances
 from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
@@ -76,7 +76,7 @@ class AttemptEnding:
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision about another attempt: `starts_again`, and the reason as the user reads it."""
+    """The decision about another attempt at a job: `starts_again`, and the reason as the user reads it."""
 
     starts_again: bool
     why: str
@@ -120,17 +120,16 @@ def _hopeless(endings: Sequence[AttemptEnding]) -> str | None:
     return None
 
 
-def history_file(run_path: Path) -> Path:
-    """Path of the endings of a run's jobs."""
+def _history_file(run_path: Path) -> Path:
     return run_path / "restarts.jsonl"
 
 
 def history(run_path: Path) -> list[AttemptEnding]:
-    """Read the recorded endings; a line that a crash cut short is left out."""
-    return instances(AttemptEnding, history_file(run_path))
+    """Read the recorded endings of a run's jobs; a line that a crash cut short is left out."""
+    return record_instances(AttemptEnding, _history_file(run_path))
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:
-    """Add an ending to the history of a run."""
-    with JsonLines(history_file(run_path)) as file:
+    """Add the ending of an attempt to the history of a run's jobs."""
+    with JsonLines(_history_file(run_path)) as file:
         file.write(asdict(ending))

@@ -1,6 +1,6 @@
 """The script of a job for `sbatch`; each setting stands with its reason.
 
-A text of the user's passes through `in_one_line`, `operand`, `shell` or `header` before it enters a script: it
+A text of the user's passes through `in_one_line`, `operand`, `shell` or `_sbatch_header` before it enters a script: it
 could end the line that holds it, or be taken for an option.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, see
 from shardwise.config import Config
-from shardwise_jobs import commands
-from shardwise_jobs.commands import MARK
+from shardwise_jobs import slurm_commands
+from shardwise_jobs.slurm_commands import MARK
 
 _REPLACED = '%\\"'
 """Characters that SLURM replaces in the path of a log."""
@@ -34,7 +34,7 @@ def ranks_per_node(given: int | None, model_ranks: int, fewest: int, gres: str |
     Raises:
         ConfigError: neither the configuration nor SLURM tells the number, or they contradict each other.
     """
-    devices = commands.devices_of(gres or "")
+    devices = slurm_commands.devices_of(gres or "")
     if not devices and re.match("(gpu|neuron)(:|$)", gres or ""):
         raise ConfigError(f"launch.gres ({gres}) must name a whole number of devices, such as gpu:8 or neuron:trn2:16")
     if given and 0 < devices < given:
@@ -88,7 +88,7 @@ class JobPlan:
 
 
 def job_script(job: JobPlan) -> str:
-    """Write the script that trains."""
+    """Write the script of the job that trains."""
     launch = job.config.launch
     supervise = [*_PROGRAM, "supervise", job.recipe, *job.overrides, "--run-dir", str(job.run_path)]
     supervise += ["--ranks-per-node", str(job.ranks_per_node)]
@@ -183,14 +183,16 @@ _PROGRAM = (sys.executable, "-P", "-m", "shardwise")
 def _options(job: JobPlan, log: Path) -> list[str]:
     launch = job.config.launch
     lines = [
-        header("--job-name", _name(job)),
-        header("--comment", f"{MARK}{job.run_path}", name="--run-dir"),
-        header("--chdir", str(job.directory), name="the current directory"),
-        header("--output", str(log), name="--run-dir"),
+        _sbatch_header("--job-name", _name(job)),
+        _sbatch_header("--comment", f"{MARK}{job.run_path}", name="--run-dir"),
+        _sbatch_header("--chdir", str(job.directory), name="the current directory"),
+        _sbatch_header("--output", str(log), name="--run-dir"),
     ]
     values = {"partition": launch.partition, "account": launch.account, "time": launch.time}
     values |= {"constraint": launch.constraint, "gres": job.gres}
-    lines += [header(f"--{key}", value, name=f"launch.{key}") for key, value in values.items() if value is not None]
+    lines += [
+        _sbatch_header(f"--{key}", value, name=f"launch.{key}") for key, value in values.items() if value is not None
+    ]
     # SLURM gives a job with whole machines all processors, and of the memory only what it asks for.
     return [*lines, "#SBATCH --exclusive --mem=0"] if launch.exclusive else lines
 
@@ -206,11 +208,10 @@ def _shared(job: JobPlan) -> list[str]:
 def _further(options: Sequence[str]) -> list[str]:
     """Return the lines of `launch.sbatch`."""
     parts = [option.partition("=") for option in options]
-    return [header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
+    return [_sbatch_header(name, value if sign else None, name="launch.sbatch") for name, sign, value in parts]
 
 
 def _exports(job: JobPlan) -> list[str]:
-    """Return the lines of `launch.environment`, whose names the configuration has checked."""
     return [f"export {name}={shlex.join([value])}" for name, value in sorted(job.config.launch.environment.items())]
 
 
@@ -223,7 +224,7 @@ _LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def in_one_line(name: str, text: str) -> str:
-    """Return a text that has no control characters.
+    """Return a text without control characters, for a line of a job's script.
 
     Args:
         name: the user's name of the text, for the message.
@@ -237,7 +238,7 @@ def in_one_line(name: str, text: str) -> str:
 
 
 def operand(name: str, text: str) -> str:
-    """Return a text that another program cannot take for an option.
+    """Return a text that a program of a job's script cannot take for an option.
 
     Raises:
         ConfigError: the text is empty, begins with a hyphen, or has spaces or control characters.
@@ -247,7 +248,7 @@ def operand(name: str, text: str) -> str:
     return text
 
 
-def header(option: str, text: str | None = None, *, name: str | None = None) -> str:
+def _sbatch_header(option: str, text: str | None = None, *, name: str | None = None) -> str:
     """Return a line of a script that gives sbatch an option, with quotes around a value that needs them.
 
     Args:

@@ -14,14 +14,14 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instances
+from shardwise.base.parsing import record_instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
-from shardwise.estimates.memory_choice import fitted
+from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 
 RECIPE = "recipe.yaml"
@@ -47,17 +47,17 @@ class Submitted:
 
 def record(run_path: Path, job: str, kind: str) -> None:
     """Note in a run's folder that a job was submitted for it."""
-    facts = Submitted(job, kind, datetime.now(UTC).isoformat(timespec="seconds"), commit_text())
+    facts = Submitted(job, kind, datetime.now(UTC).isoformat(timespec="seconds"), _commit_text())
     with JsonLines(run_path / _JOBS) as file:
         file.write(asdict(facts))
 
 
 def submitted(run_path: Path) -> list[Submitted]:
     """Read the jobs that were submitted for a run, in their order."""
-    return instances(Submitted, run_path / _JOBS)
+    return record_instances(Submitted, run_path / _JOBS)
 
 
-def commit_text() -> str | None:
+def _commit_text() -> str | None:
     state = git_state(Path.cwd())
     return None if state is None else f"{state['commit'][:12]}{'+' if state['modified'] else ''}"
 
@@ -67,15 +67,15 @@ def reserved(launch: LaunchConfig) -> str | None:
 
     A job that asks for no GPU sees none, though it has the node for itself.
     """
-    if launch.gres is not None or not commands.answers():
+    if launch.gres is not None or not slurm_commands.answers():
         return launch.gres
-    return commands.accelerators_per_node(launch.partition)
+    return slurm_commands.accelerators_per_node(launch.partition)
 
 
 def check_counts(
     config: Config, nodes: tuple[int, int], ranks: int, with_batch: Callable[[Config, int], Config]
 ) -> tuple[Layout, list[str]]:
-    """Return the layout on the most nodes, and notes on numbers of nodes that cannot be filled.
+    """Return the layout on the most nodes of a job, and notes on numbers of nodes that cannot be filled.
 
     Raises:
         ConfigError: the layout fills no number of the nodes, or none up to the fewest.
@@ -116,7 +116,7 @@ def check_run_folder(run_path: Path) -> None:
             f"{see('runs#run-folder-in-use')}"
         )
     waiting = {job.id for job in submitted(run_path)}
-    present = commands.jobs() if waiting and shutil.which("squeue") else []
+    present = slurm_commands.jobs() if waiting and shutil.which("squeue") else []
     for job in (job for job in present if job.id in waiting):
         raise ConfigError(
             f"--run-dir ({run_path}) is that of job {job.id} ({job.state.lower()}): end it by `shardwise stop "
@@ -125,7 +125,7 @@ def check_run_folder(run_path: Path) -> None:
 
 
 def check_disk(run_path: Path, needed: int) -> None:
-    """Refuse a folder that cannot be written, or whose disk lacks the `needed` bytes, by a ConfigError."""
+    """Refuse a job's folder that cannot be written, or whose disk lacks the `needed` bytes, by a ConfigError."""
     existing = next(folder for folder in (run_path, *run_path.parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise ConfigError(
@@ -142,7 +142,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
         accelerator: True if each rank has an accelerator; None to decide by `gres`.
     """
     launch = job.config.launch
-    is_cpu_assumed = accelerator is None and not commands.devices_of(job.gres or "")
+    is_cpu_assumed = accelerator is None and not slurm_commands.devices_of(job.gres or "")
     if accelerator is None:
         accelerator = not is_cpu_assumed
     memory = _memory_of_rank(job.config, layout, accelerator)
@@ -165,7 +165,7 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
     if job.ranks_per_node % layout.tensor:
         text = f"parallel.tensor ({layout.tensor}) does not divide the ranks of a node ({job.ranks_per_node})"
         lines.append(("warning", f"{text}: tensor parallelism crosses nodes in each layer, which is slow"))
-    commit = commit_text()
+    commit = _commit_text()
     if commit is not None:
         modified = "; files differ from it, and the job runs what they are when it starts" if commit[-1] == "+" else ""
         lines.append(("commit", f"{commit.rstrip('+')}{modified}"))
@@ -176,17 +176,18 @@ def rows(job: JobPlan, layout: Layout, notes: Sequence[str], accelerator: bool |
 
 
 def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
-    """Refuse a layout that needs more memory than the device that `gres` names has, by a ConfigError."""
+    """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
-        config = fitted(config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})")
+        config = fitted_to_memory(
+            config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})"
+        )
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))
 
 
 def _memory_of_rank(config: Config, layout: Layout, accelerator: bool) -> int | None:
-    """Return the bytes of the rank that needs most; None for a model of the user's own."""
     rank = neediest_rank(config, layout, accelerator)
     memory = expected_memory(config, layout, accelerator, pipeline_rank=rank)
     return None if memory is None else memory.total
@@ -215,7 +216,7 @@ def _copies(job: JobPlan, layout: Layout, accelerator: bool) -> list[tuple[str, 
 
 def check_time_limit(limit: str | None, warning: int) -> None:
     """Refuse a time limit of which SLURM would warn the job, `warning` seconds before, as it starts: a ConfigError."""
-    if limit is not None and warning >= (seconds := commands.seconds(limit)):
+    if limit is not None and warning >= (seconds := slurm_commands.seconds(limit)):
         raise ConfigError(
             f"launch.warning_seconds ({warning}) must be less than launch.time ({limit}, {seconds:,} s): SLURM would "
             "warn the job as it starts"
@@ -227,13 +228,13 @@ def _node_hours(job: JobPlan) -> str:
     limit = job.config.launch.time
     if limit is None:
         return "the partition's limit (launch.time=null)"
-    hours = commands.seconds(limit) / 3600
+    hours = slurm_commands.seconds(limit) / 3600
     return f"{limit} for each start, at most {job.nodes[1] * hours:,.1f} node-hours a start"
 
 
 def _cluster_notes() -> list[str]:
     """Return notes on settings of the cluster that cost steps."""
-    configuration = commands.configuration() if shutil.which("scontrol") else ""
+    configuration = slurm_commands.configuration() if shutil.which("scontrol") else ""
     preempts = any(
         line.startswith("PreemptMode") and not line.rstrip().endswith("OFF") for line in configuration.splitlines()
     )

@@ -28,10 +28,10 @@ from shardwise.launch.external_launchers import address_of
 from shardwise.launch.failed_run import failure_text
 from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
-from shardwise.launch.node import BEAT_SECONDS, Attempt
+from shardwise.launch.node import BEAT_SECONDS, LauncherFacts
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import first_step, last_step, newest_checkpoint
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from shardwise_jobs.restarts import AttemptEnding, Decision, How, decide, history, record
 
@@ -64,7 +64,7 @@ class Supervisor:
 
     launch: LaunchConfig
     run_path: Path
-    allocation: commands.Allocation
+    allocation: slurm_commands.Allocation
     nodes: int
     ranks_per_node: int
     command: Sequence[str]
@@ -150,10 +150,10 @@ class Supervisor:
         except OSError as error:
             self.say(f"the end of this start cannot be recorded: {self.run_path}: {reason_of(error)}")
 
-    def _program(self, _attempt: Attempt) -> list[str]:
+    def _program(self, _attempt: LauncherFacts) -> list[str]:
         nodes = str(self.nodes)
         # A launcher that was bound to some processors would bind all ranks of its node to them.
-        unbound = [] if commands.binds_nothing() else ["--cpu-bind=none"]
+        unbound = [] if slurm_commands.binds_nothing() else ["--cpu-bind=none"]
         # If fewer nodes are used, the first must be among them: all launchers connect to this process there.
         first = ["--relative=0"] if self.nodes < self.allocation.nodes else []
         return [*_SRUN, *unbound, *first, f"--nodes={nodes}", f"--ntasks={nodes}", *self.command]
@@ -279,7 +279,7 @@ class Supervisor:
     def _requeue(self, text: str, decision: Decision) -> NoReturn:
         """Have SLURM queue the job again, which may kill this process."""
         notices.send("restart", self.run_path, f"{text}; {decision.why}", StoppedError.exit_code)
-        problem = commands.requeue(self.allocation.job)
+        problem = slurm_commands.requeue(self.allocation.job)
         self._is_queued = problem is None
         notices.wait()
         result = "SLURM queues the job again" if problem is None else f"SLURM does not queue it again: {problem}"

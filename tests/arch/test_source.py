@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from shardwise.config.optimizers import OPTIMIZERS
+from shardwise.config.optimizer_specs import OPTIMIZERS
 from tests.arch.source import (
     SOURCE,
     attribute_names,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.node import Attempt
+from shardwise.launch.node import LauncherFacts
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 from tests.e2e.command import environment, metrics, miniature
 
@@ -64,7 +64,7 @@ print(outcome.failure.text if outcome.failure else "none", outcome.lost, sep="\\
 async def attempt(address: str, command: Sequence[str]) -> AttemptOutcome:
     """One attempt on the two hosts, in the current folder."""
 
-    def program(_attempt: Attempt) -> list[str]:
+    def program(_attempt: LauncherFacts) -> list[str]:
         quoted = " ".join(command)
         return ["bash", "-c", "".join(HOST.format(number=n, command=quoted) for n in range(2)) + "wait"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config import Config, Schedule
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardwise.config import Config
-from shardwise.config.optimizers import OPTIMIZERS, OptimizerSpec
-from shardwise.verify.cell_training import make_trainer, measure
+from shardwise.config.optimizer_specs import OPTIMIZERS, OptimizerSpec
+from shardwise.verify.cell_training import make_trainer, train_cell
 from shardwise.verify.layouts import Cell
-from shardwise.verify.tolerance import Differences
+from shardwise.verify.tolerance import LayoutDifferences
 
 
 class Momentum(torch.optim.Optimizer):
@@ -51,10 +51,10 @@ def recorded() -> Iterator[None]:
         del OPTIMIZERS[RECORD.name]
 
 
-def train_and_resume(config: Config, cell: Cell, folder: Path, source: Path) -> tuple[Differences, list[str]]:
+def train_and_resume(config: Config, cell: Cell, folder: Path, source: Path) -> tuple[LayoutDifferences, list[str]]:
     """Train on this rank, save, resume from `source`; return differences from one process, and names of the state."""
     with recorded():
-        differences, _ = measure(config, cell, folder, source, folder / "two-ranks")
+        differences, _ = train_cell(config, cell, folder, source, folder / "two-ranks")
         trainer = make_trainer(config, cell)
         trainer.step()
         (state,) = {tuple(state) for state in trainer.optimizer.inner.state.values()}

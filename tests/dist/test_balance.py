@@ -22,7 +22,7 @@ from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.experts import Router, experts_of
 from shardwise.models.llama import Llama
 from shardwise.train.build import build_trainer
-from shardwise.train.loss import mean_over_targets
+from shardwise.train.mean_loss import mean_over_targets
 from shardwise.verify.canonical_values import canonical_gradients, gradient_errors, step_with_gradients
 from tests.dist.dense import run
 from tests.dist.test_experts import CASES, SCALE, SIZES, B, S, batch

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.load_weights import load_checkpoint
-from shardwise.checkpoint.storage.checkpoint_folders import survey
+from shardwise.checkpoint.storage.checkpoint_folders import summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.train.resume import restore_first
+from shardwise.train.resume import restore_first_intact
 from tests.dist.checkpoints import Result, State, canonical_state, make_trainer, run, step_folder
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_checkpoint import config_of, differences
@@ -73,7 +73,7 @@ class Resumed:
 def resume(config: Config, root: str) -> Resumed:
     trainer, resumed = make_trainer(config), Resumed()
     try:
-        restored = restore_first(survey(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
+        restored = restore_first_intact(summarize_checkpoints(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed

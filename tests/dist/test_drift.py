@@ -12,7 +12,7 @@ from shardwise.base.errors import RunError
 from shardwise.models.build import build_model
 from shardwise.train import build, trainer
 from shardwise.train.model_checks import check_replicas
-from shardwise.train.observers import build_observers, observe
+from shardwise.train.observers import build_observers, run_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
@@ -94,7 +94,7 @@ def run(trained: Trainer) -> None:
     reporter: Any = SimpleNamespace(step=lambda _: None)
     unsaved: Any = SimpleNamespace(flags=None, stopped_by=None, state_hashes=None, after_step=lambda *_: None)
     observers = build_observers(trained, reporter, unsaved, None)
-    trained.run(partial(observe, observers), unsaved, lambda _: nullcontext())
+    trained.run(partial(run_observers, observers), unsaved, lambda _: nullcontext())
 
 
 def drifted_start(step: int) -> str | None:

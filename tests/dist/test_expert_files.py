@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import stored_tensors
+from shardwise.checkpoint.format.expert_weights import unfused_experts
 from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
-from shardwise.checkpoint.format.sparse_blocks import unfused
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from
+from shardwise.config import check_layout, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
@@ -56,7 +56,7 @@ def loaded(folder: Path, parallel: dict[str, int]) -> tuple[dict[str, torch.Tens
         "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
         "optimizer": {"lr": 1e-3},
     }
-    config = config_from(sections)
+    config = config_from_sections(sections)
     mesh = Mesh(**config.parallel.degrees, device="cpu")
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=torch.float32)
     count = 0
@@ -195,4 +195,4 @@ def test_a_header_without_elements_makes_no_endless_list(tmp_path: Path) -> None
     shape = (2**60, 0, 4)
     entry = TensorEntry(shape, "F32", (PieceEntry(0, 8, Box.whole(shape)),))
     given = {"model.layers.0.mlp.experts.gate_up_proj": entry}
-    assert unfused(Root.of(tmp_path), given) == given
+    assert unfused_experts(Root.of(tmp_path), given) == given

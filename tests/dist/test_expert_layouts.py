@@ -21,10 +21,10 @@ from shardwise.config import Config, Recompute, Schedule
 from shardwise.config.routing import Routing
 from shardwise.layers.experts import Experts, choose
 from shardwise.train.trainer import Trainer
-from shardwise.verify import cell_training, choices
+from shardwise.verify import cell_training, router_choices
 from shardwise.verify.layouts import Cell
-from shardwise.verify.miniature import existing, miniature
-from shardwise.verify.tolerance import Differences, Tolerance
+from shardwise.verify.miniature import miniature, trainable_cells
+from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 from tests.dist.test_experts import CASES, SIZES
 from tests.dist.training import make_config
 from tests.sweeps import few
@@ -112,7 +112,7 @@ def config_of(family: str, cells: tuple[Cell, ...], *changes: tuple[str, str, An
     for section, key, value in changes:
         sections.setdefault(section, {})[key] = value
     config = miniature(make_config(**sections), cells, steps, has_accelerator=False)
-    assert existing(config, cells) == ([*cells], [])
+    assert trainable_cells(config, cells) == ([*cells], [])
     return config
 
 
@@ -124,7 +124,7 @@ class Alone:
     checkpoint: Path
 
 
-Train = Callable[[Config, Cell], Differences]
+Train = Callable[[Config, Cell], LayoutDifferences]
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
 
     references: dict[str, Alone] = {}
 
-    def train(config: Config, cell: Cell) -> Differences:
+    def train(config: Config, cell: Cell) -> LayoutDifferences:
         key = repr(config)
         if key not in references:
             folder = tmp_path_factory.mktemp("reference")
@@ -141,12 +141,14 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
         one = references[key]
         target = tmp_path_factory.mktemp("cell")
         (found, saved), *_ = ranks(cell.ranks).run(
-            cell_training.measure, config, cell, one.folder, one.checkpoint, target, timeout=300.0
+            cell_training.train_cell, config, cell, one.folder, one.checkpoint, target, timeout=300.0
         )
         problems = found.problems(Tolerance.of(config), "one process")
-        problems += cell_training.read_back(config, Cell(), one.folder, saved).problems(Tolerance.of(config), cell.name)
+        problems += cell_training.continue_in_one_process(config, Cell(), one.folder, saved).problems(
+            Tolerance.of(config), cell.name
+        )
         assert not problems, f"{problems}, {found}"
-        losses = cell_training.Reference.load(one.folder).losses
+        losses = cell_training.ReferenceTraining.load(one.folder).losses
         assert abs(losses[-1] / losses[0] - 1) > 1e-3, "equal losses of a model that does not move say nothing"
         return found
 
@@ -230,13 +232,13 @@ def last(routing: Routing, scores: Tensor) -> Tensor:
     return (routing.experts - 1 - choose(routing, scores.flip(-1))).flip(-1)
 
 
-def measure_ties(config: Config, cell: Cell, alone: Alone, target: Path) -> tuple[float, Differences]:
+def measure_ties(config: Config, cell: Cell, alone: Alone, target: Path) -> tuple[float, LayoutDifferences]:
     """The first loss with choices of the cell's own, and the differences that are judged."""
     build = functools.partial(with_ties, cell_training.build_trainer)
-    with mock.patch.object(cell_training, "build_trainer", build), mock.patch.object(choices, "choose", last):
-        own = choices.Choices(cell_training.Reference.load(alone.folder).choices)
+    with mock.patch.object(cell_training, "build_trainer", build), mock.patch.object(router_choices, "choose", last):
+        own = router_choices.RouterChoices(cell_training.ReferenceTraining.load(alone.folder).choices)
         loss = cell_training.make_trainer(config, cell, own).step().loss
-        return loss, cell_training.measure(config, cell, alone.folder, alone.checkpoint, target)[0]
+        return loss, cell_training.train_cell(config, cell, alone.folder, alone.checkpoint, target)[0]
 
 
 TIES = (
@@ -254,7 +256,7 @@ def test_a_layout_with_other_choices_is_compared_with_those_of_one_process(
     config = config_of("olmoe", (cell,), steps=2)
     with mock.patch.object(cell_training, "build_trainer", functools.partial(with_ties, cell_training.build_trainer)):
         alone = Alone(tmp_path, cell_training.train_reference(config, Cell(), tmp_path))
-    reference = cell_training.Reference.load(tmp_path)
+    reference = cell_training.ReferenceTraining.load(tmp_path)
     for loss, found in ranks(cell.ranks).run(measure_ties, config, cell, alone, tmp_path / "cell"):
         assert abs(loss / reference.losses[0] - 1) > 1e-5, "the choices that differ change nothing"
         assert found.problems(Tolerance.of(config), "one process") == []

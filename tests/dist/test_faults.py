@@ -18,14 +18,14 @@ from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, check_layout, config_from, load_config
-from shardwise.data.open_data import prepare
+from shardwise.config import Config, check_layout, config_from_sections, load_config
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.build import build_trainer
-from shardwise.train.loss import count_targets
+from shardwise.train.mean_loss import count_targets
 from shardwise.verify.canonical_values import canonical_weights
 from tests.dist.checkpoints import load as load_checkpoint
 from tests.dist.checkpoints import make_trainer, step_folder
@@ -44,7 +44,7 @@ STEPS = 8
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     for recipe in ("bert-tiny", "gpt2-xl-tiny"):
-        prepare(load_config(recipe, []), folder)
+        prepare_data(load_config(recipe, []), folder)
     return folder
 
 
@@ -73,7 +73,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, mesh, prepare(config, cache))
+    trainer = build_trainer(config, mesh, prepare_data(config, cache))
 
     def counted(*given: Any) -> Pending:
         return Pending(count_targets(*given).wait() * divided_by)
@@ -165,7 +165,7 @@ ODD = {"num_attention_heads": 25, "hidden_size": 50, "intermediate_size": 200, "
 def odd_config(zero: int) -> Config:
     """GPT2-XL's own heads, vocabulary and positions; fewer layers and narrower heads."""
     model = gpt2_xl().model.model_dump() | ODD | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
-    return config_from(
+    return config_from_sections(
         {
             "model": model,
             "train": {"steps": 4, "global_batch": 12, "micro_batch": 1, "sequence_length": 16},
@@ -182,7 +182,7 @@ def train_odd(zero: int, cache: Path) -> tuple[list[float], dict[str, tuple[int,
     config = odd_config(zero)
     mesh = shared_mesh(1)
     # The tokens of a small vocabulary: 50,257 would want more text than the tiny corpus has.
-    data = prepare(load_config("gpt2-xl-tiny", []), cache)
+    data = prepare_data(load_config("gpt2-xl-tiny", []), cache)
     trainer = build_trainer(config, mesh, data)
     losses = [trainer.step().loss for _ in range(4)]
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_weights(trainer.model).items()}
@@ -316,7 +316,7 @@ def logits(folder: Path, tensor: int, sequence: bool) -> Tensor:
         "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
         "optimizer": {"lr": 1e-3},
     }
-    config, mesh = config_from(sections), shared_mesh(tensor)
+    config, mesh = config_from_sections(sections), shared_mesh(tensor)
     model: Any = build_model(config, mesh.tp, sequence_parallel=sequence)
     load_hugging_face(model, config.model, mesh, folder)
     with torch.no_grad():

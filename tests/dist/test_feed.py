@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats.common import make_batches
+from shardwise.data.formats.prepared_data import make_batches
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.feed import Feed
-from shardwise.train.loss import MicroBatch
+from shardwise.train.mean_loss import MicroBatch
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data
 

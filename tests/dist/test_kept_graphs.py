@@ -10,9 +10,9 @@ from unittest import mock
 from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Group, Mesh
+from shardwise.train.compile.compiled_units import BLOCK, HEAD, CapturedGraph
 from shardwise.train.compile.graph_cache import FACTS, GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
-from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph
 
 UNITS = (BLOCK, HEAD)
 

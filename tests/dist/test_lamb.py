@@ -13,7 +13,7 @@ from shardwise import LAMB, ColumnParallelLinear, Mesh, RowParallelLinear, ZeroR
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, Piece, make_parameter, placements
 from shardwise.models.build import build_model
-from shardwise.train.build import decay_groups
+from shardwise.train.build import _decay_groups
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
 from tests.dist.training import make_config, sizes
@@ -88,7 +88,7 @@ def errors_of_updates(module: nn.Module, mesh: Mesh, lr: float = 1e-2, **options
                 shapes[piece.name] = piece.shape
                 piece.of(p).copy_(weight(piece.name, piece.shape)[piece.box.slices])
     optimizer = ZeroRedundancyOptimizer(
-        decay_groups(module.parameters(), DECAY), LAMB, mesh=mesh, lr=lr, average=False, grad_clipping=False, **options
+        _decay_groups(module.parameters(), DECAY), LAMB, mesh=mesh, lr=lr, average=False, grad_clipping=False, **options
     )
     most = 1.0 if options.get("trust_clip") else math.inf
     wanted, errors = reference(shapes, lr, most), dict.fromkeys(shapes, 0.0)

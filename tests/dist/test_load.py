@@ -13,7 +13,7 @@ from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, check_layout, config_from
+from shardwise.config import Config, check_layout, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import Box, placements
 from shardwise.models.build import build_model
@@ -37,7 +37,7 @@ OFTEN = ("llama", "gpt", "bert")
 
 
 def configured(folder: Path, tensor: int, **parallel: Any) -> Config:
-    return config_from(
+    return config_from_sections(
         {
             "model": described(folder).model_dump(),
             "parallel": {"tensor": tensor, **parallel},
@@ -120,7 +120,7 @@ def begin(
     sections = configured(folder, tensor, replicate=replicate).model_dump(exclude_unset=True)
     sections["train"] |= {"dropout_mode": "invariant"}
     sections["optimizer"] |= {"zero": zero, "warmup_steps": 0}
-    config = config_from({**sections, "precision": {"mode": mode}})
+    config = config_from_sections({**sections, "precision": {"mode": mode}})
     trainer = build_trainer(config, shared_mesh(tensor), make_data(config.model.vocab_size), weights=Root.of(folder))
     sums = StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure()
     weights = canonical_weights(trainer.model, optimizer=trainer.optimizer)

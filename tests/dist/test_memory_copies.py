@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.config import Config, check_layout
 from shardwise.distributed import collectives
 from shardwise.estimates.memory import memory_copies_bytes
-from shardwise.train.memory_copies import CopyFiles, CopyPart, MemoryCopies, is_of_history, newest_complete
+from shardwise.train.memory_copies import MemoryCopies, _CopyFiles, _CopyPart, _is_of_history, _newest_complete_step
 from tests.dist.checkpoints import PLACE, State, canonical_state, make_trainer
 from tests.dist.test_checkpoint import config_of, differences
 
@@ -113,13 +113,13 @@ def test_a_lost_node_gets_its_parts_from_the_other_one(tmp_path: Path, ranks: An
 def train_where_a_part_does_not_fit(config: Config, memory: Path, before: int) -> Seen:
     """As `train`, with a memory of rank 0's node that is full when it gets the part of another node."""
 
-    def full(files: CopyFiles, part: CopyPart, content: Any) -> None:
+    def full(files: _CopyFiles, part: _CopyPart, content: Any) -> None:
         if dist.get_rank() == 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(files, part, content)
 
-    write = CopyFiles.write_content
-    with mock.patch.object(CopyFiles, "write_content", full):
+    write = _CopyFiles.write_content
+    with mock.patch.object(_CopyFiles, "write_content", full):
         return train(config, memory, before, 0)
 
 
@@ -181,11 +181,11 @@ def test_steps_that_were_undone_are_not_continued_from(tmp_path: Path, ranks: An
 
 
 def test_a_step_is_undone_by_a_later_start_before_it() -> None:
-    assert is_of_history(35, (), (0,))
-    assert is_of_history(35, (), (0, 35))
-    assert not is_of_history(35, (), (0, 10))
-    assert not is_of_history(35, (), (0, 10, 40))
-    assert is_of_history(14, (0,), (0, 10, 14))
+    assert _is_of_history(35, (), (0,))
+    assert _is_of_history(35, (), (0, 35))
+    assert not _is_of_history(35, (), (0, 10))
+    assert not _is_of_history(35, (), (0, 10, 40))
+    assert _is_of_history(14, (0,), (0, 10, 14))
 
 
 @pytest.mark.slow
@@ -200,11 +200,13 @@ def test_copies_of_another_configuration_or_number_of_ranks_are_left_alone(tmp_p
 
 
 def test_the_newest_step_with_all_parts_is_taken() -> None:
-    a = {CopyPart(0, 4), CopyPart(1, 4), CopyPart(0, 5)}
-    b = {CopyPart(2, 4), CopyPart(3, 4), CopyPart(2, 5), CopyPart(3, 5)}
-    assert newest_complete({"a": a, "b": b}, 4) == 4
-    assert newest_complete({"a": a, "b": b | {CopyPart(1, 5)}}, 4) == 5, "of rank 1 the other node has the newer part"
-    assert newest_complete({"a": a}, 4) is None
+    a = {_CopyPart(0, 4), _CopyPart(1, 4), _CopyPart(0, 5)}
+    b = {_CopyPart(2, 4), _CopyPart(3, 4), _CopyPart(2, 5), _CopyPart(3, 5)}
+    assert _newest_complete_step({"a": a, "b": b}, 4) == 4
+    assert _newest_complete_step({"a": a, "b": b | {_CopyPart(1, 5)}}, 4) == 5, (
+        "of rank 1 the other node has the newer part"
+    )
+    assert _newest_complete_step({"a": a}, 4) is None
 
 
 def replace_section(config: Config, section: str, **keys: Any) -> Config:

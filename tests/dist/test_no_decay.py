@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import config_from
+from shardwise.config import config_from_sections
 from shardwise.distributed.placement import placements
-from shardwise.train.build import parameter_groups, require_matches
+from shardwise.train.build import _parameter_groups, _require_matches
 from tests.dist.dense import mesh
 from tests.dist.dense import run as on_ranks
 from tests.dist.test_export import LLAMA, SIZES
@@ -18,7 +18,7 @@ def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
     """Canonical name → weight decay on this rank."""
     from shardwise.models.build import build_model
 
-    config = config_from(
+    config = config_from_sections(
         {
             "model": SIZES | LLAMA | {"attention_bias": True},
             "parallel": {"tensor": tensor},
@@ -30,7 +30,7 @@ def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
     names: dict[Any, list[str]] = {p: [piece.name for piece in record.pieces] for _, p, record in placements(model)}
     return {
         name: float(str(group["weight_decay"]))
-        for group in parameter_groups(model, config.optimizer)
+        for group in _parameter_groups(model, config.optimizer)
         for parameter in group["params"]  # type: ignore[attr-defined]
         for name in names[parameter]
     }
@@ -63,11 +63,11 @@ def refused(mesh_size: int, no_decay: list[str]) -> str:
         "parallel": {"tensor": mesh_size},
         "optimizer": {"lr": 1e-3, "no_decay": no_decay},
     }
-    config = config_from({**values, "train": {"steps": 1, "global_batch": 4, "sequence_length": 8}})
+    config = config_from_sections({**values, "train": {"steps": 1, "global_batch": 4, "sequence_length": 8}})
     on = mesh(mesh_size)
     model = build_model(config, on.tp, sequence_parallel=False, dtype=torch.float32)
     try:
-        require_matches(no_decay, model, on)
+        _require_matches(no_decay, model, on)
     except ConfigError as error:
         return str(error)
     return ""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import RunError
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.layout import Stage, rank_of
+from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.distributed import devices
 from shardwise.estimates.step_peak import PassBytes, step_peak
 from shardwise.pipeline.action_order import action_order
 from shardwise.pipeline.clock import StepTiming
 from shardwise.pipeline.stages import Stages
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.trace import Trace
+from shardwise.train.profiler_trace import Trace
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config
 from tests.sweeps import few
@@ -52,7 +52,7 @@ def make_pipeline(schedule: Schedule, degree: int, micro_batches: int) -> tuple[
     count = degree * parallel.stages_per_rank
     stages = Stages(4)
     for index in range(count):
-        if rank_of(parallel, index) == mesh.pp.rank:
+        if pipeline_rank_of(parallel, index) == mesh.pp.rank:
             model = nn.Module()
             model.weight = nn.Parameter(torch.ones(4))
             stages.add(Stage(index, mesh.pp.rank, range(index, index + 1), count), model)
@@ -95,7 +95,9 @@ def test_each_stage_runs_once_and_holds_what_the_schedule_says(schedule: Schedul
     for rank, found in enumerate(everyone):
         calls += found.calls
         assert found.gradients == [2.0 * 4 * micro_batches] * parallel.stages_per_rank, "two steps' gradients of ones"
-        if rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank:  # the last stage's losses stay to the end
+        if (
+            pipeline_rank_of(parallel, degree * parallel.stages_per_rank - 1) != rank
+        ):  # the last stage's losses stay to the end
             expected = step_peak(action_order(parallel, micro_batches, rank), one, micro_batches)
             assert found.most_held <= expected.activations
     stages = degree * parallel.stages_per_rank
@@ -190,7 +192,7 @@ def test_a_trace_names_the_work_and_the_messages(schedule: Schedule, ranks: Any,
         kinds = {"forward", "backward"} if schedule == "1f1b" else {
             "forward", "backward of the input", "backward of the weights"
         }  # fmt: skip
-        mine = [s for s in range(degree * parallel.stages_per_rank) if rank_of(parallel, s) == rank]
+        mine = [s for s in range(degree * parallel.stages_per_rank) if pipeline_rank_of(parallel, s) == rank]
         for kind in kinds:
             for stage in mine:
                 for number in range(micro_batches):

@@ -16,10 +16,10 @@ from shardwise.train import rank_agreement
 def compared(overrides: dict[int, list[str]], torches: dict[int, str]) -> list[str]:
     rank = Group.world().rank
     config = load_config("llama2-tiny", overrides.get(rank, []))
-    found = {**rank_agreement.versions(), **({"torch": torches[rank]} if rank in torches else {})}
-    with mock.patch.object(rank_agreement, "versions", return_value=found):
+    found = {**rank_agreement.package_versions(), **({"torch": torches[rank]} if rank in torches else {})}
+    with mock.patch.object(rank_agreement, "package_versions", return_value=found):
         try:
-            rank_agreement.require_same(config.model_dump(mode="json"), Mesh())
+            rank_agreement.require_same_on_ranks(config.model_dump(mode="json"), Mesh())
         except ConfigError as error:
             return error.problems
     return []
@@ -39,7 +39,7 @@ def of_folders(*folders: str | None) -> list[str]:
     folder = folders[Group.world().rank]
     try:
         settings = load_config("llama2-tiny").model_dump(mode="json")
-        rank_agreement.require_same(settings, Mesh(), None if folder is None else Path(folder))
+        rank_agreement.require_same_on_ranks(settings, Mesh(), None if folder is None else Path(folder))
     except ConfigError as error:
         return error.problems
     return []

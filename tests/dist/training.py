@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.config import Config, config_from
-from shardwise.data.formats.common import random_text as make_data
+from shardwise.config import Config, config_from_sections
+from shardwise.data.formats.prepared_data import random_tokens as make_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
@@ -77,7 +77,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
         if "family" in values:
             base[section] = {}
         base.setdefault(section, {}).update(values)
-    return config_from(base)
+    return config_from_sections(base)
 
 
 @dataclass

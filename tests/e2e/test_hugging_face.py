@@ -11,11 +11,11 @@ import torch
 import transformers
 from torch import nn
 
-from shardwise.cli.model_argument import open_folder
+from shardwise.cli.model_argument import open_model_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.formats.common import PreparedData
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData
+from shardwise.data.open_data import prepare_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def weights(trained: Trained) -> Path:
 
 
 def prepared(config: Config) -> PreparedData:
-    return prepare(config, Path(environment()["SHARDWISE_CACHE"]))
+    return prepare_data(config, Path(environment()["SHARDWISE_CACHE"]))
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> float:
@@ -127,7 +127,7 @@ def test_fault_09_a_run_keeps_what_lies_beside_its_weights(pretrained: Path, sta
         assert {name: described[name] for name in SPECIAL} == SPECIAL
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert model.generation_config.eos_token_id == [0, 5, 7]
-        with open_folder(str(folder), {}, cached=True) as opened:
+        with open_model_folder(str(folder), {}, cached=True) as opened:
             assert opened.stops(Tokenizer.load(folder)) == {0, 5, 7}
 
 

@@ -11,7 +11,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.resume import find_checkpoints
+from shardwise.train.resume import checkpoints_at_start
 from tests.e2e.command import metrics, miniature, shardwise, within
 
 BORDER = 3
@@ -123,4 +123,4 @@ def test_stages_that_are_refused_are_refused_before_the_folder_is_written(place:
     recorded = load_config(str(run.config))
     config = load_config(str(run.config), ["data.stages=[]", "train.steps=8"])
     with pytest.raises(ConfigError, match=problem):
-        find_checkpoints(config, run, recorded.recorded())
+        checkpoints_at_start(config, run, recorded.recorded())

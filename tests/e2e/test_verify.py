@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.config import Config
 from shardwise.verify.layouts import Cell
-from shardwise.verify.tolerance import ChoiceDifferences, Differences
+from shardwise.verify.tolerance import ChoiceDifferences, LayoutDifferences
 from shardwise.verify.verification import CellOutcome, Verification
 from tests.arch.source import ROOT
 from tests.e2e import processes
@@ -55,7 +55,7 @@ def plain(text: str) -> str:
     return " ".join(re.sub(r"\d\.\de-\d\d|\b0\b|\d\.\d{6}", "#", text).split())
 
 
-def without_training(monkeypatch: pytest.MonkeyPatch, differences: Differences) -> None:
+def without_training(monkeypatch: pytest.MonkeyPatch, differences: LayoutDifferences) -> None:
     """All layouts differ by the same numbers."""
 
     def verify(_config: Config, cells: Sequence[Cell], _folder: Path) -> Verification:
@@ -66,14 +66,14 @@ def without_training(monkeypatch: pytest.MonkeyPatch, differences: Differences) 
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_training(monkeypatch, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"))
+    without_training(monkeypatch, LayoutDifferences(0.0, 1e-7, 2e-7, 1e-7, "w", "g"))
     arguments, shown = on_the_page()
     assert plain(within(*arguments, at=tmp_path).succeeded().out) == shown
 
 
 def test_the_page_shows_the_choices_of_a_sparse_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, block = blocks("docs/verify.md")
-    without_training(monkeypatch, Differences(0.0, 1e-7, 2e-7, 1e-7, "w", "g", choices=ChoiceDifferences(3)))
+    without_training(monkeypatch, LayoutDifferences(0.0, 1e-7, 2e-7, 1e-7, "w", "g", choices=ChoiceDifferences(3)))
     assert_shown(block, within(*shlex.split(block.code)[1:], at=tmp_path).succeeded().out)
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.config import Config, check_layout
+from shardwise.train.compile.compiled_units import BLOCK, HEAD
 from shardwise.train.compile.graph_facts import planned_graphs
-from shardwise.train.compile.units import BLOCK, HEAD
-from shardwise.train.compile.worker import play
+from shardwise.train.compile.worker import _capture_graph
 from tests.dist.test_compiled_training import GPT_DROPOUT, SIZES
 from tests.dist.training import FACTS, FAMILIES, make_config
 
@@ -28,8 +28,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
         found.append(graph.print_readable(print_output=False, include_stride=True))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    monkeypatch.setattr("shardwise.train.compile.units.backend_of", lambda *_: collecting)
-    monkeypatch.setattr("shardwise.train.compile.units.check_backend", lambda *_: None)
+    monkeypatch.setattr("shardwise.train.compile.compiled_units.compiler_backend", lambda *_: collecting)
+    monkeypatch.setattr("shardwise.train.compile.compiled_units.check_compiler_backend", lambda *_: None)
 
     def capture(config: Config, unit: str, rank: int) -> list[str]:
         torch._dynamo.reset()
@@ -38,7 +38,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config, str,
             dist.destroy_process_group()
         layout = check_layout(config, 16)
         dist.init_process_group("fake", rank=rank, world_size=16)
-        play(config, layout, CPU, unit, training=True, only_capture=False)
+        _capture_graph(config, layout, CPU, unit, training=True, only_capture=False)
         return list(found)
 
     yield capture

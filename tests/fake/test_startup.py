@@ -18,7 +18,7 @@ from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
 from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.rank_agreement import raised_on_every_rank, require_same, while_others_wait
+from shardwise.train.rank_agreement import raised_on_every_rank, require_same_on_ranks, while_others_wait
 from tests.stored import small_tensors, write_checkpoint
 
 
@@ -55,7 +55,7 @@ def start(config: Config, world: int, checkpoint: Root) -> None:
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=world)
     mesh = Mesh(tensor=8, device="cpu")
-    require_same(config.model_dump(mode="json"), mesh)
+    require_same_on_ranks(config.model_dump(mode="json"), mesh)
     assert while_others_wait(lambda: "prepared", mesh.world) == "prepared"
     with raised_on_every_rank(mesh.world):
         raise_on_all_ranks([], mesh.world)

@@ -13,7 +13,7 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group
 from shardwise.layers.dropout import Dropout, DropoutKey, Place
 from shardwise.train.build import build_trainer
-from shardwise.train.evaluation import evaluate_rounds
+from shardwise.train.evaluation_losses import evaluate_rounds
 from tests.dist import bits, cells
 from tests.dist.cells import Cell, small
 from tests.dist.dense import mesh as shared_mesh

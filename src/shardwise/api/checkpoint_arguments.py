@@ -16,9 +16,9 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.stored_tensors import mismatches
-from shardwise.checkpoint.load_weights import tensor_shapes
-from shardwise.checkpoint.restore import other_ends
+from shardwise.checkpoint.format.stored_tensors import tensor_mismatches
+from shardwise.checkpoint.load_weights import canonical_tensor_shapes
+from shardwise.checkpoint.restore import tied_ends
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, weight_names
 from shardwise.distributed import collectives
@@ -38,7 +38,7 @@ _MOST_STEPS = 10**18
 
 
 def mesh_of(mesh: Mesh | None) -> Mesh:
-    """The mesh of a call; None: data parallelism alone over the present world. Collective where that is new.
+    """The mesh of a program's call; None: data parallelism alone over the present world. Collective where that is new.
 
     A process group and its sockets stay until the process ends, so a world has one mesh for all calls.
 
@@ -58,7 +58,7 @@ def mesh_of(mesh: Mesh | None) -> Mesh:
 
 
 def require_saveable(model: object, optimizer: object, step: object, config: object, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, for what no checkpoint can be made of."""
+    """Raise ConfigError, with every problem, for arguments of a program of which no checkpoint can be made."""
     problems = _problems(model, optimizer, mesh)
     if isinstance(model, nn.Module):
         problems += storage_problems(model)
@@ -103,7 +103,7 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
     local_names: dict[str, None] = {}
     for _, _, record in placements(model):
         for piece in record.pieces:
-            is_tied = other_ends(piece, mesh).size > 1
+            is_tied = tied_ends(piece, mesh).size > 1
             if piece.box.numel and not is_tied:
                 local_names[piece.name] = None
     stages_with: Counter[str] = Counter()
@@ -117,20 +117,20 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
         )
     if family is None:
         return
-    shapes = tensor_shapes(model, mesh)
+    shapes = canonical_tensor_shapes(model, mesh)
     config_shapes = canonical_shapes(family)
     # The model may spell its names otherwise, as Hugging Face's folders do.
     canonical_names = weight_names(family.family).canonical(list(shapes), set(config_shapes))
     canonical_model = {canonical_names.get(name, name): shape for name, shape in shapes.items()}
     config_tensors = {name: TensorEntry(shape, "F32", ()) for name, shape in config_shapes.items()}
-    problems = mismatches(f"config ({family.family})", canonical_model, config_tensors)
+    problems = tensor_mismatches(f"config ({family.family})", canonical_model, config_tensors)
     if problems:
         problems[-1] += "; give the configuration of the model that is saved, or none"
         raise ConfigError(problems)
 
 
 def require_loadable(model: object, optimizer: object | None, mesh: Mesh) -> None:
-    """Raise ConfigError, with every problem, for what no checkpoint can be loaded into."""
+    """Raise ConfigError, with every problem, for arguments of a program into which no checkpoint can be loaded."""
     if problems := _problems(model, optimizer, mesh, needs_optimizer=False):
         raise ConfigError(problems)
 

@@ -63,7 +63,7 @@ def save_checkpoint(
     from shardwise.checkpoint.save import Saver
     from shardwise.config import Layout
     from shardwise.train.model_checks import check_replicas
-    from shardwise.train.rank_agreement import raised_on_every_rank, versions
+    from shardwise.train.rank_agreement import package_versions, raised_on_every_rank
 
     mesh = arguments.mesh_of(mesh)
     with raised_on_every_rank(mesh.world):
@@ -76,7 +76,7 @@ def save_checkpoint(
     check_replicas(model, mesh, int(step), optimizer)
     on_first_rank(root.make, mesh.world)
     layout = Layout(mesh.world.size, mesh.tp.size, pipeline=mesh.pp.size, context=mesh.cp.size).recorded()
-    described = {"layout": layout, "data": {}, "versions": versions()}
+    described = {"layout": layout, "data": {}, "versions": package_versions()}
     saver = Saver(root, model, optimizer, config, mesh, mesh.host_group("checkpoint"), described=described)
     saver.save(int(step), {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}})
     saver.wait()
@@ -117,7 +117,7 @@ def load_checkpoint(
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
-    from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore
+    from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore_checkpoint
     from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 
     mesh = arguments.mesh_of(mesh)
@@ -132,7 +132,7 @@ def load_checkpoint(
             family = str(manifest.config.get("model", {}).get("family", ""))
             load_weights(model, family, mesh, root)
         else:
-            restore(root, manifest, model, optimizer, mesh)
+            restore_checkpoint(root, manifest, model, optimizer, mesh)
     return manifest.step
 
 
@@ -164,7 +164,7 @@ def export_checkpoint(
     """
     from shardwise.checkpoint.format.export_checkpoint import Export
     from shardwise.checkpoint.format.safetensors import FLOATS
-    from shardwise.cli.checkpoint.export import shard_bytes, split
+    from shardwise.cli.checkpoint.export import parent_and_name, shard_bytes
 
     source = require_path("checkpoint", checkpoint)
     target = require_path("dest", dest)
@@ -174,7 +174,7 @@ def export_checkpoint(
         raise ConfigError(f"max_shard_size ({max_shard_size!r}) must be a number of bytes, or a text such as '500MB'")
     with keys_renamed(_ARGUMENTS):
         max_shard_bytes = shard_bytes(str(max_shard_size))
-    parent, name = split(target)
+    parent, name = parent_and_name(target)
     export = Export(weights_folder(source, None).root, dtype)
     return str(export.write(parent, name, max_shard_bytes).folder)
 

@@ -15,12 +15,13 @@ from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library, provided
-from shardwise.base.user_code import given, name_of
+from shardwise.base.user_code import given_objects, object_name
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
-from shardwise.config import Config, config_from
-from shardwise.launch import output, stop_requests
+from shardwise.config import Config, config_from_sections
+from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank, keep_own, may_be_a_task
 from shardwise.launch.external_launchers import adopt_task
+from shardwise.launch.rank_output import output_restored, survive_lost_reader
 from shardwise.launch.rank_process import enter_job, failure_recorded
 from shardwise.runs.folder import EVENTS, RunDirectory, read_config
 
@@ -130,7 +131,7 @@ class Run:
         Raises:
             ConfigError: `config.yaml` is missing or damaged.
         """
-        return config_from(read_config(self._directory))
+        return config_from_sections(read_config(self._directory))
 
     def results(self) -> dict[str, Any] | None:
         """The results at the end of the training: losses, tokens, speed, peak memory; None if it has not ended.
@@ -197,7 +198,7 @@ def train(
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
     from shardwise.cli.recipe_argument import run_folder
-    from shardwise.cli.run_preparation import is_finished, prepare_run
+    from shardwise.cli.run_preparation import is_finished_run, prepare_run
     from shardwise.cli.train import check_user_code, with_batch
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
@@ -211,14 +212,14 @@ def train(
     _require_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    with given(objects), ExitStack() as locks:
+    with given_objects(objects), ExitStack() as locks:
         check_user_code(config)
         # A rank that finds a finished run there returns, and ranks that look elsewhere would wait for it.
         require_same_run_dir(path, config.launch.timeout)
-        if path is not None and is_finished(locks, config, path, rank):
+        if path is not None and is_finished_run(locks, config, path, rank):
             return Run(path)
         folder = prepare_run(locks, config, name, path, rank)
-        with folder.removed_if_refused(), output.restored(), _signals_restored(), failure_recorded(rank, folder.path):
+        with folder.removed_if_refused(), output_restored(), _signals_restored(), failure_recorded(rank, folder.path):
             _prepare_output(rank)
             return Run(run(config, folder.path, name))
 
@@ -236,7 +237,7 @@ def _prepare_output(rank: Rank | None) -> None:
 
     take_any_character()
     if rank is None or rank.rank == 0:
-        output.survive_lost_reader()
+        survive_lost_reader()
 
 
 def _require_train_arguments(config: object, run_dir: Any, name: object) -> None:
@@ -258,7 +259,7 @@ def _with_hooks(
     objects: dict[str, object] = {}
 
     def named(value: object) -> str:
-        class_name = name_of(value)
+        class_name = object_name(value)
         name = class_name
         while name in objects and objects[name] is not value:  # two objects of one class
             name = f"{class_name}_{len(objects)}"
@@ -269,7 +270,7 @@ def _with_hooks(
     changes: dict[str, Any] = {key: named(value) for key, value in single.items() if value is not None}
     if callbacks:
         changes["callbacks"] = tuple(named(callback) for callback in callbacks)
-    return config.model_copy(update={"hooks": config.hooks.model_copy(update=changes)}), objects
+    return config.with_keys(hooks=changes), objects
 
 
 def _require_layout(config: Config, world: int, *, is_new: bool) -> None:

@@ -9,22 +9,25 @@ from collections.abc import Iterable
 _COUNT_SUFFIXES = ("", " k", " M", " billion", " trillion")
 _LARGEST_WORD = 999.5e12
 _SIZE_SUFFIXES = (" B", " KiB", " MiB", " GiB", " TiB", " PiB")
+TOKENS = r"(\d{1,18}(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
+"""A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
+_TOKEN_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def count(value: float) -> str:
-    """A count in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; above trillions as `4.49e20`."""
+    """The text of a count, in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; beyond, `4.49e20`."""
     if abs(value) >= _LARGEST_WORD:
         return f"{value:.2e}".replace("e+", "e")
     return _scaled(value, 1000.0, _COUNT_SUFFIXES)
 
 
 def size(value: float) -> str:
-    """Bytes in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
+    """Bytes as text, in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
     return _scaled(value, 1024.0, _SIZE_SUFFIXES)
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: `1 file`, `2,000 files`."""
+    """A number of things as text: `1 file`, `2,000 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -46,6 +49,18 @@ def parse_size(text: str) -> int | None:
         return None
     power = " KMGT".index((match[2] or " ").upper())
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def parse_tokens(text: object) -> int | None:
+    """The number of tokens that a text names, such as `20B tokens`; None for anything else."""
+    match = re.fullmatch(TOKENS, text) if isinstance(text, str) else None
+    return None if match is None else round(float(match[1]) * _TOKEN_POWERS[match[2]])
+
+
+def tokens_text(tokens: int) -> str:
+    """The text of which `parse_tokens` makes a number of tokens: `300B`."""
+    suffix = next((suffix for suffix in "TBM" if tokens >= _TOKEN_POWERS[suffix]), "k")
+    return str(tokens / _TOKEN_POWERS[suffix]).removesuffix(".0") + suffix
 
 
 def duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import StateRecords
 from shardwise.verify import replay
-from shardwise.verify.replay import Comparison, Stretch
+from shardwise.verify.replay import ReplayComparison, ReplayedStretch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -52,16 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(arguments.run)
     if not directory.path.is_dir():
         raise ConfigError(f"there is no run {directory.path}: name its folder")
-    config, changed = replay.read_config(directory, arguments.overrides)
+    config, changed = replay.read_replay_config(directory, arguments.overrides)
     stretch = replay.choose_stretch(directory, config.checkpoint, arguments.first, arguments.last)
     recorded = StateRecords.of(directory)
     ranks = recorded.ranks if arguments.nproc is None else arguments.nproc
     folder = Path(tempfile.mkdtemp(prefix="shardwise-audit-"))
     try:
-        replayed = replay.replay(directory, changed, stretch, ranks, folder)
+        replayed = replay.replay_stretch(directory, changed, stretch, ranks, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    comparison = replay.compare(recorded, replayed, stretch)
+    comparison = replay.compare_replay(recorded, replayed, stretch)
     is_equal = comparison.step is None
     if arguments.json:
         facts = {"run": str(directory.path), "from": stretch.first, "to": stretch.last, "ranks": replayed.ranks}
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not is_equal)
 
 
-def _show(stretch: Stretch, comparison: Comparison) -> None:
+def _show(stretch: ReplayedStretch, comparison: ReplayComparison) -> None:
     stretch_text = f"steps {stretch.first + 1:,} to {stretch.last:,}"
     compared = f"losses and gradient norms of {len(comparison.steps):,}, state hashes of {len(comparison.hashes):,}"
     if comparison.step is None:

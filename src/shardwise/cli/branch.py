@@ -21,12 +21,17 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError, listing, nearest_numbers
 from shardwise.base.files import write_atomic
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
+from shardwise.checkpoint.storage.checkpoint_folders import (
+    checkpoint_steps,
+    link_checkpoint,
+    step_name,
+    summarize_checkpoint,
+)
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
 from shardwise.cli.help import add_overrides
-from shardwise.config import Config, changed_stages, check_layout, dump_yaml, fixed_changes, resume_changes
-from shardwise.config.load import apply_overrides, config_from
+from shardwise.config import Config, changed_size_stages, check_layout, dump_yaml, fixed_changes, resume_changes
+from shardwise.config.load import apply_overrides, config_from_sections
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory, json_text, new_run_path, read_config
 
@@ -61,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     parent = RunDirectory(path)
     if not parent.path.is_dir():
         raise ConfigError(f"there is no run {parent.path}: name its folder, as in runs/trunk@1000")
-    parent_config = config_from(read_config(parent))
+    parent_config = config_from_sections(read_config(parent))
     root = Root.of(parent_config.checkpoint.path or parent.checkpoints)
     manifest = _choose_checkpoint(parent, root, step_text)
     step = manifest.step
     config = _branch_config(parent_config, arguments.overrides, step)
     # A stage must not change what the parent has read.
-    if problems := changed_stages(manifest.config, config, manifest.step):
+    if problems := changed_size_stages(manifest.config, config, manifest.step):
         raise ConfigError(problems)
     check_layout(config, train.number_of_ranks(config.parallel, arguments.nproc))
     changes = resume_changes(parent_config.recorded(), config.recorded())
@@ -109,7 +114,7 @@ def _parse_parent(text: str) -> tuple[Path, str | None]:
 def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Manifest:
     """Return the manifest of an intact checkpoint; ConfigError if there is none, or it is damaged."""
     try:
-        present = steps(root)
+        present = checkpoint_steps(root)
         if not present:
             raise ConfigError(f"{parent.path} must have a checkpoint to branch from, and {root} has none")
         step = present[0] if text is None else whole_number(text)
@@ -119,7 +124,7 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
                 f"the step ({text}) of {parent.path} must have a checkpoint: {listing(near, 'and')} "
                 f"{'has' if len(near) == 1 else 'have'} one"
             )
-        glanced = glance(root / step_name(step), step)
+        glanced = summarize_checkpoint(root / step_name(step), step)
     except StoreError as error:
         raise ConfigError(str(error)) from None
     if glanced.manifest is None or glanced.problem is not None:
@@ -133,7 +138,7 @@ def _branch_config(parent: Config, overrides: list[str], step: int) -> Config:
     # These belong to the parent: its place, its end, and a return to one of its steps.
     values["checkpoint"] |= {"path": None, "resume": "auto"}
     values["train"] |= {"stop_after": None, "skip_batches": 0}
-    config = config_from(values, apply_overrides(values, overrides))
+    config = config_from_sections(values, apply_overrides(values, overrides))
     changes = fixed_changes(parent.recorded(), config.recorded(), _CHANGEABLE)
     problems = [f"{change}, as in the parent" for change in changes]
     if config.train.steps <= step:

@@ -26,8 +26,8 @@ from shardwise.base.parsing import whole_number
 from shardwise.base.progress import progress
 from shardwise.cli import output
 from shardwise.cli.help import add_overrides, add_recipe, count
-from shardwise.config import Config, Layout, check_layout, load_config, stages_of
-from shardwise.train.compile.graph_cache import Facts, GraphCache, key_of, name_of
+from shardwise.config import Config, Layout, check_layout, load_config, size_stages_of
+from shardwise.train.compile.graph_cache import Facts, GraphCache, graph_key, graph_label
 
 if TYPE_CHECKING:
     from shardwise.train.compile.ahead_of_time import GraphOutcome  # imports torch
@@ -124,7 +124,7 @@ def _list(cache: GraphCache) -> None:
 
 
 def _name(facts: Facts) -> str:
-    return name_of(facts["unit"], facts["training"])
+    return graph_label(facts["unit"], facts["training"])
 
 
 def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -> int:
@@ -143,9 +143,9 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
         output.line(f"there is no {device} device here: graphs are captured, and not compiled; one device is enough")
     # Stages share graphs.
     graphs: dict[str, tuple[CompilationPlan, Facts]] = {}
-    for stage in stages_of(config):
+    for stage in size_stages_of(config):
         plan = CompilationPlan.make(stage, layout, device, threads, only_capture=only_capture)
-        graphs |= {key_of(facts): (plan, facts) for facts in plan.facts}
+        graphs |= {graph_key(facts): (plan, facts) for facts in plan.facts}
     if not only_capture:
         # Before anything is compiled for a folder that cannot be written.
         cache.require_writable()
@@ -186,7 +186,6 @@ def _compile(config: Config, cache: GraphCache, arguments: argparse.Namespace) -
 
 
 def _result(outcome: GraphOutcome) -> str:
-    """The end of a graph's compilation, as the user reads it."""
     seconds = units.duration(outcome.seconds)
     if outcome.problem is not None:
         return f"failed after {seconds}"

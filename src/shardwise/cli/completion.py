@@ -59,7 +59,6 @@ def completion_script(shell: str) -> str:
 def _add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, shtab: ModuleType
 ) -> None:
-    """Add a command with its arguments, or with its actions."""
     module = importlib.import_module(module_of(name))
     parser = commands.add_parser(name, help=summary)
     if not hasattr(module, "ACTIONS"):

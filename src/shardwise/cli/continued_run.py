@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError
+from shardwise.checkpoint.storage.checkpoint_choice import find_resumable_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import earlier_run
 from shardwise.config import Config, Layout, resume_changes
@@ -13,7 +14,6 @@ from shardwise.optim.learning_rate import moved_end_text
 from shardwise.runs.events import last_event, last_line
 from shardwise.runs.folder import RunDirectory, check_place
 from shardwise.runs.layout_spans import layout_spans, short_layout
-from shardwise.train.checkpoint_choice import look_for_checkpoints
 
 _Rows = list[tuple[str, str]]
 
@@ -30,7 +30,7 @@ def continuation_rows(config: Config, layout: Layout | None, run_path: Path) -> 
         if earlier is not None and config.checkpoint.resume == "auto" and done is not None and done >= steps:
             return [("continues", f"{run_path}: finished, {done:,} of {steps:,} steps; raise train.steps")], []
         root = Root.of(config.checkpoint.path or directory.checkpoints)
-        present = look_for_checkpoints(config, root, directory, earlier).candidates
+        present = find_resumable_checkpoints(config, root, directory, earlier).candidates
         checkpoint = next((candidate for candidate in present if candidate.problem is None), None)
         if earlier is None and checkpoint is None:
             return [], []

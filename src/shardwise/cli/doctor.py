@@ -38,8 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir: str = arguments.run_dir
     if is_url(run_dir):
         raise ConfigError(f"--run-dir ({run_dir}) must be a folder and no URL: checkpoint.path may be one")
-    with collective_check.begun():
-        checks = [*machine_checks.software(), *machine_checks.machine(Path(run_dir)), collective_check.collective()]
+    with collective_check.prepared_check():
+        checks = [
+            *machine_checks.check_software(),
+            *machine_checks.check_machine(Path(run_dir)),
+            collective_check.check_collective(),
+        ]
     checks = [replace(check, found=_plain(check.found), mend=_plain(check.mend)) for check in checks]
     counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
     versions = {"shardwise": __version__, "python": platform.python_version(), "platform": platform.platform()}

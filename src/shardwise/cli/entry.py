@@ -113,10 +113,10 @@ def take_any_character() -> None:
 
 def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
     """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
-    from shardwise.launch.first_failure import Failure, error_text, show_failure
+    from shardwise.launch.first_failure import Failure, show_failure, text_of_error
 
     place = joined()
-    text = error_text(error)
+    text = text_of_error(error)
     if isinstance(error, ConfigError) and (corrected := _corrected(list(arguments))):
         text = f"{text}\n{corrected}"
     failure = Failure(place.rank if place is not None else 0, text, error.exit_code)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, nearest_name
-from shardwise.base.terminal import width_of_prose, wrapped
+from shardwise.base.terminal import width_of_prose, wrap_words
 from shardwise.cli import output
 from shardwise.cli.help import add_json
 
@@ -24,7 +24,7 @@ _LINK = r"\[([^\]]+)\]\([^)]*\)"
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """An entry of a troubleshooting page: the message with `…` for its values, its cause and what to do."""
 
     name: str
@@ -39,14 +39,13 @@ class Entry:
         return re.search(".*".join(map(re.escape, parts)), text, re.DOTALL) is not None
 
 
-def entries() -> dict[str, Entry]:
-    """The entries of all pages by their names."""
+def _entries() -> dict[str, _Entry]:
     by_name = {}
     # In a source tree without docs the links lead nowhere.
     for path in filter(Path.exists, sorted(_PAGES.glob("*.md"))):
         for name, *texts in re.findall(_ENTRY, path.read_text(encoding="utf-8")):
             message, cause, fix = (" ".join(re.sub(_LINK, r"\1", text).split()) for text in texts)
-            by_name[name] = Entry(name, path.stem, message, cause, fix)
+            by_name[name] = _Entry(name, path.stem, message, cause, fix)
     return by_name
 
 
@@ -56,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    known = entries()
+    known = _entries()
     if not known:
         raise ConfigError(
             f"{_PAGES} holds no troubleshooting pages: install shardwise again, or run it where docs/troubleshooting is"
@@ -72,12 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
         output.json(asdict(entry))
         return 0
     texts = {"Message": entry.message, "Cause": entry.cause, "Fix": entry.fix}
-    paragraphs = ["\n".join(wrapped(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
+    paragraphs = ["\n".join(wrap_words(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
     output.raw("\n\n".join(paragraphs))
     return 0
 
 
-def _entry_of(name: str, known: Mapping[str, Entry]) -> Entry:
+def _entry_of(name: str, known: Mapping[str, _Entry]) -> _Entry:
     """The entry of a name, or of a message that someone pasted; ConfigError if there is none."""
     plain = name.rpartition("#")[2]
     if plain in known:

@@ -20,15 +20,15 @@ from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_u
 from shardwise.base.mesh_axes import DIVIDING_KEYS
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from, names_chat, values_of_step
+from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from_sections, names_chat, values_at_step
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import ModelConfig, UserModelConfig
 from shardwise.config.suggestions import suggestions
-from shardwise.data.open_data import format_of
+from shardwise.data.open_data import data_format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank
 from shardwise.launch.local import launch_without_run
@@ -55,7 +55,7 @@ _MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with weights. As a context it removes the copies of files that were made for it.
+    """A folder with weights, as a command's argument names it. As a context it removes the copies of files made for it.
 
     Attributes:
         name: text for the user.
@@ -133,7 +133,7 @@ def parse_overrides(overrides: Sequence[str], allowed: Sequence[str], command: s
     return values
 
 
-def open_folder(
+def open_model_folder(
     target: str, values: Mapping[str, Any], *, cached: bool, announce: Callable[[str], None] | None = None
 ) -> ModelFolder:
     """The folder that `target` names: its newest intact checkpoint, a Hugging Face folder, or a hub id, then fetched.
@@ -170,10 +170,12 @@ def open_folder(
         if is_url(target):
             target = str(folder.root.local())
     # Otherwise the name of a checkpoint would be looked for on the hub.
-    if step_of(Path(target).name) is not None and not user_path(target).exists():
+    if parse_step(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
-        path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
+        path = hub.resolve_weights(
+            target, None if revision is None else str(revision), cached=cached, announce=announce
+        )
     return _open_hugging_face(path, user_model)
 
 
@@ -225,7 +227,7 @@ def _open_checkpoint(folder: NamedFolder, user_model: Mapping[str, Any]) -> Mode
         path = Path(tempfile.mkdtemp(prefix="shardwise-"))
         write_files(path, contents)
     files = frozenset(contents)
-    run = values_of_step(manifest.config, manifest.step)
+    run = values_at_step(manifest.config, manifest.step)
     return ModelFolder(str(root), folder.location, root, path, files, model, run, is_checkpoint=True)
 
 
@@ -246,7 +248,7 @@ def launch_command(command: str, arguments: argparse.Namespace, folder: ModelFol
 
 
 def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, part: str) -> Config:
-    """The configuration of an evaluation: the run's own data and sequence length unless `values` say otherwise.
+    """The configuration of `evaluate`: the run's own data and sequence length unless `values` say otherwise.
 
     Args:
         replicas: the data-parallel degree.
@@ -273,14 +275,16 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
         )
     if user_data.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
-    config = config_from(sections)
-    if config.data.tokenizer is None and format_of(config.data).name in ("text", CHAT):
+    config = config_from_sections(sections)
+    if config.data.tokenizer is None and data_format_of(config.data).name in ("text", CHAT):
         raise _without_tokenizer(folder)
     return config
 
 
-def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, nproc: int | None) -> tuple[int, Config]:
-    """The number of ranks of an evaluation, and its configuration.
+def evaluation_ranks_and_config(
+    config_for: Callable[[int], Config], place: Rank | None, nproc: int | None
+) -> tuple[int, Config]:
+    """The number of ranks of the command `evaluate`, and its configuration.
 
     Args:
         config_for: makes the configuration for a data-parallel degree, which the batch needs.
@@ -301,23 +305,23 @@ def ranks_and_config(config_for: Callable[[int], Config], place: Rank | None, np
 
 
 def tasks_config(folder: ModelFolder, values: Mapping[str, Any], replicas: int, settings: Mapping[str, Any]) -> Config:
-    """The configuration of an evaluation on tasks: the model, its layout, its dtype and its tokenizer."""
+    """The configuration of `evaluate` on tasks: the model, its layout, its dtype and its tokenizer."""
     sections = _sections_of_batches(folder, values, replicas)
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
     sections["evaluation"] = dict(settings)
-    return config_from(sections)
+    return config_from_sections(sections)
 
 
 def generation_config(folder: ModelFolder, values: Mapping[str, Any]) -> Config:
-    """The configuration of a generation: the model, its layout, its dtype and its tokenizer."""
+    """The configuration of the command `generate`: the model, its layout, its dtype and its tokenizer."""
     sections = _sections(folder, values)
     parallel = sections["parallel"]
     sections["train"] |= {"sequence_length": 1, "global_batch": _micro_batches(parallel), "micro_batch": 1}
     sections["data"] = {"tokenizer": _tokenizer_of(folder, values)}
-    config = config_from(sections)
+    config = config_from_sections(sections)
     # Where one copy of the model takes more ranks than compute one text, these read the same one.
     sections["train"]["global_batch"] *= config.parallel.model_ranks // config.parallel.ranks
-    return config_from(sections)
+    return config_from_sections(sections)
 
 
 def _tokenizer_of(folder: ModelFolder, values: Mapping[str, Any]) -> str:
@@ -328,10 +332,10 @@ def _tokenizer_of(folder: ModelFolder, values: Mapping[str, Any]) -> str:
     return tokenizer
 
 
-def open_tokenizer(
+def tokenizer_of_command(
     config: Config, folder: ModelFolder, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Tokenizer:
-    """The tokenizer of a configuration made here; a hub id is fetched, or with `cached` opened from the cache.
+    """The tokenizer of a command on a model; a hub id is fetched, or with `cached` opened from the cache.
 
     Raises:
         ConfigError: it cannot be opened, or has ids that the model lacks.
@@ -385,7 +389,6 @@ def _micro_batches(parallel: Mapping[str, Any]) -> int:
 
 
 def _without_tokenizer(folder: ModelFolder) -> ConfigError:
-    """The error for a folder without a tokenizer that is needed."""
     return ConfigError(
         f"{folder.name} must hold the model's tokenizer ({tokenizer_names()}), and it holds none: name it "
         "by data.tokenizer"

@@ -20,9 +20,9 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
     config = load_config(recipe, overrides, cached=launched)
     place = joined()
     if not launched and (place is None or place.rank == 0) and is_model(recipe):
-        from shardwise.config.model_recipes import remark  # costly to import, for a model alone
+        from shardwise.config.model_recipes import model_remark  # costly to import, for a model alone
 
-        output.progress(remark(recipe, config))
+        output.progress(model_remark(recipe, config))
     return config
 
 

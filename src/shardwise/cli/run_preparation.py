@@ -15,9 +15,9 @@ from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import continued_checkpoint, earlier_run
 from shardwise.cli import output
-from shardwise.config import Config, stages_of
-from shardwise.data import fetch_dataset, prepare_sets
-from shardwise.data.open_data import prepare
+from shardwise.config import Config, size_stages_of
+from shardwise.data import fetch_dataset, prepare_evaluation_sets
+from shardwise.data.open_data import prepare_data
 from shardwise.launch import stop_requests
 from shardwise.launch.environment import Rank
 from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
@@ -25,7 +25,7 @@ from shardwise.runs.folder import RUNS, RunDirectory, RunLock, new_run_path
 
 @dataclass(frozen=True)
 class PreparedFolder:
-    """The folder of a run that is about to start.
+    """The folder of a run that a command is about to start.
 
     Attributes:
         path: the folder; None where a rank other than 0 does not know it yet.
@@ -61,7 +61,7 @@ class PreparedFolder:
             raise
 
 
-def claim(locks: ExitStack, run_path: Path) -> None:
+def _claim(locks: ExitStack, run_path: Path) -> None:
     """Hold the folder's lock until `locks` is left; forget stop requests to, and the failure of, an earlier start.
 
     Raises:
@@ -77,7 +77,7 @@ def claim(locks: ExitStack, run_path: Path) -> None:
         RunDirectory(run_path).failure.unlink(missing_ok=True)
 
 
-def is_finished(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
+def is_finished_run(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
     """Claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
@@ -88,7 +88,7 @@ def is_finished(locks: ExitStack, config: Config, run_path: Path, place: Rank | 
     leads = place is None or place.rank == 0
     directory = RunDirectory(run_path)
     if leads and run_path.is_dir():
-        claim(locks, run_path)
+        _claim(locks, run_path)
     directory.require_folder()
     if earlier_run(directory, config) is None:
         return False
@@ -118,7 +118,7 @@ def prepare_run(
     run_path = run_path or new_run_path(recipe)
     RunDirectory(run_path).create()
     if is_new:
-        claim(locks, run_path)
+        _claim(locks, run_path)
     return PreparedFolder(run_path, is_new, latest)
 
 
@@ -134,17 +134,19 @@ def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str]
     if weights is None and config.checkpoint.load is not None:
         load = load_location(config.checkpoint.load, announce)
         load_is_url = is_url(load)
-        weights = Root.of(load if load_is_url else hub.resolve(load, config.checkpoint.revision, announce=announce))
+        weights = Root.of(
+            load if load_is_url else hub.resolve_weights(load, config.checkpoint.revision, announce=announce)
+        )
     if weights is not None:
-        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+        from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
-        config = with_model_tokenizer(config, weights)
+        config = with_loaded_tokenizer(config, weights)
     if config.data.tokenizer is not None:
         hub.resolve_tokenizer(config.data.tokenizer, announce=announce)
     fetch_dataset(config.data, announce)
-    config = stages_of(config)[0]
-    data = prepare(config, announce=announce)
-    prepare_sets(config, data, announce)
+    config = size_stages_of(config)[0]
+    data = prepare_data(config, announce=announce)
+    prepare_evaluation_sets(config, data, announce)
     if config.evaluation.tasks_every:
         from shardwise.data.evaluation_tasks import require_tasks
 

@@ -38,9 +38,9 @@ from shardwise.config import (
     recipe_name,
     recipe_names,
     require_data,
-    stages_of,
+    size_stages_of,
 )
-from shardwise.launch import output as stdio
+from shardwise.launch import rank_output as stdio
 from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory
 
@@ -137,9 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
         folder: PreparedFolder | None = None
         # A launched rank finds the folder claimed and the data prepared by the process that launched it.
         if not is_launched():
-            from shardwise.cli.run_preparation import is_finished, prepare_run
+            from shardwise.cli.run_preparation import is_finished_run, prepare_run
 
-            if run_path is not None and is_finished(claims, config, run_path, place):
+            if run_path is not None and is_finished_run(claims, config, run_path, place):
                 return 0
             folder = prepare_run(claims, config, recipe, run_path, place)
             run_path = folder.path
@@ -198,7 +198,7 @@ def _cluster(arguments: argparse.Namespace, node_range: tuple[int, int] | None) 
 
 
 def check_user_code(config: Config) -> None:
-    """Import code of the user's own, so that its errors are told once, as a ConfigError, before any rank starts."""
+    """Import code of the user's own before the command starts ranks: its errors are told once, as a ConfigError."""
     if config.model.is_own:
         from shardwise.models.user_model import check_user_model
 
@@ -275,7 +275,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
     """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import sized_own
+    from shardwise.estimates.memory import memory_stand_in
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -283,7 +283,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, sized_own(config, counts, accelerator), rows
+    return counts, memory_stand_in(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -299,14 +299,14 @@ def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
         return
     # Costly to import, and the only way to learn it.
     from shardwise.distributed import devices
-    from shardwise.train.memory import require_products
+    from shardwise.train.device_memory import require_matmul_support
 
-    require_products(matmul, devices.local_device())
+    require_matmul_support(matmul, devices.local_device())
 
 
 def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """The stage of a run that needs most memory, fitted like all of them, and a row on that."""
-    stages = stages_of(config)
+    stages = size_stages_of(config)
     if len(stages) == 1:
         return _fitted(config, layout, cluster)
     from shardwise.estimates.memory import neediest_stage
@@ -318,11 +318,11 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
 
 def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it."""
-    from shardwise.estimates.memory import RESERVED, leaves_open
-    from shardwise.estimates.memory_choice import choice_text, fitted
+    from shardwise.estimates.memory import RESERVED, leaves_to_memory
+    from shardwise.estimates.memory_choice import fitted_to_memory, memory_choice_text
 
     accelerator = _has_accelerator(cluster)
-    if not leaves_open(config, layout, accelerator):
+    if not leaves_to_memory(config, layout, accelerator):
         return config, []
     device = "this machine"
     room: float | None
@@ -332,12 +332,12 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     else:
         import torch
 
-        from shardwise.train.memory import memory_for_steps
+        from shardwise.train.device_memory import memory_for_steps
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)
-    chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
-    choice = choice_text(chosen, config)
+    chosen = fitted_to_memory(config, layout, room, accelerator=accelerator, device=device)
+    choice = memory_choice_text(chosen, config)
     return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
 
 
@@ -364,15 +364,15 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     ):
         rows.append(("held out", config.held_out_text))
     else:
-        from shardwise.data.describe import glance
+        from shardwise.data.preview import preview_data
 
-        glanced = glance(config)
+        glanced = preview_data(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
     if config.evaluation.sets or config.evaluation.tasks_every:
-        from shardwise.data.describe import glance_at_evaluation
+        from shardwise.data.preview import preview_evaluation
 
-        glanced = glance_at_evaluation(config)
+        glanced = preview_evaluation(config)
         rows += glanced.rows
         problems.texts += glanced.problems
     if config.log.trackers:
@@ -397,9 +397,9 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
     """
-    from shardwise.checkpoint.format.model_files import differences
-    from shardwise.checkpoint.storage.checkpoint_folders import glance_at_weights
-    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
+    from shardwise.checkpoint.format.model_files import model_differences
+    from shardwise.checkpoint.storage.checkpoint_folders import loaded_weights_text
+    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_loaded_tokenizer
     from shardwise.checkpoint.storage.root import StoreError
     from shardwise.checkpoint.storage.run_identity import continued_checkpoint
 
@@ -408,19 +408,19 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     with problems:
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
-                return with_model_tokenizer(config, continued), rows, []
-            text, folder = glance_at_weights(load, config.checkpoint.revision)
+                return with_loaded_tokenizer(config, continued), rows, []
+            text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
-                return with_model_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
-            difference = differences(config.model, folder)
+                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
+            difference = model_differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
             problems.texts += difference.problems
             tokenizer = config.data.tokenizer
             warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
-            config = with_model_tokenizer(config, folder)
+            config = with_loaded_tokenizer(config, folder)
         except StoreError as error:
             problems.texts.append(f"checkpoint.load: {error}")
     return config, rows, problems.texts
@@ -500,7 +500,6 @@ def _on_node(arguments: argparse.Namespace) -> int:
 
 
 def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
-    """The command of one rank of `world`."""
     # -P: the folder that the user is in must not put its files before installed packages.
     command = [sys.executable, "-P", "-m", "shardwise", "train"]
     command += [f"--change={key}" for key in arguments.change]
@@ -508,7 +507,6 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 
 
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
-    """Train on several local ranks."""
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
     from shardwise.runs.events import what_is_saved

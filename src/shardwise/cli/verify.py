@@ -105,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         return max((int(path.name.partition("-")[2]) for path in folder.glob("layout-*")), default=0)
 
     try:
-        with (
-            agent_ahead(cells[-1].ranks, _IMPORTS),
-            progress("verifying", len(cells), "layout", done=layouts_done),
-        ):
+        with agent_ahead(cells[-1].ranks, _IMPORTS), progress("verifying", len(cells), "layout", done=layouts_done):
             # Only now, so that this process imports torch while the agent does.
             verification = imported("shardwise.verify.verification")
             result = verification.verify(config, cells, folder)
@@ -119,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if not is_named:
             shutil.rmtree(folder, ignore_errors=True)
-    shown = Verified(recipe_name(arguments.recipe), config, result, refused)
+    shown = _Verified(recipe_name(arguments.recipe), config, result, refused)
     if arguments.json:
         output.json(shown.facts())
     else:
@@ -152,7 +149,7 @@ def _plan(
     first = next(iter(devices))
     alone = [layouts.Cell(device) for device in devices if device != first]
     chosen_cells = [
-        cell for device, ranks in devices.items() for cell in layouts.candidates(recipe, device, ranks, chosen)
+        cell for device, ranks in devices.items() for cell in layouts.layout_candidates(recipe, device, ranks, chosen)
     ]
     # One process on an accelerator may be among the chosen layouts too, and is trained once.
     cells = list(dict.fromkeys([*alone, *chosen_cells]))
@@ -164,11 +161,11 @@ def _plan(
         )
     has_accelerator = set(devices) != {"cpu"}
     config = miniature.miniature(recipe, cells, steps, has_accelerator=has_accelerator)
-    kept_cells, reasons = miniature.existing(config, cells)
+    kept_cells, reasons = miniature.trainable_cells(config, cells)
     if bitwise and kept_cells:
         # The grains are those of the layouts that the model can have.
         config = miniature.miniature(recipe, kept_cells, steps, has_accelerator=has_accelerator, bitwise=True)
-        kept_cells, further_reasons = miniature.existing(config, kept_cells)
+        kept_cells, further_reasons = miniature.trainable_cells(config, kept_cells)
         reasons = [*reasons, *further_reasons]
     if not kept_cells:
         raise ConfigError(reasons)
@@ -176,7 +173,7 @@ def _plan(
 
 
 @dataclass(frozen=True)
-class Verified:
+class _Verified:
     """A verification with the recipe that it verified."""
 
     name: str
@@ -185,7 +182,6 @@ class Verified:
     refused: Sequence[str]
 
     def facts(self) -> dict[str, Any]:
-        """The result as `--json` prints it."""
         return {
             "recipe": self.name,
             "miniature": self.config.recorded(),

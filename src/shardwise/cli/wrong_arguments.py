@@ -14,8 +14,8 @@ from shardwise.base.errors import ConfigError, listing, nearest_name, removed_te
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ACTIONS, COMMANDS, UNSURE
 from shardwise.config.recipe_files import parse_yaml, recipe_names, recipe_text
-from shardwise.config.suggestions import is_valid, known_name, plain_name, reason_without_key, suggestions
-from shardwise.config.translation import equation, setting_text, translate
+from shardwise.config.suggestions import is_key_or_option, known_name, plain_name, reason_without_key, suggestions
+from shardwise.config.translation import equation, setting_text, translate_settings
 
 
 def unknown_command(arguments: Sequence[str], commands: Collection[str]) -> str:
@@ -111,10 +111,10 @@ def corrected_command(parser: argparse.ArgumentParser, arguments: Sequence[str],
     left_out = []
 
     def has(target: str) -> bool:
-        return is_valid(target, valid, options)
+        return is_key_or_option(target, valid, options)
 
     settings = {asked: value or True for asked, value in (_asked(name, value) for _, name, value in wrong)}
-    for row in translate(settings, None, values, has, known_name):
+    for row in translate_settings(settings, None, values, has, known_name):
         name = names[row.name]
         meant = suggestions(row.name, valid, options, row.value) if not row.keys and not row.reason else []
         given = dict(row.keys)

@@ -5,15 +5,22 @@ from shardwise.config.decoders import DecoderConfig, LlamaConfig
 from shardwise.config.evaluation import EvaluationConfig
 from shardwise.config.families import BertConfig, FamilyConfig, GPTConfig, GPTNeoXConfig
 from shardwise.config.layout import Layout
-from shardwise.config.load import apply_overrides, config_from, data_from, load_config, load_with, model_from
+from shardwise.config.layout_rules import check_layout
+from shardwise.config.load import (
+    apply_overrides,
+    checked_data_section,
+    checked_model_section,
+    config_from_sections,
+    load_config,
+    load_config_of_program,
+)
 from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
-from shardwise.config.pipeline_schedules import Schedule
+from shardwise.config.pipeline_schedule_specs import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_name, recipe_names, recipe_text, require_data
-from shardwise.config.rules import (
+from shardwise.config.resume_rules import (
     check_changes,
-    check_layout,
     fixed_changes,
     kept_batch,
     kept_batch_note,
@@ -32,26 +39,26 @@ from shardwise.config.sections import (
     TrainConfig,
 )
 from shardwise.config.size_stages import (
-    changed_stages,
-    largest_stage,
-    position_after,
+    changed_size_stages,
+    data_position_after,
+    largest_size_stage,
     samples_between,
-    stage_after,
-    stage_of_step,
-    stages_of,
+    size_stage_after,
+    size_stage_of_step,
+    size_stages_of,
     tokens_of_run,
-    values_of_step,
+    values_at_step,
 )
 
 __all__ = [
-    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig",
-    "CompileConfig", "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig",
-    "FamilyConfig", "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul",
-    "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
-    "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_stages", "check_changes",
-    "check_layout", "config_from", "data_from", "dump_yaml", "fixed_changes", "kept_batch", "kept_batch_note",
-    "largest_stage", "load_config", "load_with", "model_from", "names_chat", "parse_yaml", "position_after",
-    "recipe_name", "recipe_names", "recipe_text", "require_data", "resume_changes", "resume_problems",
-    "samples_between", "shapes_of", "stage_after", "stage_of_step", "stages_of", "tokens_of_run", "values_of_step",
-    "weight_names",
+    "BITWISE", "BUILT_IN_TEXTS", "CHAT", "CHAT_KEYS", "DTYPE_BYTES", "BertConfig", "CheckpointConfig", "CompileConfig",
+    "Config", "DataConfig", "DecoderConfig", "DropoutMode", "DtypeName", "EvaluationConfig", "FamilyConfig",
+    "Frequency", "GPTConfig", "GPTNeoXConfig", "Layout", "LlamaConfig", "LogConfig", "Matmul", "ModelConfig",
+    "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding", "Schedule",
+    "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes", "check_layout",
+    "checked_data_section", "checked_model_section", "config_from_sections", "data_position_after", "dump_yaml",
+    "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config", "load_config_of_program",
+    "names_chat", "parse_yaml", "recipe_name", "recipe_names", "recipe_text", "require_data", "resume_changes",
+    "resume_problems", "samples_between", "shapes_of", "size_stage_after", "size_stage_of_step", "size_stages_of",
+    "tokens_of_run", "values_at_step", "weight_names",
 ]  # fmt: skip

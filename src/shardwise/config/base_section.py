@@ -112,7 +112,6 @@ def _has_no_capitals(value: object) -> bool:
 
 
 def _hashable(value: Any) -> Any:
-    """A value whose hash is equal for equal values; mappings and lists, which have none, are replaced at any depth."""
     if isinstance(value, dict):
         return frozenset((key, _hashable(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -145,8 +144,8 @@ A key may also be a property. The messages of a table stand under what else brea
 _places = cache(re.compile(_PLACE).findall)
 
 
-def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
-    """The messages of the rules that a configuration breaks, or the section of this name."""
+def broken_rules(table: RuleTable, values: Any, section: str = "") -> list[str]:
+    """The messages of the rules of a table that a configuration breaks, or the section of this name."""
 
     def value(path: str) -> Any:
         return attrgetter(path.removeprefix(f"{section}."))(values)
@@ -155,13 +154,13 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
         mark, path, only = place
         if mark == "=":
             return True
-        return shown(value(path)) == only if only else bool(value(path)) is not bool(mark)
+        return _yaml_text(value(path)) == only if only else bool(value(path)) is not bool(mark)
 
     def filled(place: re.Match[str]) -> str:
         mark, path, _ = place.groups()
         if mark == "!":
             return path
-        return shown(value(path)) if mark else f"{path} ({shown(value(path))})"
+        return _yaml_text(value(path)) if mark else f"{path} ({_yaml_text(value(path))})"
 
     problems = []
     for facts, texts in table.items():
@@ -170,7 +169,7 @@ def broken(table: RuleTable, values: Any, section: str = "") -> list[str]:
     return [re.sub(_PLACE, filled, text) for text in problems]
 
 
-def shown(value: object) -> str:
+def _yaml_text(value: object) -> str:
     """A value as YAML has it; of a mapping the names."""
     if isinstance(value, Mapping):
         return listing(value)

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shardwise.base.errors import listing, nearest_name
-from shardwise.config.base_section import RuleTable, Section, broken, reject
+from shardwise.config.base_section import RuleTable, Section, broken_rules, reject
 from shardwise.config.token_counts import step_field
 
 MASKED_FRACTION = 0.15  # BERT's (arXiv:1810.04805 §3.1)
@@ -74,7 +74,7 @@ BUILT_IN_TEXTS: Mapping[str, BuiltInText] = {
 
 
 class SourceConfig(Section):
-    """The keys that name data."""
+    """The keys of the section `data` that name data."""
 
     dataset: str | None = Field(
         default=None,
@@ -171,7 +171,7 @@ class SourceConfig(Section):
 
 
 def names_chat(values: Mapping[str, Any]) -> bool:
-    """True if these keys name conversations."""
+    """True if these keys of the section `data` name conversations."""
     is_dataset = values.get("path") is None and values.get("blend") is None
     name = values.get("dataset")
     # The values are not checked yet: a name may be of any type.
@@ -191,7 +191,7 @@ def _sections_in(mixture: Any) -> list[dict[str, Any]]:
 
 
 class MixedSource(SourceConfig):
-    """A source of a mixture."""
+    """A source of `data.mixture`."""
 
     weight: float | None = Field(
         default=None,
@@ -205,7 +205,7 @@ class MixedSource(SourceConfig):
 
 
 class StageConfig(Section):
-    """The weights, and the sizes of a step, from a step on."""
+    """An entry of `data.stages`: the weights, and the sizes of a step, from a step on."""
 
     at: int = step_field(gt=0, description="the number of steps after which the stage begins")
     weights: dict[str, float] = Field(
@@ -315,16 +315,8 @@ class DataConfig(SourceConfig):
         description="tokens attend only to their own document (causal models); always true for conversations and with"
         " packing: best_fit",
     )
-    eod_token: int | None = Field(
-        default=None,
-        ge=0,
-        description="the id that ends a document; null = the tokenizer's",
-    )
-    workers: int = Field(
-        default=1,
-        ge=1,
-        description="threads that read data ahead, one global batch each",
-    )
+    eod_token: int | None = Field(default=None, ge=0, description="the id that ends a document; null = the tokenizer's")
+    workers: int = Field(default=1, ge=1, description="threads that read data ahead, one global batch each")
     mixture: dict[str, MixedSource] = Field(
         default_factory=dict,
         examples=[{"web": {"path": "web.jsonl", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}],
@@ -341,7 +333,7 @@ class DataConfig(SourceConfig):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        problems = self._split_problems() + broken(_RULES, self, "data")
+        problems = self._split_problems() + broken_rules(_RULES, self, "data")
         if self.is_chat:
             problems += self.refused_marks(f"{self.key} ({self.name}), whose conversations a chat template renders")
         if self.append_eod is False and self.needs_document_ends:

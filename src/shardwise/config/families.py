@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from shardwise.base.errors import divisors, listing, nearest_numbers
 from shardwise.config.base_section import MOST_LAYERS, Origin, Section, reject
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
-from shardwise.config.rope_scaling import rope_scaling_problems, with_one_type
+from shardwise.config.rope_scaling import rope_scaling_problems, scaling_with_one_type
 from shardwise.config.routing import ExpertNames, Routing
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -46,8 +46,7 @@ RopeScaling: TypeAlias = Annotated[
 RotaryBase: TypeAlias = Annotated[float, Field(gt=0, description="base of the rotary frequencies")]
 Tied: TypeAlias = Annotated[bool, Field(description="one weight for the embedding and the output head")]
 _FeedForwardDropout: TypeAlias = Annotated[
-    float,
-    Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT"),
+    float, Field(ge=0, lt=1, description="dropout after the activation of the feed-forward layer, as in NeMo's GPT")
 ]
 _LearnedPositions: TypeAlias = Annotated[int, Field(gt=0, description="learned positions: the longest sequence")]
 _NormEpsilon: TypeAlias = Annotated[float, Field(gt=0, description="added to the variance in LayerNorm")]
@@ -164,7 +163,7 @@ class FamilyConfig(Section):
         given = {key: value for key, value in named.items() if key not in cls.derived or value is not None}
         scaling = given.get("rope_scaling")
         if isinstance(scaling, dict):
-            given["rope_scaling"] = with_one_type(scaling)
+            given["rope_scaling"] = scaling_with_one_type(scaling)
         return given
 
     @model_validator(mode="after")
@@ -173,7 +172,6 @@ class FamilyConfig(Section):
         return self
 
     def _problems(self) -> list[str]:
-        """Return the rules that the values of several keys break together."""
         scaling = getattr(self, "rope_scaling", None)
         return [] if scaling is None else rope_scaling_problems(scaling, self.rotary_dim)
 
@@ -316,7 +314,7 @@ class FamilyConfig(Section):
         return any(self._dropout(kind) for kind in self.keys if kind.endswith("_dropout"))
 
 
-class MultiHeadConfig(FamilyConfig):
+class _MultiHeadConfig(FamilyConfig):
     """Families whose heads divide the hidden size and have a key and a value each, with biases in every layer."""
 
     mlp_bias: ClassVar[bool] = True
@@ -350,7 +348,7 @@ _SPELLINGS_OF_GPT2 = {
 }
 
 
-class GPTConfig(MultiHeadConfig):
+class GPTConfig(_MultiHeadConfig):
     """GPT-2 and GPT-3: learned positions, LayerNorm before each layer, biases, a tied or untied output head.
 
     GPT-2's own spellings are read too: n_embd, n_inner, n_layer, n_head, n_positions, layer_norm_eps, hidden_act.
@@ -416,7 +414,7 @@ class GPTConfig(MultiHeadConfig):
     ffn_dropout: _FeedForwardDropout = 0.0
 
 
-class GPTNeoXConfig(MultiHeadConfig):
+class GPTNeoXConfig(_MultiHeadConfig):
     """GPT-NeoX and Pythia: partly rotary heads, attention and feed-forward layer in parallel, biases.
 
     Older Hugging Face files call rope_theta rotary_emb_base; this name is read too.
@@ -500,7 +498,7 @@ class GPTNeoXConfig(MultiHeadConfig):
         return int(self.head_dim * self.rotary_pct)
 
 
-class BertConfig(MultiHeadConfig):
+class BertConfig(_MultiHeadConfig):
     """BERT: LayerNorm after each layer, token types, padding mask, masked-token and next-sentence heads."""
 
     config_file: ClassVar[ConfigFile] = ConfigFile(

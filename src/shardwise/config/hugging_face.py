@@ -1,9 +1,9 @@
 """Translates Hugging Face's `config.json` into a `model` section (`from_hugging_face`), and back (`to_hugging_face`).
 
 The tables of names that this needs, and those of weights, are in `config/hugging_face_names.py`; here is what is done
-with a file. A field is translated, or has the one value that we support (`OtherFields.only`), or changes nothing that
-is trained (`status`), or the user says so (`model.ignore`); every other field is an error. An absent field has Hugging
-Face's default.
+with a file. A field is translated, or has the one value that we support (`only` there), or changes nothing that is
+trained (`_field_status`), or the user says so (`model.ignore`); every other field is an error. An absent field has
+Hugging Face's default.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value, scalar
+from shardwise.base.parsing import json_value, yaml_scalar
 from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face_names import other_fields
 from shardwise.config.model import FAMILIES
-from shardwise.config.rope_scaling import LENGTH, effective_scaling, unknown_fields, with_one_type
+from shardwise.config.rope_scaling import LENGTH, effective_scaling, scaling_with_one_type, unknown_scaling_fields
 
 _ROTARY_KEYS = ("rope_theta", "rope_scaling", "rotary_pct")
 _ONLY_IN_RECIPES = ("family", "ignore")
@@ -101,7 +101,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
         ConfigError: the model is of none of our families.
     """
     model_type = values.get("model_type")
-    families = families_by_model_type()
+    families = _families_by_model_type()
     if not isinstance(model_type, str) or model_type not in families:
         if lacking := other_fields().lacking.get(str(model_type)):
             raise ConfigError(f"{origin}: model_type ({_shown(model_type)}) is not supported: {lacking}")
@@ -117,7 +117,7 @@ def from_hugging_face(values: Mapping[str, Any], origin: str, ignore: Collection
     section: dict[str, Any] = {"family": next(name for name, known in FAMILIES.items() if known is family)}
     if ignore:
         section["ignore"] = list(ignore)
-    for key, (name, default) in translated_fields(family).items():
+    for key, (name, default) in _translated_fields(family).items():
         value, problem = _value_of(key, name, default, unread, family)
         if problem is not None:
             problems.append(problem)
@@ -139,7 +139,7 @@ def to_hugging_face(model: FamilyConfig) -> dict[str, Any]:
     file = family.config_file
     keys = family.model_fields
     fields: dict[str, Any] = {"architectures": [file.architecture], "model_type": file.model_type}
-    for key, (name, _) in translated_fields(family).items():
+    for key, (name, _) in _translated_fields(family).items():
         value = getattr(model, key)
         if key in file.null_if_derived and value == keys[key].get_default(
             call_default_factory=True, validated_data=vars(model)
@@ -186,12 +186,11 @@ def _rotary_fields(model: FamilyConfig) -> dict[str, Any]:
     return fields
 
 
-def families_by_model_type() -> dict[str, type[FamilyConfig]]:
-    """Return the records of all families by Hugging Face's `model_type`."""
+def _families_by_model_type() -> dict[str, type[FamilyConfig]]:
     return {family.config_file.model_type: family for family in FAMILIES.values()}
 
 
-def translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]:
+def _translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]:
     """Map each key of a family to Hugging Face's field and its default; `None` where the family derives the default.
 
     `rope_theta`, `rope_scaling` and `rotary_pct` are not among them: Hugging Face writes them in several ways.
@@ -209,7 +208,7 @@ def translated_fields(family: type[FamilyConfig]) -> dict[str, tuple[str, Any]]:
 def _fields_read(family: type[FamilyConfig]) -> set[str]:
     """Return the fields that are translated for a family, in all spellings."""
     names = set(family.config_file.spellings)
-    names.update(name for name, _ in translated_fields(family).values())
+    names.update(name for name, _ in _translated_fields(family).values())
     if "rope_theta" in family.model_fields:
         names.update(_ROTARY_KEYS, ("partial_rotary_factor", "rope_parameters", "rotary_emb_base"))
     return names
@@ -224,7 +223,7 @@ def _neutral_values() -> dict[str, tuple[Any, ...]]:
             if name not in ("position_embedding_type", "tie_word_embeddings"):
                 neutral[name] = (value,)
     for family in FAMILIES.values():
-        fields = translated_fields(family)
+        fields = _translated_fields(family)
         for role, key in family.keys.items():
             if role.endswith("_dropout"):
                 neutral[fields[key][0]] = (0,)
@@ -238,7 +237,9 @@ def _neutral_values() -> dict[str, tuple[Any, ...]]:
     }
 
 
-def status(name: str, value: Any, family: type[FamilyConfig]) -> Literal["inert", "neutral", "unsupported", "unknown"]:
+def _field_status(
+    name: str, value: Any, family: type[FamilyConfig]
+) -> Literal["inert", "neutral", "unsupported", "unknown"]:
     """Return the meaning of a field in a family's file, if it is none of the fields that are translated.
 
     The family's own words count before those for all families, and these before other families' fields.
@@ -293,7 +294,7 @@ def _take_layers(unread: dict[str, Any], family: type[FamilyConfig]) -> list[str
     From them, `no_rope_layers` and `layer_types` are made where the file lacks these. Of a family without windows,
     `layer_types` may say nothing else than full attention, and is taken out too.
     """
-    fields = translated_fields(family)
+    fields = _translated_fields(family)
     name, default = fields["num_hidden_layers"]
     layers = unread.get(name, default)
     if not isinstance(layers, int):
@@ -327,7 +328,7 @@ def _take_window_rotary(unread: dict[str, Any], family: type[FamilyConfig]) -> l
     of_windows = parameters.get(_SLIDING) or {}
     base = of_windows.get("rope_theta")
     problems = []
-    if with_one_type(of_windows).get("rope_type", "default") != "default":
+    if scaling_with_one_type(of_windows).get("rope_type", "default") != "default":
         shown = _shown(of_windows)
         problems.append(f'rope_parameters.{_SLIDING} ({shown}) is not supported: only rope_type "default"')
     if key not in _ROTARY_KEYS:
@@ -370,7 +371,7 @@ def _take_rotary(
         if not isinstance(value, dict):
             problems.append(f"{name} ({_shown(value)}) must be an object")
             value = {}
-        unknown = [key for key in unknown_fields(value) if key not in _MOVED]
+        unknown = [key for key in unknown_scaling_fields(value) if key not in _MOVED]
         unread |= {f"{name}.{key}": value[key] for key in unknown if key not in ignore}
         known = {key: inner for key, inner in value.items() if key not in unknown}
         # A length beside the mappings counts before one in them, where their type needs it.
@@ -405,7 +406,7 @@ def _take_rotary(
 
 def _scaling(parameters: Mapping[str, Any], longest: int) -> dict[str, Any] | None:
     """Return our `rope_scaling` for Hugging Face's: the fields that decide the angles, without those that are keys."""
-    scaling = with_one_type(
+    scaling = scaling_with_one_type(
         {key: value for key, value in parameters.items() if key not in _MOVED and value is not None}
     )
     return effective_scaling({"rope_type": "default", **scaling}, longest)
@@ -425,7 +426,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
     ]
     unknown = []
     for name, value in unread.items():
-        meaning = status(name, value, family)
+        meaning = _field_status(name, value, family)
         if meaning == "unsupported":
             problems.append(_unsupported(name, value, (only[name],)))
         elif meaning == "unknown" and name not in ignore:
@@ -442,7 +443,7 @@ def _problems_of_unread(unread: Mapping[str, Any], family: type[FamilyConfig], i
 
 def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore: Collection[str]) -> list[str]:
     """Return an error for the fields of the file that `model.ignore` names although they change the computation."""
-    names = [name for name in ignore if name in values and status(name, values[name], family) == "unsupported"]
+    names = [name for name in ignore if name in values and _field_status(name, values[name], family) == "unsupported"]
     if not names:
         return []
     change = "changes" if len(names) == 1 else "change"
@@ -452,7 +453,8 @@ def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore
 def _override(names: Iterable[str]) -> str:
     """Return `model.ignore` as one word of a command line; quotes names that YAML would read as other values."""
     shown = [
-        name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and scalar(name) == name else json.dumps(name) for name in names
+        name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and yaml_scalar(name) == name else json.dumps(name)
+        for name in names
     ]
     override = f"model.ignore=[{','.join(shown)}]"
     return shlex.quote(override) if '"' in override else override
@@ -463,6 +465,5 @@ def _unsupported(name: str, value: Any, valid: Iterable[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return the value as JSON, cut short where it is long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:77]}…"

@@ -1,7 +1,7 @@
 """Tables of names in Hugging Face's files: the fields of a `config.json`, and the weights.
 
 - `ConfigFile`, one for each family: names, defaults and spellings of the fields that are keys of its `model` section.
-- `OtherFields`: the fields of any family that are no keys, by what they mean.
+- `_OtherFields`: the fields of any family that are no keys, by what they mean.
 - `WeightNames`, one for each family: other names under which files hold its weights.
 
 `config/hugging_face.py` reads and writes `config.json` by these tables; `checkpoint/` reads and writes the weights.
@@ -70,7 +70,7 @@ class ConfigFile:
     written: Mapping[str, Any] = field(default_factory=dict)
 
 
-class OtherFields:
+class _OtherFields:
     """The fields of any family that are no keys, as `hugging_face_fields.yaml` records them.
 
     Attributes:
@@ -96,9 +96,9 @@ class OtherFields:
 
 
 @cache
-def other_fields() -> OtherFields:
+def other_fields() -> _OtherFields:
     """Return the record, which is read with the first `config.json`."""
-    return OtherFields()
+    return _OtherFields()
 
 
 @dataclass(frozen=True)

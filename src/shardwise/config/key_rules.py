@@ -6,12 +6,12 @@ import math
 import re
 
 from shardwise.base.errors import divisors, listing, nearest_multiples, nearest_numbers, see
-from shardwise.config.base_section import RuleTable, broken
+from shardwise.config.base_section import RuleTable, broken_rules
 from shardwise.config.data import MASKED_FRACTION, PYTHON_NAME, DataConfig
 from shardwise.config.layout import Layout
 from shardwise.config.model import ModelConfig
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise.config.optimizer_specs import DEFAULT_OPTIMIZER
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise.config.run_config import Config
 from shardwise.config.sections import ParallelConfig, Switch, TrainConfig
 
@@ -132,9 +132,9 @@ _RULES: RuleTable = {
 
 def key_problems(config: Config, micro_batches: int | None) -> list[str]:
     """The rules of keys of several sections that a configuration breaks; `micro_batches`: those of a rank a step."""
-    problems = broken(_RULES, config)
+    problems = broken_rules(_RULES, config)
     for switch in config.train.switches:
-        reasons = broken(_REFUSED.get(switch, {}), config)
+        reasons = broken_rules(_REFUSED.get(switch, {}), config)
         drops = {"cuda_graphs": "_dropout", "flash_attention_3": "attention_dropout"}.get(switch, "none")
         keys = dict.fromkeys(key for kind, key in getattr(config.shapes, "keys", {}).items() if kind.endswith(drops))
         reasons += [f"model.{key} ({rate})" for key in keys if (rate := getattr(config.shapes, key))]
@@ -218,13 +218,13 @@ _RULES_OF_SIGMOIDS: RuleTable = {
     "": (
         "{optimizer.router_pooled_loss} must be 0 with model.family {=model.family}, for whose scores transformers "
         "defines no balance loss: set optimizer.router_batch_loss or optimizer.router_sequence_loss",
-    ),
+    )
 }
 _RULES_WITHOUT_BIAS: RuleTable = {
     "optimizer.chooses_bias_rate": (
         "{optimizer.router_bias_rate} must be left out with model.family {=model.family}, whose routers have no "
         "correction bias: set optimizer.router_batch_loss to balance experts",
-    ),
+    )
 }
 _RULES_WITHOUT_EXPERTS: RuleTable = {
     fact: [
@@ -275,10 +275,10 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     routing = None if model.is_own else model.any_routing
     problems = []
     if not model.is_own and (routing is None or not routing.has_bias):
-        problems += broken(_RULES_WITHOUT_BIAS, config)
+        problems += broken_rules(_RULES_WITHOUT_BIAS, config)
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
-        return problems + ([none] if expert > 1 else []) + broken(_RULES_WITHOUT_EXPERTS, config)
+        return problems + ([none] if expert > 1 else []) + broken_rules(_RULES_WITHOUT_EXPERTS, config)
     ranks = layout.replicas // config.parallel.replicate
     if routing.experts % expert:
         near = listing(nearest_numbers(expert, divisors(math.gcd(ranks, routing.experts))), "or")
@@ -292,8 +292,8 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
             f"({layout.data} × {layout.context} / {config.parallel.replicate}): nearest {near}"
         )
     if routing.scores == "sigmoid":
-        problems += broken(_RULES_OF_SIGMOIDS, config)
-    return problems + broken(_RULES_OF_EXPERTS, config)
+        problems += broken_rules(_RULES_OF_SIGMOIDS, config)
+    return problems + broken_rules(_RULES_OF_EXPERTS, config)
 
 
 def fp8_problems(model: ModelConfig, parallel: ParallelConfig, train: TrainConfig) -> list[str]:

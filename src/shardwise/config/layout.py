@@ -12,14 +12,14 @@ from shardwise.base.mesh_axes import (
     AXES,
     CHOSEN_AXES,
     PIPELINE,
-    coordinates,
-    is_named,
-    keys_text,
+    degree_keys_text,
     layout_text,
+    names_axis,
+    rank_coordinates,
     replicas_name,
 )
 from shardwise.base.units import counted
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.sections import ParallelConfig, TrainConfig
 
 
@@ -55,7 +55,7 @@ class Layout:
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(
-                f"the number of ranks ({self.world}) must be a multiple of {keys_text(self.degrees)}: "
+                f"the number of ranks ({self.world}) must be a multiple of {degree_keys_text(self.degrees)}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
                 f"{see('runs#number-of-ranks')}"
             )
@@ -111,7 +111,7 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
-        return coordinates(rank, self.degrees)
+        return rank_coordinates(rank, self.degrees)
 
     def pipeline_rank(self, rank: int) -> int:
         """The place of a rank of the job along the pipeline."""
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def _optional_degrees(self) -> dict[str, int]:
-        axes = (axis for axis in AXES if axis.is_optional and is_named(axis, self.degrees))
+        axes = (axis for axis in AXES if axis.is_optional and names_axis(axis, self.degrees))
         degrees = {axis.degree: self.degrees[axis.degree] for axis in axes}
         return {**degrees, "expert": self.expert} if self.expert > 1 else degrees
 
@@ -183,7 +183,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive blocks; the first stage also holds the embedding, and the last one the head.
+    """A pipeline stage of a `Layout`: consecutive blocks; the first also has the embedding, the last one the head.
 
     Attributes:
         index: number of the stage from 0, in the order of the model.
@@ -203,8 +203,15 @@ class Stage:
     def is_last(self) -> bool:
         return self.index == self.stages - 1
 
+    @property
+    def block_range(self) -> str:
+        """The numbers of the blocks: `4-7`, or `4`."""
+        first = self.layers[0]
+        last = self.layers[-1]
+        return f"{first}" if first == last else f"{first}-{last}"
 
-def rank_of(parallel: ParallelConfig, stage: int) -> int:
+
+def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
     """Return the pipeline rank that holds a stage, given by its index in the order of the model.
 
     Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank

@@ -39,10 +39,10 @@ def load_config(recipe: str, overrides: Sequence[str] = (), *, cached: bool = Fa
         values["model"] = {}
     problems = apply_overrides(values, overrides)
     _fit_training(recipe, values, typed)
-    return config_from(values, problems, typed=typed)
+    return config_from_sections(values, problems, typed=typed)
 
 
-def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+def load_config_of_program(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
     """The configuration that a program gives: overrides are values, by dotted keys or by sections with keys.
 
     Raises:
@@ -70,7 +70,7 @@ def load_with(recipe: str | Mapping[str, Any], overrides: Mapping[str, Any]) -> 
             problems += error.problems
     if isinstance(recipe, str):
         _fit_training(recipe, values, changed)
-    return config_from(values, problems, typed=[*changed])
+    return config_from_sections(values, problems, typed=[*changed])
 
 
 def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
@@ -87,10 +87,10 @@ def _fit_training(recipe: str, values: dict[str, Any], typed: Collection[str]) -
     """Let the warmup of a model in place of a recipe follow the steps, and its last rate the peak."""
     train, optimizer = values.get("train"), values.get("optimizer")
     if recipe_files.is_model(recipe) and isinstance(train, dict) and isinstance(optimizer, dict):
-        from shardwise.config.model_recipes import warmup  # costly to import, for a model alone
+        from shardwise.config.model_recipes import default_warmup  # costly to import, for a model alone
 
         if "optimizer.warmup_steps" not in typed:
-            optimizer["warmup_steps"] = warmup(train.get("steps"))
+            optimizer["warmup_steps"] = default_warmup(train.get("steps"))
         if "optimizer.min_lr" not in typed and isinstance(optimizer.get("lr"), float):
             optimizer["min_lr"] = float(f"{optimizer['lr'] / 10:.1e}")
 
@@ -118,7 +118,9 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[st
     return problems
 
 
-def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, typed: Collection[str] = ()) -> Config:
+def config_from_sections(
+    values: Mapping[str, Any], problems: Sequence[str] = (), *, typed: Collection[str] = ()
+) -> Config:
     """The configuration that a nested mapping describes.
 
     `model.config`, a Hugging Face `config.json` or its folder, stands for that model; keys beside it change it.
@@ -168,7 +170,7 @@ def config_from(values: Mapping[str, Any], problems: Sequence[str] = (), *, type
     return config
 
 
-def data_from(values: Mapping[str, Any]) -> DataConfig:
+def checked_data_section(values: Mapping[str, Any]) -> DataConfig:
     """A `data` section by itself; ConfigError with every problem of `values`."""
     try:
         return DataConfig.model_validate(dict(values))
@@ -178,7 +180,7 @@ def data_from(values: Mapping[str, Any]) -> DataConfig:
         raise refusal(error, "data") from None
 
 
-def model_from(values: Mapping[str, Any]) -> FamilyConfig:
+def checked_model_section(values: Mapping[str, Any]) -> FamilyConfig:
     """A `model` section by itself, of one of the families here; ConfigError with every problem of `values`."""
     family = str(values["family"])
     try:
@@ -201,7 +203,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    """Write a value into the nested `values` at a dotted path."""
     keys = path.strip().split(".")
     target = values
     for key in keys[:-1]:

@@ -17,9 +17,9 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
+from shardwise.base.units import parse_tokens, tokens_text
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.run_config import Config
-from shardwise.config.token_counts import parse_tokens, tokens_text
 
 CONFIG = "config.json"
 _SHOWN = (
@@ -38,7 +38,7 @@ _VERSIONS = r"[-_.](base|it|pt|hf|instruct|chat|think|uncased|\d{4}|v[\d.]+)(?=[
 """Parts of a repository's name that do not change the shape of a model."""
 
 
-def place_of_model(named: str, recipes: Iterable[str]) -> Path | hub.HubFiles:
+def _place_of_model(named: str, recipes: Iterable[str]) -> Path | hub.HubFiles:
     """The `config.json` that `named` leads to, or the files on the hub; no request is sent.
 
     Args:
@@ -51,7 +51,7 @@ def place_of_model(named: str, recipes: Iterable[str]) -> Path | hub.HubFiles:
     if path.exists():
         return path / CONFIG if path.is_dir() else path
     key = f"RECIPE ({named})"
-    repository, revision = hub.revision_of(named, key)
+    repository, revision = hub.split_revision(named, key)
     same = next((name for name in recipes if _shape(name) == _shape(Path(repository).name)), None)
     return hub.HubFiles(
         "RECIPE", repository, revision, (CONFIG,),
@@ -67,19 +67,19 @@ def comment_and_sections(
     """The comment and the sections of the recipe that a model stands for; of a hub id `config.json` alone is fetched.
 
     Args:
-        recipes: as in `place_of_model`.
+        recipes: as in `_place_of_model`.
 
     Raises:
         ConfigError: it cannot be fetched, or is of a class of the user's own.
     """
-    place = place_of_model(named, recipes)
+    place = _place_of_model(named, recipes)
     tokenizer: str | None = named
     if isinstance(place, Path):
         file = place
         tokenizer = str(file.parent) if hub.holds_tokenizer([each.name for each in file.parent.iterdir()]) else None
     else:
         if named not in _FETCHED:
-            _FETCHED[named] = hub.obtain(place, cached=cached) / CONFIG
+            _FETCHED[named] = hub.fetch_or_open(place, cached=cached) / CONFIG
         file = _FETCHED[named]
     section = _section(file)
     # Text for a trial fills a small vocabulary alone.
@@ -94,7 +94,7 @@ def comment_and_sections(
     return comment, _values(file, section, tokenizer)
 
 
-def remark(named: str, config: Config) -> str:
+def model_remark(named: str, config: Config) -> str:
     """The line that a command prints on a model in place of a recipe: what it takes of it, and the defaults."""
     values = config.model_dump(mode="json")
     keys = (key.partition(".") for key in _SHOWN)
@@ -108,8 +108,8 @@ def remark(named: str, config: Config) -> str:
     )
 
 
-def warmup(steps: object) -> int | str:
-    """The warmup of a run of so many steps, or tokens such as `1T`: one part in fifty."""
+def default_warmup(steps: object) -> int | str:
+    """The warmup in the recipe of a model, for so many steps, or tokens such as `1T`: one part in fifty."""
     if isinstance(steps, int):
         return max(0, steps) // 50
     tokens = parse_tokens(steps)
@@ -117,7 +117,6 @@ def warmup(steps: object) -> int | str:
 
 
 def _keys_of_weights(named: str) -> str:
-    """The keys that start from the weights of a model."""
     if user_path(named).exists():
         return f"checkpoint.load={Path(named).parent if Path(named).suffix == '.json' else named}"
     return f"checkpoint.load={named.replace('@', ' checkpoint.revision=', 1)}"
@@ -144,13 +143,12 @@ def _section(file: Path) -> Mapping[str, Any]:
 
 
 def _values(file: Path, section: Mapping[str, Any], tokenizer: str | None) -> dict[str, Any]:
-    """The sections of the recipe."""
     width = section["hidden_size"]
     length = min(_LONGEST, section["max_position_embeddings"])
     tokens = min(_MOST_TOKENS, 1024 * width)
     rate = float(f"{min(6e-4, 3e-4 * 4096 / width):.1e}")
     optimizer: dict[str, Any] = {
-        "lr": rate, "min_lr": float(f"{rate / 10:.1e}"), "warmup_steps": warmup(_STEPS), "schedule": "cosine",
+        "lr": rate, "min_lr": float(f"{rate / 10:.1e}"), "warmup_steps": default_warmup(_STEPS), "schedule": "cosine",
         "weight_decay": 0.1, "betas": [0.9, 0.95], "zero": 3 if width >= _WIDE else 1,
     }  # fmt: skip
     # A router with a correction bias balances loads by that.

@@ -8,9 +8,9 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.base.errors import listing
-from shardwise.config.base_section import RuleTable, Section, broken, reject
-from shardwise.config.learning_rates import LEARNING_RATES
-from shardwise.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
+from shardwise.config.base_section import RuleTable, Section, broken_rules, reject
+from shardwise.config.learning_rate_specs import LEARNING_RATES
+from shardwise.config.optimizer_specs import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerSpec
 from shardwise.config.token_counts import step_field
 
 _LONG_WARMUP, _USUAL_WARMUP = 4, 50
@@ -20,7 +20,7 @@ Frequency = Literal["micro_batch", "step"]
 
 
 class RatePoint(Section):
-    """The learning rate at a step, and the way to it from the point before."""
+    """An entry of `optimizer.points`: the learning rate at a step, and the way to it from the point before."""
 
     at: int = step_field(ge=0, description="the step")
     factor: float = Field(ge=0, description="the rate, as a fraction of optimizer.lr")
@@ -165,8 +165,7 @@ class OptimizerConfig(Section):
         default=1, ge=0, le=99, description="with zero 3: units (blocks) whose weights are gathered ahead"
     )
     offload: bool = Field(
-        default=False,
-        description="on accelerators, with adamw: the host holds and updates masters and optimizer state",
+        default=False, description="on accelerators, with adamw: the host holds and updates masters and optimizer state"
     )
     bucket_mib: float | None = Field(
         default=None,
@@ -263,7 +262,7 @@ class OptimizerConfig(Section):
         problems += self._schedule_problems()
         if not all(0 <= beta < 1 for beta in self.betas):
             problems.append(f"optimizer.betas ({list(self.betas)}) must lie in [0, 1)")
-        problems += broken(_RULES, self, "optimizer")
+        problems += broken_rules(_RULES, self, "optimizer")
         if not self.spec.orthogonalizes and self.muon != MuonConfig():
             default = MuonConfig()
             keys = (key for key in MuonConfig.model_fields if getattr(self.muon, key) != getattr(default, key))

@@ -52,7 +52,7 @@ COMMANDS: dict[str, str] = _RECORD["commands"]
 
 
 @dataclass(frozen=True)
-class Program:
+class _Program:
     """A program whose files are read.
 
     Attributes:
@@ -76,8 +76,8 @@ class Program:
         return self.marks | self.defaults.keys()
 
 
-PROGRAMS: dict[str, Program] = {
-    name: Program(**{**entry, "marks": frozenset(entry["marks"])}) for name, entry in _RECORD["programs"].items()
+PROGRAMS: dict[str, _Program] = {
+    name: _Program(**{**entry, "marks": frozenset(entry["marks"])}) for name, entry in _RECORD["programs"].items()
 }
 
 ARGUMENTS: dict[str, dict[str, str]] = {

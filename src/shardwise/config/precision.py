@@ -17,7 +17,7 @@ Matmul = Literal["fp8"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Resolved dtypes.
+    """The dtypes of a run, resolved from the section `precision`.
 
     Attributes:
         parameter: dtype of parameters, activations and matmuls.

@@ -27,7 +27,7 @@ _NAMES = {name for names in _FIELDS.values() for name in names} | {"finetuned"}
 """Fields of all types. `finetuned` says that the weights were trained with the scaling: it decides nothing."""
 
 
-def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
+def scaling_with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `rope_scaling` mapping without the old name `type`, which counts if `rope_type` is null."""
     fields = {key: value for key, value in scaling.items() if key not in ("rope_type", "type")}
     for key in ("rope_type", "type"):
@@ -36,9 +36,9 @@ def with_one_type(scaling: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def unknown_fields(scaling: Mapping[str, Any]) -> list[str]:
+def unknown_scaling_fields(scaling: Mapping[str, Any]) -> list[str]:
     """Return the fields of a `rope_scaling` mapping of a known type that no type has."""
-    if str(with_one_type(scaling).get("rope_type", "default")) not in _REQUIRED:
+    if str(scaling_with_one_type(scaling).get("rope_type", "default")) not in _REQUIRED:
         return []
     return [key for key in scaling if key not in _NAMES and key not in ("rope_type", "type")]
 
@@ -63,7 +63,7 @@ def effective_scaling(scaling: Mapping[str, Any], longest: int) -> dict[str, Any
 
 
 def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[str]:
-    """Return an error for each rule that a `rope_scaling` mapping breaks."""
+    """Return an error for each rule that a `model.rope_scaling` breaks."""
     rope_type = scaling.get("rope_type")
     valid = f"one of {listing(_REQUIRED, 'or')}"
     if rope_type is None:
@@ -100,7 +100,6 @@ def rope_scaling_problems(scaling: Mapping[str, Any], rotary_dim: int) -> list[s
 
 
 def _value_problems(key: str, value: object, rotary_dim: int) -> list[str]:
-    """Return an error if the value of a field is not valid."""
     shown = repr(value)
     # Comparisons so that a NaN, which YAML and JSON can hold, is refused too.
     if key in ("short_factor", "long_factor"):

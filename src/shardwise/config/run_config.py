@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
+from shardwise.base.units import tokens_text
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
 from shardwise.config.evaluation import EvaluationConfig
@@ -19,7 +20,7 @@ from shardwise.config.families import FamilyConfig
 from shardwise.config.launch import LaunchConfig
 from shardwise.config.model import AnyModel, shapes_of
 from shardwise.config.optimizer import Frequency, OptimizerConfig
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.precision import PrecisionConfig
 from shardwise.config.sections import (
     BATCH_RULE,
@@ -31,7 +32,7 @@ from shardwise.config.sections import (
     Recompute,
     TrainConfig,
 )
-from shardwise.config.token_counts import Path, replaced, step_places, steps_of, token_keys, tokens_text
+from shardwise.config.token_counts import Path, replace_at_place, step_places, steps_of_tokens, token_keys
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ class Config(Section):
         config = self.with_keys(train={"global_batch": global_batch})
         step_tokens = global_batch * self.train.sequence_length
         for place, tokens in self._token_counts.items():
-            config = replaced(config, place, steps_of(tokens, step_tokens))
+            config = replace_at_place(config, place, steps_of_tokens(tokens, step_tokens))
         return config
 
     def with_tokens_for_any_batch(self) -> Config:
@@ -298,7 +299,7 @@ class Config(Section):
     def with_tokens(self, values: dict[str, Any]) -> dict[str, Any]:
         """These values of the configuration, with tokens in place of the steps that were given in tokens."""
         for place, tokens in self._token_counts.items():
-            values = replaced(values, place, tokens_text(tokens))
+            values = replace_at_place(values, place, tokens_text(tokens))
         return values
 
 
@@ -311,7 +312,7 @@ def with_steps(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Path,
     token_counts = dict(token_keys(Config, values))
     step_tokens = _step_tokens(values.get("train"))
     for place, tokens in token_counts.items():
-        values = replaced(values, place, 1 if step_tokens is None else steps_of(tokens, step_tokens))
+        values = replace_at_place(values, place, 1 if step_tokens is None else steps_of_tokens(tokens, step_tokens))
     return values, token_counts
 
 

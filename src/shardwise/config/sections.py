@@ -16,12 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.mesh_axes import keys_text
-from shardwise.base.notice_targets import target_problem
+from shardwise.base.mesh_axes import degree_keys_text
+from shardwise.base.notice_targets import notice_target_problem
 from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, SCHEDULES, Schedule
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES, Schedule
 from shardwise.config.token_counts import step_field
 
 
@@ -39,13 +39,10 @@ class HooksConfig(Section):
         "targets' losses",
     )
     optimizer: str | None = Field(
-        default=None,
-        description="package.module:Name of an elementwise optimizer class, in place of optimizer.name",
+        default=None, description="package.module:Name of an elementwise optimizer class, in place of optimizer.name"
     )
     optimizer_options: dict[str, Any] = Field(
-        default_factory=dict,
-        examples=[{"momentum": 0.9}],
-        description="further arguments of that class",
+        default_factory=dict, examples=[{"momentum": 0.9}], description="further arguments of that class"
     )
     callbacks: tuple[str, ...] = Field(
         default=(),
@@ -66,10 +63,7 @@ class HooksConfig(Section):
 class CompileConfig(Section):
     """The compilation of a training: its parts, its backend, and the folder of its results."""
 
-    enabled: bool = Field(
-        default=False,
-        description="compile each block and the loss of the output head",
-    )
+    enabled: bool = Field(default=False, description="compile each block and the loss of the output head")
     backend: str | None = Field(
         default=None,
         examples=["inductor"],
@@ -87,9 +81,7 @@ class CompileConfig(Section):
         "~/.cache/shardwise",
     )
     cache_gib: float = Field(
-        default=20.0,
-        gt=0,
-        description="largest size of that folder in GiB; above, graphs used longest ago go",
+        default=20.0, gt=0, description="largest size of that folder in GiB; above, graphs used longest ago go"
     )
     require_cached: bool = Field(default=False, description="refuse to start if a graph is not in that folder")
 
@@ -218,7 +210,7 @@ class ParallelConfig(Section):
     @property
     def keys_text(self) -> str:
         """The keys of the degrees with their values, as messages name them."""
-        return keys_text(self.degrees)
+        return degree_keys_text(self.degrees)
 
     @property
     def model_ranks_text(self) -> str:
@@ -250,10 +242,7 @@ class TrainConfig(Section):
         description="sequences per optimizer step, over all ranks; or a rule, N per M ranks, from which a new run "
         "computes the number; a resume with the same rule keeps it",
     )
-    batch_rule: str | None = Field(
-        default=None,
-        description="the rule of global_batch, as a run stores it",
-    )
+    batch_rule: str | None = Field(default=None, description="the rule of global_batch, as a run stores it")
     micro_batch: int = Field(default=1, gt=0, description="sequences per forward pass on each rank")
     sequence_length: int = Field(gt=0, description="tokens per sequence")
     seed: int = Field(default=1234, ge=0, le=_MAX_SEED, description="seed of weights and data order")
@@ -288,9 +277,7 @@ class TrainConfig(Section):
         "update_in_backward, cuda_graphs",
     )
     threads: int = Field(
-        default=1,
-        gt=0,
-        description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS",
+        default=1, gt=0, description="with train.bitwise: threads of each rank on a CPU, instead of OMP_NUM_THREADS"
     )
     eval_every: int = step_field(0, ge=0, description="steps between evaluations; 0 = never")
     eval_batches: int = Field(default=8, gt=0, description="global batches per evaluation")
@@ -321,7 +308,7 @@ class TrainConfig(Section):
     @field_validator("batch_rule")
     @classmethod
     def _rule_is_one(cls, value: str | None) -> str | None:
-        if value is not None and share_of(value) is None:
+        if value is not None and batch_per_rank(value) is None:
             reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
         return value
 
@@ -354,8 +341,8 @@ def gradient_groups(data_grain: int | None, micro_batches: int) -> int:
     return math.gcd(micro_batches, _MOST_GRADIENT_GROUPS) if data_grain is None else data_grain
 
 
-def share_of(rule: str | None) -> Fraction | None:
-    """Sequences for each rank by a rule `N per M ranks`; None for another text."""
+def batch_per_rank(rule: str | None) -> Fraction | None:
+    """Sequences for each rank by a rule `N per M ranks` of `train.global_batch`; None for another text."""
     match = re.fullmatch(BATCH_RULE, rule or "")
     return None if match is None else Fraction(int(match[1]), int(match[2]))
 
@@ -365,9 +352,7 @@ class CheckpointConfig(Section):
 
     every: int = step_field(0, ge=0, description="steps between checkpoints; 0 = none")
     every_minutes: float | None = Field(
-        default=30.0,
-        gt=0,
-        description="also save when the last checkpoint is this old; null = never",
+        default=30.0, gt=0, description="also save when the last checkpoint is this old; null = never"
     )
     keep: int | None = Field(default=3, ge=1, description="newest checkpoints that are kept; null = all")
     keep_every: int | None = step_field(
@@ -386,8 +371,7 @@ class CheckpointConfig(Section):
         description="largest fraction of a node's memory for these copies; if they need more, there are none",
     )
     resume: Literal["auto"] | int = Field(
-        default="auto",
-        description="where a run resumes: auto = its newest intact checkpoint, or a checkpoint's STEP",
+        default="auto", description="where a run resumes: auto = its newest intact checkpoint, or a checkpoint's STEP"
     )
     path: str | None = Field(
         default=None,
@@ -459,14 +443,10 @@ class LogConfig(Section):
         "step, about 20 lines a run",
     )
     drift_every: int = step_field(
-        100,
-        ge=0,
-        description="steps between comparisons of replicated parameters; 0 = only before the first step",
+        100, ge=0, description="steps between comparisons of replicated parameters; 0 = only before the first step"
     )
     state_hash_every: int = step_field(
-        0,
-        ge=0,
-        description="steps between hashes of the training's state in metrics.jsonl; 0 = none",
+        0, ge=0, description="steps between hashes of the training's state in metrics.jsonl; 0 = none"
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard scalars")
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = Field(
@@ -484,9 +464,7 @@ class LogConfig(Section):
         "say, else shardwise",
     )
     run_name: str | None = Field(
-        default=None,
-        examples=["lr 3e-4"],
-        description="name of the run in the trackers; null = that of its folder",
+        default=None, examples=["lr 3e-4"], description="name of the run in the trackers; null = that of its folder"
     )
     tags: tuple[str, ...] = Field(
         default=(),
@@ -541,7 +519,7 @@ class LogConfig(Section):
 
     def name_problems(self) -> list[str]:
         """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
-        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
+        problems = [problem for problem in map(notice_target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:

@@ -1,8 +1,8 @@
 """Stages of a run that change the sizes of a step: `data.stages` with other lengths, batches or rotary positions.
 
-Each stage is a configuration of its own (`stages_of`), by which a run builds its model and its feed. The order of the
-data is that of blocks, which are as long as the least common multiple of all lengths, and a step reads whole blocks: so
-a stage begins where the one before stopped, and no token is lost or read twice.
+Each stage is a configuration of its own (`size_stages_of`), by which a run builds its model and its feed. The order of
+the data is that of blocks, which are as long as the least common multiple of all lengths, and a step reads whole
+blocks: so a stage begins where the one before stopped, and no token is lost or read twice.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError
 from shardwise.config.data import StageConfig
-from shardwise.config.load import config_from
+from shardwise.config.load import config_from_sections
 from shardwise.config.model import ModelConfig
 from shardwise.config.run_config import Config, SizeStage
 
 _TRAIN_KEYS = ("sequence_length", "global_batch", "micro_batch")
 
 
-def stages_of(config: Config) -> list[Config]:
+def size_stages_of(config: Config) -> list[Config]:
     """The configuration of each stretch of steps with equal sizes, in their order; a run without stages is one.
 
     Raises:
@@ -50,30 +50,30 @@ def stages_of(config: Config) -> list[Config]:
     return stages
 
 
-def stage_after(config: Config, step: int) -> Config:
+def size_stage_after(config: Config, step: int) -> Config:
     """The configuration of the step that follows `step` steps; of the last step after all of them."""
-    stages = stages_of(config)
+    stages = size_stages_of(config)
     return next((stage for stage in stages if step < stage.last_step), stages[-1])
 
 
-def stage_of_step(config: Config, step: int) -> Config:
+def size_stage_of_step(config: Config, step: int) -> Config:
     """The configuration of a step, of which the first is 1; at step 0 that of the first."""
-    return stage_after(config, max(step - 1, 0))
+    return size_stage_after(config, max(step - 1, 0))
 
 
-def largest_stage(config: Config) -> Config:
+def largest_size_stage(config: Config) -> Config:
     """The configuration of the stage whose micro-batches have most tokens, in the longest sequences."""
 
     def size(stage: Config) -> tuple[int, int]:
         return stage.train.micro_batch * stage.train.sequence_length, stage.train.sequence_length
 
-    return max(stages_of(config), key=size)
+    return max(size_stages_of(config), key=size)
 
 
 def samples_between(config: Config, first: int, last: int) -> int:
-    """The samples of the steps after `first` up to `last`, as many of this stage's length as they have tokens."""
+    """The samples of a run's steps after `first` up to `last`, as many of this stage's length as they have tokens."""
     tokens = 0
-    for stage in stages_of(config):
+    for stage in size_stages_of(config):
         steps = max(0, min(last, stage.last_step) - max(first, stage.steps_before))
         tokens += steps * stage.train.global_batch * stage.train.sequence_length
     return tokens // config.train.sequence_length
@@ -84,16 +84,16 @@ def tokens_of_run(config: Config) -> int:
     return samples_between(config, 0, config.train.steps) * config.train.sequence_length
 
 
-def position_after(config: Config, step: int, position: int) -> int:
+def data_position_after(config: Config, step: int, position: int) -> int:
     """The place of the stage in the order of the data, counted in its samples.
 
     Args:
         position: place after `step` steps, in samples of the stage of that step.
     """
-    return position * stage_of_step(config, step).train.sequence_length // config.train.sequence_length
+    return position * size_stage_of_step(config, step).train.sequence_length // config.train.sequence_length
 
 
-def stage_problems(stages: list[Config]) -> list[str]:
+def size_stage_problems(stages: list[Config]) -> list[str]:
     """The problems of stages that change the sizes of a step, without those that each has by itself."""
     run = stages[0].run
     problems = []
@@ -114,9 +114,9 @@ def stage_problems(stages: list[Config]) -> list[str]:
     return problems
 
 
-def changed_stages(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
+def changed_size_stages(stored: Mapping[str, Any], config: Config, step: int) -> list[str]:
     """The reasons why a run with other stages cannot go on after `step` steps: its order of the data would change."""
-    return _changed_lengths(stored, stages_of(config), step) + _changed_weights(stored, config.recorded(), step)
+    return _changed_lengths(stored, size_stages_of(config), step) + _changed_weights(stored, config.recorded(), step)
 
 
 def _changed_weights(stored: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
@@ -146,7 +146,7 @@ def _changed_lengths(stored: Mapping[str, Any], now: Sequence[Config], step: int
     """The problem of stages whose lengths before `step` are others, or keep other blocks together."""
     if len(now) == 1 and not _has_sizes(stored):
         return []
-    then = stages_of(config_from(stored))
+    then = size_stages_of(config_from_sections(stored))
     block = then[0].block_length
     if now[0].block_length != block:
         return [
@@ -166,11 +166,11 @@ def _changed_lengths(stored: Mapping[str, Any], now: Sequence[Config], step: int
     ]
 
 
-def values_of_step(stored: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+def values_at_step(stored: Mapping[str, Any], step: int) -> Mapping[str, Any]:
     """The stored values of a run, with the sizes of a step in place of those of the first one."""
     if not _has_sizes(stored):
         return stored
-    return stage_of_step(config_from(stored), step).model_dump(mode="json")
+    return size_stage_of_step(config_from_sections(stored), step).model_dump(mode="json")
 
 
 def _has_sizes(stored: Mapping[str, Any]) -> bool:

@@ -33,6 +33,6 @@ class StandIn(LlamaConfig):
         return self.model_copy(update=update | {"head_dim": max(2, heads * self.head_dim // cut // 2 * 2)})
 
 
-def asked_of(config: Config) -> Config:
+def config_as_given(config: Config) -> Config:
     """`config` as the user gave it, whose rules count: with the class in whose place a model of a family stands."""
     return config.model_copy(update={"model": config.model.own}) if isinstance(config.model, StandIn) else config

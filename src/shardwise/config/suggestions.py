@@ -80,7 +80,7 @@ def suggestions(
     if f"{section}.{leaf}".lstrip(".") in keys:
         return [f"{section}.{leaf}".lstrip(".")]
     meant = next((OTHER_NAMES[known] for known in _with_leaf(plain) if known in OTHER_NAMES), ())
-    valid = [target for target in meant if is_valid(target, keys, options)]
+    valid = [target for target in meant if is_key_or_option(target, keys, options)]
     if not valid and (near := _most_similar(section, leaf, keys, plain_options, options)):
         valid = [near]
     if str(value).lower() not in NO:
@@ -89,7 +89,7 @@ def suggestions(
     return [target.replace("=true", "=false") for target in valid if "=" not in target or target.endswith("=true")]
 
 
-def is_valid(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
+def is_key_or_option(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
     """Return whether a target of the record is a key or an option that a command has."""
     if target.startswith("--"):
         return options is None or target in options
@@ -104,7 +104,7 @@ def _most_similar(
     near = {} if section else {**plain_options}
     far = {**plain_options}
     for name, targets in OTHER_NAMES.items():
-        valid = [target for target in targets if is_valid(target, keys, options)]
+        valid = [target for target in targets if is_key_or_option(target, keys, options)]
         if valid and "." not in name and name not in OTHER_VALUES:
             far[name] = valid[0]
     for key in keys:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from shardwise.base.units import parse_tokens
 from shardwise.config.base_section import Section
 
-TOKENS = r"(\d{1,18}(?:\.\d+)?) ?([kKMBT])(?: tokens)?"
-"""A number of tokens: `500M`, `1.5 T`, `20B tokens`."""
-_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _UNIT = "unit"
 _STEPS = "steps"
 
@@ -26,8 +23,7 @@ def step_field(default: Any = ..., *, description: str, **bounds: Any) -> Any:
     return Field(default=default, description=description, json_schema_extra={_UNIT: _STEPS}, **bounds)
 
 
-def is_step_field(field: FieldInfo) -> bool:
-    """Return whether a field is that of a key that counts steps."""
+def _is_step_field(field: FieldInfo) -> bool:
     extra = field.json_schema_extra
     return isinstance(extra, dict) and extra.get(_UNIT) == _STEPS
 
@@ -40,22 +36,10 @@ def counts_steps(section: type[Section], place: Path) -> bool:
         if isinstance(key, str):
             fields = [inner.model_fields[key] for inner in sections if key in inner.model_fields]
             sections = [inner for field in fields for inner in _sections_in(field.annotation)]
-    return any(map(is_step_field, fields))
+    return any(map(_is_step_field, fields))
 
 
-def parse_tokens(text: object) -> int | None:
-    """Return the number of tokens that a text names; None for anything else."""
-    match = re.fullmatch(TOKENS, text) if isinstance(text, str) else None
-    return None if match is None else round(float(match[1]) * _POWERS[match[2]])
-
-
-def tokens_text(tokens: int) -> str:
-    """Return the text of which `parse_tokens` makes a number of tokens: `300B`."""
-    suffix = next((suffix for suffix in "TBM" if tokens >= _POWERS[suffix]), "k")
-    return str(tokens / _POWERS[suffix]).removesuffix(".0") + suffix
-
-
-def steps_of(tokens: int, step_tokens: int) -> int:
+def steps_of_tokens(tokens: int, step_tokens: int) -> int:
     """Return the steps of `step_tokens` tokens that come nearest to a number of tokens, at least 1."""
     return max(1, (2 * tokens + step_tokens) // (2 * step_tokens))
 
@@ -69,7 +53,7 @@ def token_keys(section: type[Section], values: Any, place: Path = ()) -> Iterato
         if field is None or not isinstance(value, str | Mapping | list | tuple):
             continue
         if isinstance(value, str):
-            tokens = parse_tokens(value) if is_step_field(field) else None
+            tokens = parse_tokens(value) if _is_step_field(field) else None
             if tokens is not None:
                 yield (*place, key), tokens
             continue
@@ -85,7 +69,7 @@ def step_places(section: Section, place: Path = ()) -> Iterator[tuple[Path, int]
         if key not in section.model_fields_set:
             continue
         value = getattr(section, key)
-        if is_step_field(field):
+        if _is_step_field(field):
             # 0 and null switch something off.
             if value:
                 yield (*place, key), value
@@ -104,17 +88,17 @@ def _sections_in(annotation: Any) -> Iterator[type[Section]]:
         yield from _sections_in(argument)
 
 
-def replaced(values: Any, place: Path, value: Any) -> Any:
-    """Return nested mappings, sections and lists with the value at a place replaced; what is given is not changed."""
+def replace_at_place(values: Any, place: Path, value: Any) -> Any:
+    """Return nested mappings, sections and lists of keys with the value at a place replaced; the given ones stay."""
     if not place:
         return value
     first, *inside = place
     if isinstance(values, Section):
         inner = getattr(values, str(first))
-        return values.model_copy(update={str(first): replaced(inner, tuple(inside), value)})
+        return values.model_copy(update={str(first): replace_at_place(inner, tuple(inside), value)})
     if isinstance(values, Mapping):
-        return {**values, first: replaced(values[first], tuple(inside), value)}
+        return {**values, first: replace_at_place(values[first], tuple(inside), value)}
     assert isinstance(first, int), "a place in a list"
     inner = [*values]
-    inner[first] = replaced(inner[first], tuple(inside), value)
+    inner[first] = replace_at_place(inner[first], tuple(inside), value)
     return type(values)(inner)

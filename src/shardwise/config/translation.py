@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shardwise.base.parsing import scalar
+from shardwise.base.parsing import yaml_scalar
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
 from shardwise.config.recipe_files import parse_value
@@ -32,7 +32,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Setting:
     """A setting of another program, and what became of it.
 
     Attributes:
@@ -48,12 +48,12 @@ class Row:
     is_default: bool = False
 
 
-class NoCounterpartError(Exception):
+class _NoCounterpartError(Exception):
     """A value has none here; the text says why."""
 
 
-def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
-    """The value of an expression of numbers, texts, lists and mappings, and of quantities by their dotted names.
+def evaluate_expression(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
+    """The value of a formula for another program's setting, of numbers, texts, lists, mappings and dotted names.
 
     Raises:
         KeyError: a quantity is not known. ValueError: the expression has something else in it, such as a call.
@@ -93,7 +93,7 @@ def computed(expression: str | ast.expr, quantities: Mapping[str, Any]) -> Any:
 
 
 def equation(name: str, target: str, value: object) -> str:
-    """The meaning of a name and value, in a message: `train.steps=20`, `optimizer.lr=VALUE`, or a key and a formula."""
+    """The meaning of another program's name and value: `train.steps=20`, `optimizer.lr=VALUE`, or a formula."""
     shown = _VALUE if value in (None, "", True) else str(value)
     key, _, fixed = target.partition("=")
     formula = FORMULAS.get((name, target))
@@ -103,13 +103,13 @@ def equation(name: str, target: str, value: object) -> str:
         return target
     try:
         keys = _by_words(key, value) if key in WORDS and shown != _VALUE else {key: shown}
-    except NoCounterpartError:
+    except _NoCounterpartError:
         keys = {key: _VALUE}
     return " ".join(f"{key}={setting_text(mapped)}" for key, mapped in keys.items())
 
 
 def setting_text(value: Any) -> str:
-    """A value as a command line has it after `key=`."""
+    """A key's value as a command line has it after `key=`."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(setting_text, value))}]"
     if isinstance(value, dict):
@@ -119,7 +119,7 @@ def setting_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def word_of(value: Any) -> str:
+def _word_of(value: Any) -> str:
     """A value as the record has it among words: in lower case, 0.0 as 0."""
     number = _number(value)
     is_number = isinstance(number, int | float) and not isinstance(number, bool)
@@ -129,20 +129,20 @@ def word_of(value: Any) -> str:
 def _by_words(owner: str, value: Any) -> dict[str, Any]:
     """Our keys for a value that is written otherwise here; `owner`: our key, or a name with words of its own."""
     words = WORDS[owner]
-    word = word_of(value)
-    mapped = words.get(word, words.get(word.rpartition("/")[2], words.get("*", NoCounterpartError)))
-    if mapped is NoCounterpartError:
-        raise NoCounterpartError(f"{owner} has nothing like {value}")
+    word = _word_of(value)
+    mapped = words.get(word, words.get(word.rpartition("/")[2], words.get("*", _NoCounterpartError)))
+    if mapped is _NoCounterpartError:
+        raise _NoCounterpartError(f"{owner} has nothing like {value}")
     if isinstance(mapped, dict) and all("." in key for key in mapped):
         return mapped
     if isinstance(mapped, str) and " " in mapped:
-        raise NoCounterpartError(mapped)
+        raise _NoCounterpartError(mapped)
     return {owner: value if mapped == _VALUE else mapped}
 
 
 def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable[[str], bool]) -> dict[str, Any]:
     """Our keys and options with their values for a name; NoCounterpartError, or KeyError for an unknown quantity."""
-    if name in WORDS and {word_of(value), word_of(value).rpartition("/")[2]} & WORDS[name].keys():
+    if name in WORDS and {_word_of(value), _word_of(value).rpartition("/")[2]} & WORDS[name].keys():
         mapped = _by_words(name, value)
         if mapped == {name: None}:
             return {}
@@ -150,13 +150,13 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
         mapped = {}
     targets = OTHER_NAMES.get(name, ())
     if not mapped and not targets:
-        raise NoCounterpartError(WITHOUT_KEY.get(name, f"{name} has nothing like {value}"))
+        raise _NoCounterpartError(WITHOUT_KEY.get(name, f"{name} has nothing like {value}"))
     for target in filter(has, targets):
         key, _, fixed = target.partition("=")
         if key in mapped:
             continue
         if name in UNSURE and (len(targets) == 1 or all(map(has, targets))):
-            raise NoCounterpartError(f"it may mean {' or '.join(targets)}")
+            raise _NoCounterpartError(f"it may mean {' or '.join(targets)}")
         if fixed:
             is_off = str(value).lower() in NO
             if not is_off or fixed in ("true", "false"):
@@ -175,30 +175,30 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
         and all(ABSENT.get(target.partition("=")[0], mapped) != value for target in targets)
     ):
         family = quantities.get("model.family")
-        raise NoCounterpartError(f"the family {family} has no key for it" if family else "no key sets it")
+        raise _NoCounterpartError(f"the family {family} has no key for it" if family else "no key sets it")
     return mapped
 
 
 def _number(value: Any) -> Any:
-    return scalar(value) if isinstance(value, str) else value
+    return yaml_scalar(value) if isinstance(value, str) else value
 
 
 def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
     """The value of our key by a formula, or by two with `per` between them, whose value is a rule for the batch."""
     first, _, per = formula.partition(" per ")
     try:
-        value = computed(first, quantities)
-        ranks = computed(per, quantities) if per else None
+        value = evaluate_expression(first, quantities)
+        ranks = evaluate_expression(per, quantities) if per else None
     except ValueError as error:
-        raise NoCounterpartError(str(error)) from None
-    if isinstance(value, float) and (value.is_integer() or counts(key)):
+        raise _NoCounterpartError(str(error)) from None
+    if isinstance(value, float) and (value.is_integer() or is_integer_key(key)):
         if not value.is_integer() and key.endswith("_batch"):
-            raise NoCounterpartError(f"{key} ({value:g}) must be a whole number of sequences")
+            raise _NoCounterpartError(f"{key} ({value:g}) must be a whole number of sequences")
         value = max(0, int(value + 0.5))
     elif isinstance(value, float):
         value = float(f"{value:.12g}")  # such as 0.1 × 3e-4
-    if counts(key) and value < 0:
-        raise NoCounterpartError(
+    if is_integer_key(key) and value < 0:
+        raise _NoCounterpartError(
             f"{key} would be {value}, as rates end after the training: give train.steps their last step, and "
             "train.stop_after the last one of the training"
         )
@@ -207,19 +207,19 @@ def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
     return value
 
 
-def counts(key: str) -> bool:
+def is_integer_key(key: str) -> bool:
     """Return whether a key of ours has whole numbers alone."""
     found = known_paths().get(key)
     return found is not None and found.annotation in (int, int | None)
 
 
-def translate(
+def translate_settings(
     settings: Mapping[str, Any],
     program: str | None,
     known: Mapping[str, Any],
     has: Callable[[str], bool],
     find: Callable[[str], str | None],
-) -> Iterator[Row]:
+) -> Iterator[Setting]:
     """Yield what becomes of each setting, and of what the program does where settings are left out.
 
     Args:
@@ -264,27 +264,27 @@ class _Translator:
         formulas = [formula for (owner, _), formula in FORMULAS.items() if owner == record]
         return {key for formula in formulas for key in re.findall(r"\b[a-z_]+\.[a-z_]+\b", formula)}
 
-    def row(self, name: str, value: Any, is_default: bool) -> Row:
+    def row(self, name: str, value: Any, is_default: bool) -> Setting:
         """Return what becomes of a setting, and remember our keys."""
         record = self._find(name)
         found = self._found
         try:
             is_told = self._program is None and record in WITHOUT_KEY
             if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
-                return Row(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
+                return Setting(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
             mapped = _meaning(record, value, {**self._base, **found}, self._has)
-        except NoCounterpartError as error:
-            return Row(name, value, reason=str(error), is_default=is_default)
+        except _NoCounterpartError as error:
+            return Setting(name, value, reason=str(error), is_default=is_default)
         except KeyError as error:
-            return Row(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
+            return Setting(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
         # A formula such as that of one of two betas changes what is there.
         fixed = {key for key in mapped if key in found and (key in self._whole or key not in self._reads(name))}
         if is_default and fixed:
-            return Row(name, value, is_default=True)
+            return Setting(name, value, is_default=True)
         taken = {key for key in fixed if found[key] != mapped[key]}
         if taken and len(taken) == len(mapped):
-            return Row(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
+            return Setting(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
         mapped = {key: mapped[key] for key in mapped if key not in taken}
         found.update(mapped)
         self._whole.update(mapped if self.place(name) < 0 else ())
-        return Row(name, value, mapped, "" if mapped else "nothing to set", is_default)
+        return Setting(name, value, mapped, "" if mapped else "nothing to set", is_default)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.hardware import accelerators, visible_cores
+from shardwise.base.hardware import accelerators, visible_neuron_cores
 from shardwise.distributed.torch_private import has_data, has_triton, scaled_matmul, set_allocator
 
 _HIDING = (
@@ -100,7 +100,7 @@ def begin_use(device: torch.device) -> None:
 
 def show_one_core(device: torch.device) -> None:
     """Leave this rank one of the NeuronCores that all ranks are shown; ConfigError if there are too few."""
-    cores = visible_cores() if device.type != "cpu" else []
+    cores = visible_neuron_cores() if device.type != "cpu" else []
     if 1 < len(cores) <= device.index:
         raise ConfigError(
             f"NEURON_RT_VISIBLE_CORES ({os.environ['NEURON_RT_VISIBLE_CORES']}) must name a core for each rank of this "

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
-from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
+from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replicas_name
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
@@ -391,7 +391,7 @@ class Mesh:
             devices.begin_use(self.device)
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            named = [axis.degree for axis in CHOSEN_AXES if is_named(axis, degrees)]
+            named = [axis.degree for axis in CHOSEN_AXES if names_axis(axis, degrees)]
             product = " × ".join(named)
             values = " × ".join(str(degrees[name]) for name in named)
             raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
@@ -469,7 +469,7 @@ class Mesh:
         return self._host_groups[name]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if is_named(axis, self._degrees))
+        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if names_axis(axis, self._degrees))
         return f"Mesh({sizes}, rank={self.world.rank}, {self.device})"
 
 

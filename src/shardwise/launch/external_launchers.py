@@ -48,7 +48,7 @@ _TURNS = 6
 
 
 @dataclass(frozen=True)
-class LauncherTask:
+class _LauncherTask:
     """A task among those of its step."""
 
     rank: int
@@ -87,7 +87,7 @@ def adopt_task(variables: MutableMapping[str, str] = os.environ) -> None:
     keep_own(variables)
 
 
-def task_of(variables: Mapping[str, str]) -> LauncherTask | None:
+def task_of(variables: Mapping[str, str]) -> _LauncherTask | None:
     """Return the place of this process among the tasks of a launcher; None if it is alone, or placed by torchrun.
 
     Open MPI and MPICH start their own processes by srun where they are inside of a job of SLURM, so their variables go
@@ -152,7 +152,7 @@ def _is_of_srun(variables: Mapping[str, str]) -> bool:
     return variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables
 
 
-def _of_srun(variables: Mapping[str, str]) -> LauncherTask | None:
+def _of_srun(variables: Mapping[str, str]) -> _LauncherTask | None:
     """Read srun's variables; in a container that hides those of the step, those of the job."""
     has_step = "SLURM_STEP_NUM_TASKS" in variables
     if not has_step and "SLURM_PROCID" not in variables:
@@ -172,17 +172,17 @@ def _of_srun(variables: Mapping[str, str]) -> LauncherTask | None:
         return None
     names = ("SLURM_PROCID", "SLURM_LOCALID", size, "SLURM_NODEID")
     rank, local_rank, world, node = _numbers(variables, names, "srun")
-    counts = tasks_of_nodes(variables.get(per_node, ""))
+    counts = _tasks_of_nodes(variables.get(per_node, ""))
     if node >= len(counts) or sum(counts) != world:
         raise ConfigError(
             f"{per_node} ({variables.get(per_node, 'not set')}) must be {world} tasks in all ({size}), and some on "
             f"node {node} (SLURM_NODEID), as srun sets it, {_OR_SET}"
         )
     job = ".".join(variables.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    return LauncherTask(rank, local_rank, world, counts[node], "srun", job)
+    return _LauncherTask(rank, local_rank, world, counts[node], "srun", job)
 
 
-def _of_mpirun(variables: Mapping[str, str]) -> LauncherTask | None:
+def _of_mpirun(variables: Mapping[str, str]) -> _LauncherTask | None:
     for rank, size, local_ranks, local_sizes, job in _MPI:
         if rank not in variables and size not in variables:
             continue
@@ -199,7 +199,7 @@ def _of_mpirun(variables: Mapping[str, str]) -> LauncherTask | None:
         names_of_job = [variables[name] for name in job if variables.get(name)]
         if not names_of_job and world == local_world:
             names_of_job = [_process_of_mpirun(rank)]
-        return LauncherTask(number, local_number, world, local_world, "mpirun", "".join(names_of_job[:1]))
+        return _LauncherTask(number, local_number, world, local_world, "mpirun", "".join(names_of_job[:1]))
     return None
 
 
@@ -219,7 +219,6 @@ def _process_of_mpirun(rank: str) -> str:
 
 
 def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) -> list[int]:
-    """Return the values of variables that a launcher sets."""
     missing = [name for name in names if name not in variables]
     if missing:
         stated = listing(f"{name} ({variables[name]})" for name in names if name in variables)
@@ -230,8 +229,7 @@ def _numbers(variables: Mapping[str, str], names: Sequence[str], launcher: str) 
     return [int(variables[name]) for name in names]
 
 
-def _require_order(task: LauncherTask) -> None:
-    """Refuse numbers that contradict one another."""
+def _require_order(task: _LauncherTask) -> None:
     if task.rank < task.world and task.local_rank < task.local_world <= task.world:
         return
     raise ConfigError(
@@ -240,7 +238,7 @@ def _require_order(task: LauncherTask) -> None:
     )
 
 
-def tasks_of_nodes(counts: str) -> list[int]:
+def _tasks_of_nodes(counts: str) -> list[int]:
     """Read the tasks of each node from SLURM's `2(x3),1`: 2, 2, 2 and 1; [] for another text."""
     parts = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part) for part in counts.split(",")]
     if not all(parts):
@@ -248,7 +246,7 @@ def tasks_of_nodes(counts: str) -> list[int]:
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
 
 
-def _require_rendezvous(task: LauncherTask, variables: Mapping[str, str]) -> None:
+def _require_rendezvous(task: _LauncherTask, variables: Mapping[str, str]) -> None:
     """Refuse ranks of mpirun on several machines that do not know where they meet."""
     needed = ("MASTER_ADDR",) if task.job else ("MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in variables]

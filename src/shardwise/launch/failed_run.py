@@ -17,10 +17,16 @@ from shardwise.base.errors import ConfigError, LostPeerError, RunError, Shardwis
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
-from shardwise.launch.first_failure import TRACEBACK, Failure, error_text, show_failure
+from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
-from shardwise.runs.failure import FailureRecord, checkpoint_intervals, fails_alike, failure_of, recorded_sections
+from shardwise.runs.failure_record import (
+    FailureRecord,
+    checkpoint_intervals,
+    fails_alike,
+    failure_of,
+    recorded_sections,
+)
 from shardwise.runs.folder import RunDirectory, now, open_log
 
 
@@ -36,12 +42,12 @@ def show_error(
 
 
 def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log: Path | None) -> Failure:
-    """Describe an error for the user. The traceback of an error that is not explained goes to the log."""
+    """Describe the error that ends a rank's work for the user. The traceback of an unexplained one goes to the log."""
     if isinstance(error, ShardwiseError):
         waited = isinstance(error, LostPeerError)
         if waited:
             _write_traceback(error, log)
-        return Failure(rank, error_text(error), error.exit_code, waited)
+        return Failure(rank, text_of_error(error), error.exit_code, waited)
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
@@ -95,7 +101,7 @@ def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
 def failure_text(
     failure: Failure, run: Path | None, began: float, resume: str | None, steps: int = 0, *, tells: bool = True
 ) -> str:
-    """Return the text of a failure for the user. That of a run which has begun is a block, and is recorded.
+    """Return the text of a rank's failure for the user. That of a run which has begun is a block, and is recorded.
 
     Args:
         run: the run's folder; None if it is unknown.
@@ -163,7 +169,6 @@ def _has_begun(run: Path) -> bool:
 
 
 def _is_recorded(directory: RunDirectory, began: float) -> bool:
-    """Return True if this start of the run has a record of its failure."""
     start = {"time": datetime.fromtimestamp(began, UTC).isoformat()}
     return failure_of(directory.recorded_failure(), start) is not None
 

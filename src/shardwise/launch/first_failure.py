@@ -14,10 +14,10 @@ from pathlib import Path
 
 from shardwise.base import files, parsing, redaction, terminal
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
-from shardwise.launch import output
+from shardwise.launch import rank_output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
 from shardwise.launch.stop_requests import signal_name
-from shardwise.runs.failure import HEADING
+from shardwise.runs.failure_record import HEADING
 
 TRACEBACK = "traceback: "
 """Beginning of the line of a failure's text that names the log with the traceback."""
@@ -39,7 +39,7 @@ _OWN_DEATHS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause of a failed job.
+    """The failure of a launched rank.
 
     Attributes:
         waited: True if the rank lost another one: the text says only what it was doing then, and is no cause.
@@ -58,8 +58,8 @@ class Failure:
         return self.text if self.log is None else f"{self.text}\nlog: {self.log}"
 
 
-def complain(text: str) -> None:
-    """Print an error for the user."""
+def print_error(text: str) -> None:
+    """Print the error that ends a launched job."""
     sys.stdout.flush()
     sys.stderr.write(_complaint(text))
     sys.stderr.flush()
@@ -68,11 +68,11 @@ def complain(text: str) -> None:
 def _complaint(text: str) -> str:
     """Return the lines of an error. The block of a failed run stands by itself, and so does a warning."""
     program = "" if text.startswith((HEADING, "warning: ")) else "shardwise: "
-    return f"{terminal.fitted(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
+    return f"{terminal.fit_to_terminal(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
 
 
-def error_text(error: ShardwiseError) -> str:
-    """Return the text of an error, with the number of its problems above them if there are several."""
+def text_of_error(error: ShardwiseError) -> str:
+    """Return the text of an error that ends a job, with the number of its problems above them if there are several."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"{len(error.problems)} errors\n{error}"
     return str(error)
@@ -100,8 +100,8 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
             is_late = True
     text = failure.told if words is None else words(failure)
     if is_late:
-        output.tell_past_log(_complaint(text))
-    complain(text)
+        rank_output.tell_past_log(_complaint(text))
+    print_error(text)
 
 
 def report_failure(failure: Failure) -> bool:
@@ -118,8 +118,8 @@ def report_failure(failure: Failure) -> bool:
     return True
 
 
-def read_failure(path: Path) -> Failure | None:
-    """Read a recorded failure; None if there is none, or its writer was killed before it had finished."""
+def read_rank_failure(path: Path) -> Failure | None:
+    """Read the failure that a rank recorded for its launcher; None without one, or if it was killed as it wrote."""
     try:
         return Failure(**parsing.json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -178,7 +178,7 @@ def read_exit_codes(logs: Path) -> dict[int, int]:
 def root_cause(
     reported: Failure | None, exit_codes: Mapping[int, int], logs: Path, awaited: Callable[[], str | None] | None = None
 ) -> Failure | None:
-    """Choose the failure to show; None if nothing is known of it.
+    """Choose the failure that a launcher shows; None if nothing is known of it.
 
     The connections of a rank that was killed close, so another rank may have reported the consequence before the cause
     was seen. The launcher ends ranks by SIGTERM only, so a death by SIGKILL or a crash is a cause.

@@ -117,7 +117,7 @@ def from_plain(facts: Mapping[str, Any]) -> Beat:
 
 
 def missing(beats: Iterable[Beat], lost: Mapping[str, Iterable[int]] | None = None) -> str | None:
-    """Name the ranks for which the others waited; None if nothing tells. `lost`: ranks by silent node."""
+    """Name the ranks for which the others waited by heartbeats; None if nothing tells. `lost`: ranks by silent node."""
     beats = sorted(beats, key=lambda beat: beat.rank)
     gone = {rank for ranks in (lost or {}).values() for rank in ranks}
     answering = [beat for beat in beats if beat.rank not in gone]

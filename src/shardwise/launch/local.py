@@ -30,7 +30,7 @@ from shardwise.launch.first_failure import (
     ended_early,
     exit_codes_file,
     read_exit_codes,
-    read_failure,
+    read_rank_failure,
     root_cause,
     stop_record,
 )
@@ -88,7 +88,7 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
     _raise_failure(ended, stop, run_path, began)
 
 
-def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: float) -> None:
+def _raise_failure(ended: _LocalRanksEnd, stop: _Stop, run_path: Path, began: float) -> None:
     """Raise the error that describes the end of the ranks, unless they have done their work."""
     if ended.stopped is not None:
         raise StoppedError(ended.stopped)
@@ -115,7 +115,7 @@ def _raise_failure(ended: LocalRanksEnd, stop: _Stop, run_path: Path, began: flo
     raise LaunchError(text, failure.exit_code)
 
 
-def _signal_at_the_start(ended: LocalRanksEnd) -> str | None:
+def _signal_at_the_start(ended: _LocalRanksEnd) -> str | None:
     """Name the signal to a rank that ended the ranks before a step was taken, and asks ranks that train to stop."""
     signals = {-code for code in ended.exit_codes.values()}
     if ended.took_steps or ended.reported is not None or not signals or not signals <= {*stop_requests.SIGNALS}:
@@ -125,7 +125,7 @@ def _signal_at_the_start(ended: LocalRanksEnd) -> str | None:
 
 
 @dataclass(frozen=True)
-class LocalRanksEnd:
+class _LocalRanksEnd:
     """The end of the ranks of this machine.
 
     Attributes:
@@ -150,7 +150,7 @@ def run_ranks(
     watch: Callable[[subprocess.Popen[bytes]], None],
     beats: Path | None = None,
     first: int = 0,
-) -> LocalRanksEnd:
+) -> _LocalRanksEnd:
     """Run `command` on `nproc` local ranks, which the agent starts.
 
     Args:
@@ -185,8 +185,8 @@ def run_ranks(
         # It is of no use once the user has read the text.
         record.unlink()
     if early is not None and text is None:
-        return LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
-    return LocalRanksEnd(code, text, read_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
+        return _LocalRanksEnd(early.exit_code, None, early, {}, last_beats)
+    return _LocalRanksEnd(code, text, read_rank_failure(error_file), read_exit_codes(logs), last_beats, took_steps)
 
 
 _agents: dict[int, subprocess.Popen[bytes]] = {}

@@ -29,7 +29,7 @@ from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.first_failure import Failure, error_text
+from shardwise.launch.first_failure import Failure, text_of_error
 from shardwise.launch.local import run_ranks
 from shardwise.launch.stop_requests import signal_name
 
@@ -38,8 +38,8 @@ _JOIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """The facts that the launchers of one attempt at a job share.
+class LauncherFacts:
+    """The facts that a job's supervisor gives the launcher of each node.
 
     Attributes:
         address: address of the first node, where rank 0 and the supervisor are.
@@ -73,19 +73,19 @@ class Node:
         name: SLURM's name of the node; without one the host's.
     """
 
-    attempt: Attempt
+    attempt: LauncherFacts
     number: int
     name: str
 
 
 def this_node() -> Node:
     """Return the node on which this process is the launcher, or a child of the launcher."""
-    attempt = Attempt(**json_value(os.environ[NODE]))
+    attempt = LauncherFacts(**json_value(os.environ[NODE]))
     number = int(os.environ.get("SLURM_NODEID", "0"))
     return Node(attempt, number, os.environ.get("SLURMD_NODENAME") or platform.node())
 
 
-def interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _interface_variables(address: str, variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Name the network interface of the route to `address`, for gloo and NCCL if the user names none.
 
     Without it gloo takes the interface that this host's name resolves to, which on Debian is the loopback one.
@@ -98,14 +98,6 @@ def interface_variables(address: str, variables: Mapping[str, str] = os.environ)
             names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
             return {name: interface for name in names if name not in variables}
     return {}
-
-
-def free_port(address: str = "") -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class SupervisorConnection:
@@ -225,7 +217,7 @@ def launch_on_node(
                 control.tell("ended", code=failure.exit_code, reported=asdict(failure), log=log)
                 return failure.exit_code
             if node.attempt.nodes > 1:
-                variables.update(interface_variables(node.attempt.address, variables))
+                variables.update(_interface_variables(node.attempt.address, variables))
             first = node.number * nproc
             ended = run_ranks(command, nproc, logs, lambda agent: _end_with(control, agent), beats, first)
             path = logs / "launcher.log"
@@ -245,7 +237,7 @@ def _failure(error: Exception, node: Node, nproc: int) -> Failure:
     """Describe an error before the ranks start for the user."""
     rank = node.number * nproc
     if isinstance(error, ShardwiseError):
-        return Failure(rank, redacted(error_text(error)), error.exit_code)
+        return Failure(rank, redacted(text_of_error(error)), error.exit_code)
     text = f"node {node.name} cannot start its ranks: {type(error).__name__}: {error}"
     return Failure(rank, f"{redacted(text)}; see logs/launcher-{node.name}.log", RunError.exit_code)
 

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 from shardwise.base.errors import RunError, ShardwiseError, StoppedError
 from shardwise.base.files import user_path
-from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
+from shardwise.base.notice_targets import ADDRESS, VARIABLE, notice_target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
-from shardwise.launch.first_failure import complain
+from shardwise.launch.first_failure import print_error
 from shardwise.launch.stop_requests import signal_name
 from shardwise.runs.events import last_event, number
 from shardwise.runs.folder import json_text, now
@@ -46,7 +46,7 @@ def set_up(new_targets: Sequence[str]) -> None:
 
 
 def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **facts: Any) -> None:
-    """Tell the targets of an event, without waiting; `facts`: its `step` and `loss`, if not those recorded last."""
+    """Send a notice of an event to the targets, without waiting; `facts`: `step` and `loss`, else those recorded."""
     if not targets:
         return
     facts = {name: (last_event(run, "step") or {}).get(name) for name in ("step", "loss")} | facts
@@ -63,21 +63,21 @@ def send(event: Event, run: Path, reason: str, exit_code: int | None = None, **f
 
 
 def begin(run: Path) -> None:
-    """Tell of a restart by a launcher outside of this package."""
+    """Send a notice of a restart by a launcher outside of this package."""
     for name, launcher in _RESTARTS.items():
         if NODE not in os.environ and (count := os.environ.get(name, "0")) != "0":
             send("restart", run, f"{launcher} has started the ranks again ({name}={count})")
 
 
 def end(run: Path, reason: str) -> None:
-    """Tell of the end of a run, by the reason of its "stop" event; the supervisor of a job tells that of the job."""
+    """Send a notice of the end of a run, by the reason of its "stop" event; of a job, the supervisor does."""
     is_stopped = reason.startswith("stopped by ")
     if NODE not in os.environ and (is_stopped or reason in ("finished", "stop_after")):
         send("end", run, reason, StoppedError.exit_code if is_stopped else 0)
 
 
 def problems(wanted: Sequence[str] = ()) -> list[str]:
-    """Return the reasons, not returned before, for which a target was not told, or one of `wanted` cannot be."""
+    """Return the reasons, not returned before, for which a target got no notice, or one of `wanted` cannot get any."""
     for target in wanted:
         _tell(target, None)
     return [_problems.get() for _ in range(_problems.qsize())]
@@ -85,14 +85,14 @@ def problems(wanted: Sequence[str] = ()) -> list[str]:
 
 @atexit.register
 def wait() -> None:
-    """Wait for the targets that are still told, and print the problems."""
+    """Wait for notices that are still being sent, and print the problems."""
     until = time.monotonic() + SECONDS
     while _threads:
         (thread := _threads.pop()).join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             _note(thread.name, TimeoutError())
     for problem in problems():
-        complain(f"warning: {problem}")
+        print_error(f"warning: {problem}")
 
 
 def _note(target: str, error: Exception) -> None:
@@ -122,7 +122,7 @@ def _tell(target: str, body: bytes | None) -> None:
 def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
     text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
-    problem = target_problem(text)
+    problem = notice_target_problem(text)
     if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
         problem = "the variable must be set to an https address without a log-in"
     elif problem is None and not re.match(ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:

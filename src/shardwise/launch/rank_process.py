@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise.base.errors import ConfigError, StoppedError, see
-from shardwise.launch import notices, output, stop_requests
+from shardwise.launch import notices, rank_output, stop_requests
 from shardwise.launch.environment import ERROR_FILE, PARENT_PID, Rank, is_launched, joined, may_restart, unjoined
 from shardwise.runs import folder
 
@@ -29,7 +29,7 @@ _PARENT_POLL_SECONDS = 0.5
 
 
 @dataclass
-class RankExit:
+class _RankExit:
     """The end of a rank's work, filled in when the `with` statement of `as_rank` is left."""
 
     code: int = 0
@@ -93,7 +93,7 @@ def check_accelerators(nproc: int, accelerators: int) -> None:
 @contextmanager
 def as_rank(
     place: Rank | None, run_path: Path | None = None, on_refusal: Callable[[], None] | None = None
-) -> Iterator[RankExit]:
+) -> Iterator[_RankExit]:
     """Run the body of the `with` statement as the work of one rank, and catch whatever it raises.
 
     The user reads why the work failed, once for all ranks. In a job the process of the rank ends here, at once, whether
@@ -104,7 +104,7 @@ def as_rank(
         run_path: folder of the run that is trained. Its logs get the traceback of an unexpected error.
         on_refusal: called before this process ends because the start was refused.
     """
-    rank_exit = RankExit()
+    rank_exit = _RankExit()
     began = time.time()
     rank = 0 if place is None else place.rank
     log = None
@@ -115,7 +115,7 @@ def as_rank(
     if place is None and run_path is not None:
         stop_requests.end_at_once()
     if place is not None and log is not None and is_launched():
-        output.redirect(rank, log)
+        rank_output.redirect(rank, log)
     try:
         yield rank_exit
     except StoppedError as error:
@@ -175,7 +175,7 @@ def _report_stop(place: Rank | None, text: str) -> int:
         # torchrun's agent takes anything else for a failure; the exit code of the launcher is 75.
         return 0
     if rank == 0:
-        first_failure.complain(text)
+        first_failure.print_error(text)
     # torchrun would start a rank that failed once more, and the run that was asked to stop would continue.
     return 0 if place is not None and may_restart() else StoppedError.exit_code
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,7 +65,7 @@ _requests = Requests()
 
 
 def install() -> None:
-    """From here on the first signal asks for a stop after a checkpoint. Call it in the main thread, before training."""
+    """Let the first signal ask for a stop after a checkpoint. Call it in the main thread, before training."""
     global _requests
     _requests = Requests()
     handle_signals(_note)
@@ -104,6 +105,17 @@ def requested(run_path: Path | str | None) -> str | None:
     return STOP_FILE
 
 
+def make_stop_check(run: Path) -> Callable[[], str | None]:
+    """Return a function that returns the reason of a training's rank to stop, or None.
+
+    On each machine one rank looks for a request in the run's folder; the other ranks notice only signals. A look at a
+    network disk by every rank in every step would load its server.
+    """
+    place = joined()
+    folder = run if place is None or place.local_rank == 0 else None
+    return partial(requested, folder)
+
+
 def request(run_path: Path, by: str) -> None:
     """Ask the run in a folder to stop. `by`: name of the asking signal or person."""
     facts = {"by": by, "host": platform.node(), "pid": os.getpid(), "time": datetime.now(UTC).isoformat()}
@@ -111,7 +123,7 @@ def request(run_path: Path, by: str) -> None:
 
 
 def clear(run_path: Path) -> None:
-    """Remove a request to an earlier run in this folder. Only the holder of the folder's lock may call this."""
+    """Remove a request to stop an earlier run in this folder. Only the holder of the folder's lock may call this."""
     try:
         (run_path / STOP_FILE).unlink(missing_ok=True)
     except OSError as error:
@@ -127,7 +139,7 @@ def training_mark(logs: Path) -> Path:
 
 
 def say(text: str) -> None:
-    """Print on standard error from inside a signal handler; a terminal that is gone is no error."""
+    """Print on standard error from inside a handler of signals to stop; a terminal that is gone is no error."""
     # `sys.stderr` would raise RuntimeError if the handler interrupted a write to it.
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import RAISED, ConfigError, error_text, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
-from shardwise.base.user_code import load
+from shardwise.base.user_code import load_user_object
 from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
@@ -293,7 +293,7 @@ class _OwnClass:
         def takes_any(parameters: Iterable[Parameter]) -> bool:
             return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
 
-        loaded = load("model.family", family, is_model, "a class derived from torch.nn.Module")
+        loaded = load_user_object("model.family", family, is_model, "a class derived from torch.nn.Module")
         model_class = cast("type[nn.Module]", loaded)
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         names: dict[str, None] = {}  # a set in order

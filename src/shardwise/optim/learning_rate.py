@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a pure function of the step; `config/learning_rates.py` lists schedules.
+"""The learning rate of each step, as a pure function of the step; `config/learning_rate_specs.py` lists schedules.
 
 A curve is a list of points, each a step with its rate, and shapes of the ways between them. Before the first point the
 rate is that of the first, after the last one that of the last.
@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config.learning_rates import LEARNING_RATES
+from shardwise.config.learning_rate_specs import LEARNING_RATES
 from shardwise.config.optimizer import DecayShape, OptimizerConfig
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.tensor_box import Box
-from shardwise.config.optimizers import OptimizerSpec
+from shardwise.config.optimizer_specs import OptimizerSpec
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, placements

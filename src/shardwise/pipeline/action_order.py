@@ -15,7 +15,7 @@ from functools import cache
 from typing import Literal, NamedTuple, Protocol
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE, rounds_of_step
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, rounds_of_step
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -252,4 +252,4 @@ ORDERS: dict[str, ScheduleOrder] = {
     "zbv": VShapedOrder(_zero_bubble_v, splits_every_backward=True),
     "dualpipev": VShapedOrder(_dual_pipe_v, splits_every_backward=False),
 }
-"""The order of each schedule, by the name of its record in `config/pipeline_schedules.py`."""
+"""The order of each schedule, by the name of its record in `config/pipeline_schedule_specs.py`."""

@@ -6,8 +6,9 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
-from shardwise.config.layout import Stage, rank_of
+from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.models.flops import block_work, head_work
+from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
@@ -34,11 +35,24 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
+def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+    plan = stage_plan(config, layout)
+    model = config.shapes
+    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
+    if model is None:
+        return [(stages, None) for stages in by_rank]
+    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
+    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
+
+
 @lru_cache(maxsize=2**10)
 def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[Stage, ...]:
     parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule)
     numbered = enumerate(zip(sizes, accumulate(sizes), strict=True))
-    return tuple(Stage(n, rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered)
+    return tuple(
+        Stage(n, pipeline_rank_of(parallel, n), range(end - size, end), len(sizes)) for n, (size, end) in numbered
+    )
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from shardwise.base.errors import ConfigError, LostPeerError, see
 from shardwise.config import ParallelConfig
 from shardwise.config.layout import Stage
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import Stage, rank_of
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
@@ -147,8 +147,8 @@ def _forward_round(
     # The outputs of a stage whose next stage is on this rank too, by micro-batch.
     local_outputs: dict[int, Tensor] = {}
     for stage, part in model.pairs():
-        previous_rank = rank_of(parallel, stage.index - 1)
-        next_rank = rank_of(parallel, stage.index + 1)
+        previous_rank = pipeline_rank_of(parallel, stage.index - 1)
+        next_rank = pipeline_rank_of(parallel, stage.index + 1)
         for number in micro_batches:
             x = None
             if not stage.is_first and previous_rank == mesh.pp.rank:

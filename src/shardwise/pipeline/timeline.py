@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.config import ParallelConfig, Recompute
-from shardwise.config.layout import rank_of
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.pipeline.action_order import TIME, Action, ActionKind, action_order
 
 
@@ -88,7 +88,7 @@ def timeline(
         recompute: kind of recompute; with `full` no backward pass is split.
     """
     orders = [action_order(parallel, micro_batches, rank, recompute) for rank in range(parallel.pipeline)]
-    rank_of_stage = [rank_of(parallel, stage) for stage in range(len(stages))]
+    rank_of_stage = [pipeline_rank_of(parallel, stage) for stage in range(len(stages))]
     done: dict[_Pass, float] = {}
     rows: list[list[_TimedAction]] = [[] for _ in orders]
     # In each turn every rank goes on until an action's input is not there. A turn without progress is the last one.

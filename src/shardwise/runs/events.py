@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of
-from shardwise.runs.folder import RunDirectory, event_mark
+from shardwise.base.parsing import record_of_json
+from shardwise.runs.folder import RunDirectory, event_bytes
 
 NEXT_STAGE = "next stage"
 """Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""
@@ -34,7 +34,7 @@ def seconds_of(event: Mapping[str, Any]) -> float:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """Return a number of a record, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
+    """Return a number of an event, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -90,12 +90,12 @@ def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines) if until == math.inf else _end(lines, until)
-            while (position := max(lines.rfind(event_mark(kind), 0, end) for kind in kinds)) >= 0:
+            while (position := max(lines.rfind(event_bytes(kind), 0, end) for kind in kinds)) >= 0:
                 lines.seek(lines.rfind(b"\n", 0, position) + 1)
                 end = lines.tell()
                 # A crash cut the line short.
                 with contextlib.suppress(ValueError):
-                    event = record_of(lines.readline())
+                    event = record_of_json(lines.readline())
                     if event.get("event") in kinds and not seconds_of(event) > until:
                         return event
     except (OSError, ValueError):
@@ -111,7 +111,7 @@ def _end(lines: mmap, until: float) -> int:
         lines.seek(position)
         lines.readline()
         try:
-            return seconds_of(record_of(lines.readline()))
+            return seconds_of(record_of_json(lines.readline()))
         except ValueError:
             return math.nan  # a line that a crash cut short, or the end
 

@@ -58,7 +58,7 @@ from shardwise.base.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.base.parsing import count_of, read_mapping, read_record, record_of
+from shardwise.base.parsing import count_of, read_mapping, read_record, record_of_json
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
 
@@ -73,7 +73,7 @@ _LOCK = ".lock"
 
 
 def json_text(value: Any, *, indent: int | None = None, ascii: bool = False) -> str:
-    """Write `value` as strictly valid JSON; non-finite floats become the strings "nan", "inf" and "-inf"."""
+    """Write `value` as a run's files have it: valid JSON, non-finite floats as the strings "nan", "inf" and "-inf"."""
     text = json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=ascii)
     # Half of a surrogate pair has no UTF-8. It becomes `?`, as in the files of `write_atomic`.
     return text.encode(errors="replace").decode()
@@ -114,7 +114,7 @@ def new_run_path(recipe: str, root: Path = RUNS, *, now: datetime | None = None)
 
 
 def check_place(path: Path) -> None:
-    """Require that a folder can be made at `path`, or written. Raises ConfigError."""
+    """Require that a run's folder can be made at `path`, or written. Raises ConfigError."""
     from tempfile import TemporaryFile  # slow to import
 
     with _making(path):
@@ -135,7 +135,7 @@ def _making(path: Path) -> Iterator[None]:
 
 
 class AppendedFile:
-    """An append-only file. While the disk is full, the text to write waits in memory.
+    """An append-only file of a run. While the disk is full, the text to write waits in memory.
 
     A checkpoint that fills the disk, and is then removed, must not end the run that it was to protect.
 
@@ -170,13 +170,13 @@ class AppendedFile:
 
 
 def open_log(path: Path) -> TextIO:
-    """A log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
+    """A run's log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
 
 
-def event_mark(kind: str) -> bytes:
+def event_bytes(kind: str) -> bytes:
     """Return the bytes by which a line with an event of this kind is known without parsing it.
 
     So every writer of events puts the kind first, and `json_text` a blank after each colon.
@@ -185,7 +185,7 @@ def event_mark(kind: str) -> bytes:
 
 
 class JsonLines:
-    """An append-only file of JSON objects, one a line; each line reaches the file in one write."""
+    """An append-only file of a run, of JSON objects, one a line; each line reaches the file in one write."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -287,7 +287,7 @@ class RunDirectory:
         """Yield the events of some kinds in metrics.jsonl, in their order; a line that a crash cut is left out."""
         if not self.metrics.exists():
             return
-        marks = [event_mark(kind) for kind in kinds]
+        marks = [event_bytes(kind) for kind in kinds]
         try:
             file = open_plain(self.metrics)
         except OSError as error:
@@ -297,7 +297,7 @@ class RunDirectory:
                 # To look for bytes is much faster than to parse: most lines are steps, which few readers ask for.
                 if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
-                        event = record_of(line)
+                        event = record_of_json(line)
                         if event.get("event") in kinds:
                             yield event
 
@@ -305,7 +305,7 @@ class RunDirectory:
         """Return the steps in metrics.jsonl, each once as it counts, without those that were undone."""
         steps: list[dict[str, Any]] = []
         for event in self.events("step", "resume"):
-            kept = last_that_counts(event)
+            kept = last_kept_step(event)
             while kept is not None and steps and steps[-1]["step"] > kept:
                 steps.pop()
             if kept is not None and event["event"] == "step":
@@ -385,8 +385,8 @@ class RunDirectory:
             self.results.rename(_numbered(self.results))
 
 
-def last_that_counts(event: Mapping[str, Any]) -> int | None:
-    """Return the last of the earlier steps that an event does not undo; None for an event that undoes none.
+def last_kept_step(event: Mapping[str, Any]) -> int | None:
+    """Return the last of a run's earlier steps that an event does not undo; None for an event that undoes none.
 
     A run that resumes from a checkpoint undoes the steps after that one. A step that is recorded again undoes what was
     recorded from its number on: the run began again there.
@@ -503,7 +503,7 @@ def _finite(value: Any) -> Any:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the repository that holds `folder`, and `modified`: True if tracked files differ from it.
+    """Return the Git commit for `environment.json` of the run, and `modified`: True if tracked files differ from it.
 
     None outside of a repository.
     """
@@ -524,7 +524,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 class FollowedFolder:
-    """A run's folder, found again under any later name.
+    """A run's folder, found again after it is renamed.
 
     Attributes:
         renamed_to: present path of the folder if it was renamed; else None.

@@ -29,7 +29,7 @@ class LayoutSpan:
 
 
 def short_layout(layout: Mapping[str, Any]) -> str:
-    """Return a recorded layout without degrees of 1; an empty text if it lacks a degree."""
+    """Return the layout that a run has recorded, without degrees of 1; an empty text if it lacks a degree."""
     if not has_degrees(layout):
         return ""
     return layout_text(layout, sequence=bool(layout.get("sequence")), ones=False) or ONE_PROCESS

@@ -22,7 +22,7 @@ _NO_DRIVER = ("LibraryNotFound", "DriverNotLoaded", "NoData")
 
 @dataclass(frozen=True)
 class DeviceProcess:
-    """A process that uses a device; `run` and `rank` are None unless it is a rank of a known run."""
+    """A process that uses a device of this machine; `run` and `rank` are None unless it is a rank of a known run."""
 
     pid: int
     run: str | None = None
@@ -31,7 +31,7 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """A device of this machine. A fact that its tool does not report is None.
+    """A device of this machine, with the runs that use it. A fact that its tool does not report is None.
 
     Attributes:
         cores: cores of a chip or a CPU.
@@ -63,8 +63,8 @@ Owners = dict[int, DeviceProcess]
 """The ranks of this machine by their process id."""
 
 
-def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
-    """Return the accelerators of this machine; its CPU if there is none."""
+def devices_of_machine(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/sys")) -> DeviceList:
+    """Return this machine's accelerators, with the runs that use them; its CPU if there is none."""
     found_devices = DeviceList()
     # dxg is the GPU of Windows, in WSL.
     if any(dev.glob("nvidia*")) or (dev / "dxg").exists():
@@ -78,7 +78,6 @@ def devices(ranks: Owners, *, dev: Path = Path("/dev"), sys_root: Path = Path("/
 
 
 def _nvidia(found_devices: DeviceList, ranks: Owners) -> None:
-    """Add the GPUs that NVML reports."""
     import pynvml  # type: ignore[import-untyped]  # costly to import, for machines with a driver alone
 
     try:
@@ -137,7 +136,6 @@ def _nvidia_links(ask: Callable[..., Any], handle: Any, most_links: int) -> tupl
 
 
 def _neuron(found_devices: DeviceList, ranks: Owners, program: str, sys_root: Path) -> None:
-    """Add the chips of AWS that neuron-ls reports."""
     # Costly to import, for machines with the program alone.
     import subprocess
 

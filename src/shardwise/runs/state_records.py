@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardwise.base.errors import listing
 from shardwise.optim.state_digest import digests_by_tensor
-from shardwise.runs.folder import RunDirectory, last_that_counts
+from shardwise.runs.folder import RunDirectory, last_kept_step
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RecordedHash:
 
 @dataclass
 class StateRecords:
-    """Numbers of a run that are equal to the bit in a run that is equal to it.
+    """The records of a run that are equal to the bit in an equal run.
 
     Attributes:
         losses: step → loss.
@@ -51,7 +51,7 @@ class StateRecords:
         names: Mapping[str, Sequence[str]] = {}
         for event in directory.events("start", "step", "resume", "state_hash"):
             step = event.get("step")
-            kept = last_that_counts(event)
+            kept = last_kept_step(event)
             if kept is not None:
                 records._forget_after(kept)
             if event["event"] == "start":
@@ -79,7 +79,7 @@ class StateRecords:
 
 
 def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
-    """The differing part of two states, as a noun phrase; None where their hashes are equal."""
+    """The differing part of two runs' states, as a noun phrase; None where the recorded hashes are equal."""
     if a.text == b.text:
         return None
     tensors = differing_tensors(a, b)
@@ -89,5 +89,5 @@ def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
 
 
 def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
-    """`STATE/NAME` of the tensors whose digests differ, or that one of the two lacks."""
+    """`STATE/NAME` of the tensors whose recorded digests differ, or that one of the two runs lacks."""
     return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]

@@ -14,15 +14,16 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint.save import KeptCheckpoints, Saver
+from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
-from shardwise.config.optimizers import OptimizerSpec
 from shardwise.config.sections import HooksConfig
 from shardwise.data import EvaluationSets, PreparedData
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import of_or_whole, placements
+from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
@@ -32,14 +33,13 @@ from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.stages import Stages, build_stages
-from shardwise.train.checkpoint_choice import steps_between, went_back
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
 from shardwise.train.model_checks import check_axes
-from shardwise.train.rank_agreement import raised_on_every_rank, versions
+from shardwise.train.rank_agreement import package_versions, raised_on_every_rank
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import Resumed
-from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
@@ -76,10 +76,10 @@ def build_trainer(
         devices.use_flash_attention_3(mesh.device)
     precision = config.precision.resolved(mesh.device.type != "cpu")
     feed = Feed.open(config, mesh, data, sets)
-    dtype = torch_dtype(precision.parameter)
+    dtype = _torch_dtype(precision.parameter)
     compilation = None
     if config.compile.enabled:
-        from shardwise.train.compile.units import Compilation
+        from shardwise.train.compile.compiled_units import Compilation
 
         compilation = Compilation(config.compile, mesh.device, config.model, [mesh.tp, mesh.cp])
     loss = user_loss(config.hooks.loss)
@@ -100,7 +100,7 @@ def build_trainer(
         optimizer=optimizer,
         feed=feed,
         progress=progress or Progress(),
-        pipeline=build_pipeline(config, layout, mesh, model, dtype),
+        pipeline=_build_pipeline(config, layout, mesh, model, dtype),
         reporter=reporter,
         tokenizer_path=data.tokenizer_path,
         compilation=compilation,
@@ -112,21 +112,21 @@ def _load_weights(
 ) -> None:
     """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
     # Costly to import, for a run that begins with weights alone.
-    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite_weights, require_model_weights
+    from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_hugging_face(model, config, mesh, weights.local(), optimizer)
         return
-    require_model(config, weights, mesh.world)
+    require_model_weights(config, weights, mesh.world)
     try:
-        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+        restore_checkpoint(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     except StoreError as error:
         if error.is_damage or isinstance(error, ManifestError):
             raise ConfigError(f"checkpoint.load: {error}") from None
         raise  # the store did not answer: the configuration may be right
-    require_finite(model, mesh, weights, optimizer)
+    require_finite_weights(model, mesh, weights, optimizer)
 
 
 def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
@@ -143,11 +143,14 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
         sets=opened.sets,
     )
     if opened.config.optimizer.no_decay and not trainer.progress.step:
-        require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
+        _require_matches(opened.config.optimizer.no_decay, trainer.model, mesh)
     if reporter.parameters is not None:
         return trainer
-    memory = state_memory(trainer.model, trainer.optimizer, opened.config.optimizer.spec)
-    reporter.parameters = sum(collectives.all_gather_objects(count_parameters(trainer.model), mesh.pp))
+    # What stays from step to step; the need of a micro-batch is not known.
+    optimizer = trainer.optimizer
+    states = state_bytes(optimizer, opened.config.optimizer.spec, all_masters=False)
+    memory = kept_bytes(trainer.model, optimizer, states)
+    reporter.parameters = sum(collectives.all_gather_objects(_count_parameters(trainer.model), mesh.pp))
     reporter.memory = memory
     with raised_on_every_rank(mesh.world):
         if mesh.world.rank == 0:
@@ -157,25 +160,15 @@ def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
     return trainer
 
 
-def count_parameters(model: nn.Module) -> int:
+def _count_parameters(model: nn.Module) -> int:
     """Elements of the whole model's canonical tensors, each counted once."""
     shapes = {piece.name: piece.shape for _, _, placement in placements(model) for piece in placement.pieces}
     return sum(math.prod(shape) for shape in shapes.values())
 
 
-def state_memory(model: nn.Module, optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec) -> dict[str, int]:
-    """Bytes by kind that stay on this rank from step to step; the need of a micro-batch is not known.
-
-    `parameters` and `gradients` include the padding of flat buckets. `optimizer` is the states of each element,
-    which the first step makes, and the masters where their dtype is not that of the parameters; with
-    `optimizer.offload` they are in the host's memory, and not counted.
-    """
-    return kept_bytes(model, optimizer, state_bytes(optimizer, spec, all_masters=False))
-
-
 def build_checkpoints(
     opened: OpenedRun, trainer: Trainer, reporter: Reporter, resumed: Resumed | None, copies: MemoryCopies | None
-) -> Checkpoints:
+) -> CheckpointSaver:
     """The checkpoints of a run. Collective over the mesh."""
     config = opened.config
     mesh = opened.mesh
@@ -192,20 +185,20 @@ def build_checkpoints(
         config,
         mesh,
         mesh.host_group("checkpoint"),
-        described={**_described(opened), "versions": versions()},
+        described={**_described(opened), "versions": package_versions()},
         tokenizer=opened.data.tokenizer_path,
         companions=opened.companions,
         base_model=opened.base_model,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
-        keeping=Keeping(settings.keep, settings.keep_every),
+        keeping=KeptCheckpoints(settings.keep, settings.keep_every),
         find_root=None if opened.followed is None else opened.followed.follow,
     )
-    return Checkpoints(
+    return CheckpointSaver(
         trainer,
         saver,
         reporter,
-        reason_to_stop=make_stop_check(opened.folder.directory),
-        went_back=went_back(config, None if resumed is None else resumed.manifest),
+        reason_to_stop=make_stop_check(opened.folder.directory.path),
+        went_back=recorded_return(config, None if resumed is None else resumed.manifest),
         copies=copies,
         followed=opened.followed,
         state_hashes=state_hashes,
@@ -214,7 +207,7 @@ def build_checkpoints(
 
 def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | None:
     """The copies of the state in memory; None where the configuration has none. Collective over the mesh."""
-    if not steps_between(opened.config.checkpoint):
+    if not memory_copy_interval(opened.config.checkpoint):
         return None
     from shardwise.train.memory_copies import MemoryCopies
 
@@ -223,7 +216,6 @@ def build_memory_copies(opened: OpenedRun, trainer: Trainer) -> MemoryCopies | N
 
 
 def _described(opened: OpenedRun) -> dict[str, Any]:
-    """The fields of a manifest on layout and data."""
     config = opened.config
     layout: dict[str, Any] = {**opened.layout.recorded(), "zero": config.optimizer.zero}
     if opened.layout.pipeline == 1:
@@ -241,8 +233,9 @@ def _described(opened: OpenedRun) -> dict[str, Any]:
     return {"layout": layout, "data": data}
 
 
-def build_pipeline(config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype) -> Pipeline | None:
-    """The schedule over the stages of this rank; None where the model is in one piece."""
+def _build_pipeline(
+    config: Config, layout: Layout, mesh: Mesh, model: nn.Module, dtype: torch.dtype
+) -> Pipeline | None:
     if not isinstance(model, Stages):
         return None
     from shardwise.pipeline.schedule import Pipeline  # here, as it imports torch's compiler, which is slow
@@ -266,11 +259,11 @@ def _choose_accumulation(config: Config, precision: Precision, model: nn.Module,
 
 
 def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh: Mesh) -> ZeroRedundancyOptimizer:
-    """The optimizer over data parallelism."""
+    """The optimizer of a trainer, over data parallelism."""
     settings = config.optimizer
     optimizer_class, options = _optimizer_class(config.hooks, settings, mesh)
     optimizer = ZeroRedundancyOptimizer(
-        parameter_groups(model, settings),
+        _parameter_groups(model, settings),
         optimizer_class,
         mesh=mesh,
         stage=settings.zero,
@@ -283,11 +276,11 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
         average=False,  # the loss is already divided by the targets of the global batch
         max_norm=settings.max_norm,
         bucket_mib=settings.bucket_mib,
-        optimizer_dtype=torch_dtype(precision.optimizer),
-        gradient_dtype=torch_dtype(precision.gradient),
-        reduce_dtype=torch_dtype(precision.reduce),
+        optimizer_dtype=_torch_dtype(precision.optimizer),
+        gradient_dtype=_torch_dtype(precision.gradient),
+        reduce_dtype=_torch_dtype(precision.reduce),
         rounding=precision.rounding,
-        state_dtype=torch_dtype(precision.moments),
+        state_dtype=_torch_dtype(precision.moments),
         rounding_seed=config.train.seed,
         **options,
     )
@@ -314,8 +307,7 @@ def _optimizer_class(
     return spec.load_class(), options
 
 
-def require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a pattern that is the name of no weight on any rank."""
+def _require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> None:
     names = [piece.name for parameter in model.parameters() for piece in of_or_whole(parameter).pieces]
     matches = collectives.reduce_numbers([bool(any_like(names, name)) for name in no_decay], mesh.world)
     for pattern in [name for name, is_found in zip(no_decay, matches, strict=True) if not is_found]:
@@ -325,10 +317,10 @@ def require_matches(no_decay: Sequence[str], model: nn.Module, mesh: Mesh) -> No
         )
 
 
-def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, object]]:
+def _parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, object]]:
     """Parameter groups: with Muon, its matrices have a group of their own, and all others AdamW's learning rate."""
     if not settings.spec.orthogonalizes:
-        return decay_groups(model.parameters(), settings.weight_decay, settings.no_decay)
+        return _decay_groups(model.parameters(), settings.weight_decay, settings.no_decay)
     matrices = block_matrices(model)
     if not matrices:
         raise ConfigError(
@@ -340,11 +332,11 @@ def parameter_groups(model: nn.Module, settings: OptimizerConfig) -> list[dict[s
     adamw = {"use_muon": False, "lr": lr_factor * settings.lr, "lr_factor": lr_factor}
     return [
         {"params": matrices, "weight_decay": settings.weight_decay, "use_muon": True},
-        *(group | adamw for group in decay_groups(other_parameters, settings.weight_decay, settings.no_decay)),
+        *(group | adamw for group in _decay_groups(other_parameters, settings.weight_decay, settings.no_decay)),
     ]
 
 
-def decay_groups(
+def _decay_groups(
     parameters: Iterable[nn.Parameter], weight_decay: float, no_decay: Sequence[str] | None = None
 ) -> list[dict[str, object]]:
     """Parameter groups: what decays, and what does not: names that match `no_decay`, without it vectors.
@@ -375,7 +367,6 @@ def decay_groups(
     return [group for group in groups if group["params"]]
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's dtype name."""
+def _torch_dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype

@@ -12,8 +12,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.registered import provided
 from shardwise.data import Tokenizer
 from shardwise.data.samples.batch import Batches
-from shardwise.train.evaluation import Evaluation, evaluate_rounds
-from shardwise.train.loss import perplexity
+from shardwise.train.evaluation_losses import Evaluation, evaluate_rounds
+from shardwise.train.mean_loss import perplexity
 from shardwise.train.reporter import Reporter
 from shardwise.train.training import Training
 

@@ -69,7 +69,7 @@ def _reason(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class TrackedRun:
+class _TrackedRun:
     """The names by which a tracker knows a run.
 
     Attributes:
@@ -88,12 +88,10 @@ class TrackedRun:
 
     @property
     def group(self) -> str:
-        """The name of all curves of the run."""
         return self.log.run_name or self.folder.resolve().name
 
     @property
     def name(self) -> str:
-        """The name that is shown."""
         return self.group + self.suffix
 
     @property
@@ -107,7 +105,7 @@ class TrackedRun:
         return f"-{self.returns + 1}" if self.returns else ""
 
 
-class EventFile:
+class _EventFile:
     """TensorBoard's event file: records of its protocol buffers. Torch's writer ends with a traceback on a full disk.
 
     Args:
@@ -126,7 +124,6 @@ class EventFile:
         self._write(step=first_step, session_log=start)
 
     def add(self, values: Mapping[str, float], step: int) -> None:
-        """Write values by their names."""
         summary = self._summaries.Summary
         entries = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(step=step, summary=summary(value=entries))
@@ -147,7 +144,7 @@ def _masked_crc32c(data: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 2**32 - 1)
 
 
-class MlflowRun:
+class _MlflowRun:
     """A run in MLflow, with the methods that the modules `wandb` and `trackio` have.
 
     A thread makes all requests, since each waits for its answer, and a server that is away for minutes. After an error
@@ -156,7 +153,7 @@ class MlflowRun:
     A run whose tag is the key of `run` is continued, and gets each step once.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: _TrackedRun) -> None:
         mlflow: Any = importlib.import_module("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = mlflow.MlflowClient()
@@ -173,7 +170,6 @@ class MlflowRun:
         self._queue.put([self._entities.Metric(name, value, now, step) for name, value in values.items()])
 
     def finish(self) -> None:
-        """Send what is queued and end the run."""
         self._queue.put(None)
         self._thread.join(_MLFLOW_SECONDS)
         if self._error is not None:
@@ -189,13 +185,12 @@ class MlflowRun:
         return str(self._client.create_experiment(name) if experiment is None else experiment.experiment_id)
 
     def _found(self, experiment: str, key: str | None) -> str | None:
-        """MLflow's id of the run with a key; None where there is none."""
         if key is None:
             return None
         runs = self._client.search_runs([experiment], f"tags.`{_MLFLOW_TAG}` = '{key}'", max_results=1)
         return str(runs[0].info.run_id) if runs else None
 
-    def _created(self, experiment: str, run: TrackedRun) -> str:
+    def _created(self, experiment: str, run: _TrackedRun) -> str:
         parent = self._found(experiment, run.id) if run.returns else None
         tags = dict(tag.partition("=")[::2] for tag in run.log.tags)
         tags |= {name: value for name, value in ((_MLFLOW_TAG, run.key), (_MLFLOW_PARENT, parent)) if value is not None}
@@ -209,7 +204,7 @@ class MlflowRun:
             self._client.log_batch(run_id, params=parameters[first : first + _MLFLOW_PARAMETERS])
         return run_id
 
-    def _send(self, run: TrackedRun) -> None:
+    def _send(self, run: _TrackedRun) -> None:
         try:
             experiment = self._experiment(run.log.project)
             run_id = self._found(experiment, run.key)
@@ -250,11 +245,11 @@ class ExperimentTrackers:
         returns: int = 0,
     ) -> None:
         self._warn = warn
-        self._tensorboard = EventFile(run.tensorboard, first_step) if log.tensorboard else None
+        self._tensorboard = _EventFile(run.tensorboard, first_step) if log.tensorboard else None
         self._trackers: dict[str, Any] = {}
         # `launch` has addresses and scheduler options of the machines.
         settings = {section: keys for section, keys in recorded.items() if section != "launch"}
-        tracked = TrackedRun(run.path, id_, returns, settings, log)
+        tracked = _TrackedRun(run.path, id_, returns, settings, log)
         for name in log.trackers:
             with self._failure_reported(name):
                 self._trackers[name] = _start_tracker(name, tracked, warn)
@@ -293,13 +288,13 @@ class ExperimentTrackers:
             self._warn(f"log.trackers: {name} failed and records no more of this run ({_reason(error)})")
 
 
-class TrackioRun:
+class _TrackioRun:
     """A run in trackio, which gets each step once.
 
     trackio continues the last run of a name, whoever recorded it: so the name has the run's id.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, run: _TrackedRun) -> None:
         trackio: Any = importlib.import_module("trackio")
         group = "-".join([run.group, *([] if run.id is None else [run.id[:8]])])
         self._run = trackio.init(
@@ -322,16 +317,15 @@ class TrackioRun:
         self._run.finish()
 
 
-def _start_tracker(name: str, run: TrackedRun, warn: Callable[[str], None]) -> Any:
-    """Start a run in a tracker, or continue it; return what takes its numbers."""
+def _start_tracker(name: str, run: _TrackedRun, warn: Callable[[str], None]) -> Any:
     if name == "mlflow":
-        return MlflowRun(run)
+        return _MlflowRun(run)
     if name == "trackio":
-        return TrackioRun(run)
+        return _TrackioRun(run)
     return _start_wandb(run, warn)
 
 
-def _start_wandb(run: TrackedRun, warn: Callable[[str], None]) -> Any:
+def _start_wandb(run: _TrackedRun, warn: Callable[[str], None]) -> Any:
     """Start W&B: on this machine alone where its server cannot be reached, so that nothing is lost."""
     wandb: Any = importlib.import_module("wandb")
     quiet = {"console": "off", "silent": True, "disable_git": True, "save_code": False}

@@ -26,7 +26,7 @@ from shardwise.data.samples.batch import Batch, Batches, eval_micro_batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.masks import DocumentSizes
-from shardwise.train.loss import MicroBatch, document_sizes
+from shardwise.train.mean_loss import MicroBatch, document_sizes
 
 _IntArray = npt.NDArray[np.int64]
 _COUNTS = "counts"

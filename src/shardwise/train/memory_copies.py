@@ -7,7 +7,7 @@ step of which all parts are present, written here or sent; the disk is read only
 they fit only the same layout, configuration and data, and the same history of starts; any other run continues from a
 checkpoint on the disk.
 
-The files are those of `CopyFiles`.
+The files are those of `_CopyFiles`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from shardwise.base import files, parsing, units
 from shardwise.base.files import reason_of
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.restore import local_pieces
+from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.state import MASTER, begin_restoring, finish_restoring, state_bytes, state_numbers, state_tensors
-from shardwise.train.checkpoint_choice import steps_between
 from shardwise.train.training import Training
 
 MEMORY = Path("/dev/shm")
@@ -97,7 +97,7 @@ class MemoryCopies:
         # A node has the parts of its own ranks, and on several nodes those of the node before.
         parts_per_rank = 2 if self._has_neighbour else 1
         self.node_bytes = self._state_bytes() * self._per_node * _KEPT * parts_per_rank
-        self._files = CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._node}")
+        self._files = _CopyFiles(memory / f"shardwise-{os.getuid()}-{run}-{self._node}")
         try:
             self._files.open()
             self._remove_stale(memory)
@@ -111,7 +111,7 @@ class MemoryCopies:
         """A line for the user at the start."""
         if self.problem is not None:
             return f"copies in memory: none: {self.problem}"
-        every = steps_between(self._config.checkpoint)
+        every = memory_copy_interval(self._config.checkpoint)
         return f"copies in memory: every {every:,} steps, {units.size(self.node_bytes)} of each node"
 
     @property
@@ -149,11 +149,11 @@ class MemoryCopies:
         """
         valid_parts = [] if self.problem is not None else self._valid_parts()
         rank_nodes: list[str] = []
-        nodes: dict[str, set[CopyPart]] = {}
+        nodes: dict[str, set[_CopyPart]] = {}
         for name, parts in collectives.all_gather_objects((self._node, valid_parts), self._group):
             rank_nodes.append(name)
             nodes.setdefault(name, set()).update(parts)
-        step = newest_complete(nodes, self._mesh.world.size)
+        step = _newest_complete_step(nodes, self._mesh.world.size)
         if step is None or step < not_before:
             return None
         received = self._fetch(rank_nodes, nodes, step)
@@ -161,7 +161,7 @@ class MemoryCopies:
         if self.problem is not None:
             return None
         # The digest was checked when the parts were listed.
-        part = self._files.read(CopyPart(self._mesh.world.rank, step), checked=False)
+        part = self._files.read(_CopyPart(self._mesh.world.rank, step), checked=False)
         is_usable = part is not None and part[0]["shapes"] == self._shapes()
         # All ranks or none: ranks of two steps would train two models.
         if self._agreed(None if is_usable else "other buckets") is not None or part is None:
@@ -189,7 +189,6 @@ class MemoryCopies:
         return next(iter(collectives.union([] if problem is None else [problem], self._group)), None)
 
     def _lack_of_memory(self, memory: Path) -> str | None:
-        """The reason why the copies do not fit into the memory; None if they do."""
         if not memory.is_dir():
             return f"there is no {memory}"
         share = self._config.checkpoint.memory_share
@@ -247,7 +246,7 @@ class MemoryCopies:
         states = list(dict.fromkeys(name for name, bucket, _ in state if bucket is not None and name != MASTER))
         header = {"fits": self._fits(), "shapes": self._shapes(), "states": states, "steps": self._optimizer.steps}
         header |= {"numbers": state_numbers(self._optimizer), "began": self._began, "described": dict(described)}
-        self._files.write(CopyPart(self._mesh.world.rank, step), header, (tensor for *_, tensor in state))
+        self._files.write(_CopyPart(self._mesh.world.rank, step), header, (tensor for *_, tensor in state))
 
     def _remove_old_parts(self, step: int) -> None:
         """Remove parts that no rank needs once `step` is written: of this rank, and of the one whose part it is sent.
@@ -258,23 +257,23 @@ class MemoryCopies:
             steps = [part.step for part in self._files.parts() if part.rank == rank]
             earlier = [old_step for old_step in steps if old_step < step]
             for old_step in {*steps} - {*earlier[1 - _KEPT :]}:
-                self._files.remove(CopyPart(rank, old_step))
+                self._files.remove(_CopyPart(rank, old_step))
 
     def _send_to_next_node(self, step: int) -> None:
         """Send this rank's part to the next node, and keep the part of the node before."""
         rank = self._mesh.world.rank
         # Both sends are started before the receive: all ranks send at once, and none waits for another in a circle.
-        sends = self._send(CopyPart(rank, step), (rank + self._per_node) % self._mesh.world.size)
-        self._receive(CopyPart(self._previous_rank, step), self._previous_rank)
+        sends = self._send(_CopyPart(rank, step), (rank + self._per_node) % self._mesh.world.size)
+        self._receive(_CopyPart(self._previous_rank, step), self._previous_rank)
         for send in sends:
             send.wait()
 
-    def _send(self, part: CopyPart, target: int) -> list[Pending]:
+    def _send(self, part: _CopyPart, target: int) -> list[Pending]:
         """Start to send the length and the bytes of a part."""
         content = self._files.content(part)
         return [collectives.send(tensor, self._group, target) for tensor in (torch.tensor([content.numel()]), content)]
 
-    def _receive(self, part: CopyPart, source: int) -> None:
+    def _receive(self, part: _CopyPart, source: int) -> None:
         """Keep a part that `source` sends; an error of writing is kept until the ranks agree on it."""
         length = int(collectives.receive(torch.zeros(1, dtype=torch.int64), self._group, source))
         # Received first, as the sender waits even if the write fails.
@@ -285,25 +284,25 @@ class MemoryCopies:
         except OSError as error:
             self._receive_problem = f"{self._files.path}: {reason_of(error)}"
 
-    def _valid_parts(self) -> list[CopyPart]:
+    def _valid_parts(self) -> list[_CopyPart]:
         """The parts on this node of this rank and of the one that sends its own, which this run can continue from."""
         valid = []
         for part in self._files.parts():
             content = self._files.read(part) if part.rank in self._ranks_kept else None
             if content is None or content[0].get("fits") != self._fits():
                 continue
-            if is_of_history(part.step, content[0]["began"], self._began):
+            if _is_of_history(part.step, content[0]["began"], self._began):
                 valid.append(part)
         return valid
 
-    def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[CopyPart]], step: int) -> int:
+    def _fetch(self, rank_nodes: Sequence[str], nodes: Mapping[str, Container[_CopyPart]], step: int) -> int:
         """Bring to each node the parts of its ranks that it lacks; returns their number."""
         received = 0
         for rank, node in enumerate(rank_nodes):
-            part = CopyPart(rank, step)
+            part = _CopyPart(rank, step)
             if part in nodes[node]:
                 continue
-            source = next(holder for holder, its_node in enumerate(rank_nodes) if part in nodes[its_node])
+            source = next(holder for holder, place in enumerate(rank_nodes) if part in nodes[place])
             received += 1
             if self._mesh.world.rank == source:
                 for send in self._send(part, rank):
@@ -313,7 +312,6 @@ class MemoryCopies:
         return received
 
     def _fill_state(self, header: Mapping[str, Any], content: Tensor) -> None:
-        """Fill this rank's state from its part."""
         begin_restoring(self._optimizer, header["states"], header["steps"], header.get("numbers"))
         start = 0
         for _, _, tensor in self._state():
@@ -332,11 +330,11 @@ class MemoryCopies:
             # A folder may be removed meanwhile by another run, or be another user's.
             with contextlib.suppress(OSError):
                 is_old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
-                if is_old and folder != self._files.path and not is_in_use(folder):
+                if is_old and folder != self._files.path and not _is_in_use(folder):
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:
+def _is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> bool:
     """Return whether a run has done the step of a copy, and no later start has undone it.
 
     Args:
@@ -349,11 +347,11 @@ def is_of_history(step: int, copied: Sequence[int], began: Sequence[int]) -> boo
     return is_known and began[number] < step and not any(steps < step for steps in began[number + 1 :])
 
 
-def newest_complete(nodes: Mapping[str, Iterable[CopyPart]], world: int) -> int | None:
+def _newest_complete_step(nodes: Mapping[str, Iterable[_CopyPart]], world: int) -> int | None:
     """The newest step of which the parts of all ranks are on some node, given the parts of each node."""
     present = {part for parts in nodes.values() for part in parts}
     steps = sorted({step for _, step in present}, reverse=True)
-    return next((step for step in steps if all(CopyPart(rank, step) in present for rank in range(world))), None)
+    return next((step for step in steps if all(_CopyPart(rank, step) in present for rank in range(world))), None)
 
 
 # ---- the files of copies, one for each rank and step, in a folder of this user's alone: the length of a header, the
@@ -367,7 +365,7 @@ _DIGEST_BYTES = 16
 """Bytes of a digest of xxh3_128."""
 
 
-class CopyPart(NamedTuple):
+class _CopyPart(NamedTuple):
     """The name of the state that one rank has after a step."""
 
     rank: int
@@ -378,7 +376,7 @@ class CopyPart(NamedTuple):
         return f"rank-{self.rank:04d}-step-{self.step:08d}"
 
 
-class CopyFiles:
+class _CopyFiles:
     """The folder at a path."""
 
     def __init__(self, path: Path) -> None:
@@ -405,47 +403,43 @@ class CopyFiles:
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.open()
 
-    def parts(self) -> list[CopyPart]:
-        """The parts by their names, in the order of ranks and steps."""
+    def parts(self) -> list[_CopyPart]:
         matches = (_NAME.fullmatch(path.name) for path in self.path.glob("rank-*"))
-        return sorted(CopyPart(int(match[1]), int(match[2])) for match in matches if match is not None)
+        return sorted(_CopyPart(int(match[1]), int(match[2])) for match in matches if match is not None)
 
     def bytes(self) -> int:
-        """Bytes of all parts together."""
         return sum((self.path / part.file_name).lstat().st_size for part in self.parts())
 
-    def write(self, part: CopyPart, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-        """Write a part."""
+    def write(self, part: _CopyPart, header: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
         text = json.dumps({**header, **part._asdict()}).encode()
         digest = xxhash.xxh3_128()
         head: list[Any] = [len(text).to_bytes(_HEADER_BYTES, "little"), text]
         path = self.path / part.file_name
         # Piece by piece, so that the host never has a second copy of the whole state.
         with path.with_suffix(".new").open("wb") as file:
-            for piece in chain(head, map(raw, tensors)):
+            for piece in chain(head, map(_tensor_bytes, tensors)):
                 digest.update(piece)
                 file.write(piece)
             file.write(digest.digest())
         path.with_suffix(".new").replace(path)
 
-    def write_content(self, part: CopyPart, content: Tensor) -> None:
-        """Write a part from bytes that `content` returned."""
+    def write_content(self, part: _CopyPart, content: Tensor) -> None:
         path = self.path / part.file_name
-        path.with_suffix(".new").write_bytes(raw(content))
+        path.with_suffix(".new").write_bytes(_tensor_bytes(content))
         path.with_suffix(".new").replace(path)
 
-    def content(self, part: CopyPart) -> Tensor:
+    def content(self, part: _CopyPart) -> Tensor:
         """The bytes of a part's file, which are not copied. OSError or ValueError: it is not there, or is empty."""
         with (self.path / part.file_name).open("rb") as file:
             # Private and writable, as torch warns of memory that it may not write; a write would copy its page.
             mapped = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def read(self, part: CopyPart, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
+    def read(self, part: _CopyPart, *, checked: bool = True) -> tuple[dict[str, Any], Tensor] | None:
         """Header and bytes of a part; None if it is no complete one. `checked`: compare the digest, which reads all."""
         try:
             content = self.content(part)
-            data = raw(content)
+            data = _tensor_bytes(content)
             if checked and xxhash.xxh3_128(data[:-_DIGEST_BYTES]).digest() != bytes(data[-_DIGEST_BYTES:]):
                 return None
             end = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
@@ -455,11 +449,11 @@ class CopyFiles:
             return None
         return (header, content[end:-_DIGEST_BYTES]) if is_named_so else None
 
-    def remove(self, part: CopyPart) -> None:
+    def remove(self, part: _CopyPart) -> None:
         (self.path / part.file_name).unlink(missing_ok=True)
 
 
-def is_in_use(folder: Path) -> bool:
+def _is_in_use(folder: Path) -> bool:
     """Return whether a process may write to a folder of parts. OSError: it is gone, or may be another user's."""
     try:
         os.close(_locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB))
@@ -483,7 +477,6 @@ def _locked(folder: Path, kind: int) -> int:
     return descriptor
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host."""
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     plain: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(plain)

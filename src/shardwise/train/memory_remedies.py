@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from shardwise.base.errors import ConfigError
 from shardwise.base.units import size
 from shardwise.config import Config, Layout, check_layout
-from shardwise.config.pipeline_schedules import DEFAULT_SCHEDULE
+from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise.estimates.memory import expected_memory, memory_of_machine
 
 
@@ -90,7 +90,7 @@ def _alternatives(config: Config, layout: Layout, accelerator: bool) -> Iterator
     ]
     for applies, section, values, factor in rows:
         if applies:
-            changed = config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+            changed = config.with_keys(**{section: values})
             key, value = next(iter(values.items()))
             shown = "true" if value is True else value
             ranks = f" on {factor * layout.world} ranks" if factor > 1 else ""

@@ -19,7 +19,7 @@ from shardwise.models.blocks import gives_losses
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.stages import Stages, relay
-from shardwise.train.loss import MicroBatch
+from shardwise.train.mean_loss import MicroBatch
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FAR_BELOW_A_GUESS = 10
@@ -85,7 +85,7 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, settings: ModelCo
 
 
 def mean_text(model: ModelConfig, loss: str | None, first_loss: float) -> str | None:
-    """The warning that a model, or a loss of the user's own, may return a mean; None for another first loss."""
+    """The warning of a training that a user's own model or loss may return a mean; None for another first loss."""
     source = loss
     if model.is_own:
         source = f"forward of {model.family}, which gets ids and targets [sequence, batch],"

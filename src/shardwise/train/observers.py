@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from shardwise.train.step_record import StepRecord
 
 if TYPE_CHECKING:
+    from shardwise.train.checkpoint_saving import CheckpointSaver
     from shardwise.train.compile.run_graphs import RunGraphs
     from shardwise.train.reporter import Reporter
-    from shardwise.train.saving import Checkpoints
     from shardwise.train.trainer import Trainer
 
 
@@ -32,7 +32,7 @@ class Observer:
     takes_long: bool = False
 
 
-def observe(observers: Sequence[Observer], record: StepRecord, is_last: bool) -> None:
+def run_observers(observers: Sequence[Observer], record: StepRecord, is_last: bool) -> None:
     """Let the observers that are due work, in their order. Collective."""
     for observer in observers:
         if observer.every and (is_last or record.step % observer.every == 0):
@@ -42,7 +42,7 @@ def observe(observers: Sequence[Observer], record: StepRecord, is_last: bool) ->
 
 
 def build_observers(
-    trainer: Trainer, reporter: Reporter, checkpoints: Checkpoints, graphs: RunGraphs | None
+    trainer: Trainer, reporter: Reporter, checkpoints: CheckpointSaver, graphs: RunGraphs | None
 ) -> list[Observer]:
     """The observers of a run, which work in this order."""
     config = trainer.config
@@ -84,7 +84,7 @@ _FULL_EVERY = 100
 
 
 class SteppedCollection:
-    """Inside, garbage is collected by `after_step` alone; afterwards the collector is as it was before.
+    """Garbage collection of a training: by `after_step` alone; afterwards the collector is as it was before.
 
     By itself the collector runs whenever enough objects were made: at any place of a step, on each rank at another one,
     and all ranks wait for the one that collects.

@@ -24,7 +24,7 @@ from shardwise.models.blocks import ModelPart, gives_losses
 from shardwise.models.build import build_balance
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.pipeline.stages import Compute, relay
-from shardwise.train.loss import MicroBatch, count_targets, mean_over_targets
+from shardwise.train.mean_loss import MicroBatch, count_targets, mean_over_targets
 from shardwise.train.model_checks import find_non_finite
 from shardwise.train.step_meters import PIPELINE, StepMeters
 from shardwise.train.training import Training

@@ -178,11 +178,6 @@ class NotebookProgress(ProgressLine):
         return {"text/html": page, "text/plain": _GAP.join([head, *texts, *numbers])}
 
 
-def in_notebook() -> bool:
-    """Return whether this process is the kernel of a Jupyter notebook."""
-    return Console().is_jupyter
-
-
 def parts_of_loss(losses: Mapping[str, float]) -> str:
     """The loss of each objective as text: `MLM 6.2146, NSP 0.6931`."""
     return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

@@ -30,14 +30,14 @@ _LONGEST_POLL_SECONDS = 5.0
 
 
 @cache
-def versions() -> Mapping[str, str]:
+def package_versions() -> Mapping[str, str]:
     """The versions of the packages that decide what a run computes and writes."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
     return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}
 
 
 def while_others_wait(work: Callable[[], _Result], group: Group) -> _Result:
-    """Do some work that may take long on one rank, and wait until all ranks have done theirs. Collective.
+    """Do work that may take long on one rank, and wait until all ranks of the training have done theirs. Collective.
 
     A collective fails when a rank does not call it in time, so the ranks tell each other every few seconds whether they
     still work. They wait no longer once the work has failed on one of them, which then raises its error.
@@ -71,8 +71,8 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
     raise_on_all_ranks(problems, group)
 
 
-def require_same(settings: Mapping[str, Any], mesh: Mesh, run_path: Path | None = None) -> None:
-    """Compare versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
+def require_same_on_ranks(settings: Mapping[str, Any], mesh: Mesh, run_path: Path | None = None) -> None:
+    """Compare package versions, the configuration and the run's folder of all ranks with rank 0's. Collective.
 
     Args:
         settings: the configuration, by its sections and keys.
@@ -81,7 +81,9 @@ def require_same(settings: Mapping[str, Any], mesh: Mesh, run_path: Path | None 
     Raises:
         ConfigError: ranks differ; raised on every rank, with the values and the ranks.
     """
-    software = {"Python": platform.python_version()} | {name: versions()[name] for name in ("torch", "shardwise")}
+    software = {"Python": platform.python_version()} | {
+        name: package_versions()[name] for name in ("torch", "shardwise")
+    }
     values = software | by_dotted_key(settings)
     first = collectives.broadcast_object(values | {_FOLDER: None if run_path is None else str(run_path)}, mesh.world)
     folder = first[_FOLDER]
@@ -148,10 +150,10 @@ def agree_to_stop(reason: str | None, mesh: Mesh, is_complete: bool) -> tuple[st
         return reason, is_complete
     # Two numbers in each call; the texts, which take a slower exchange of objects, travel only when there is one.
     stop, complete = collectives.reduce_numbers((reason is not None, is_complete), mesh.world)
-    return first_reason(reason, mesh) if stop else None, bool(complete)
+    return first_stop_reason(reason, mesh) if stop else None, bool(complete)
 
 
-def first_reason(reason: str | None, mesh: Mesh) -> str | None:
+def first_stop_reason(reason: str | None, mesh: Mesh) -> str | None:
     """The reason of the first rank that has one, the same on every rank."""
     reasons = collectives.all_gather_objects(reason, mesh.world)
     return next((text for text in reasons if text is not None), None)

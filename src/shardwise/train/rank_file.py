@@ -12,7 +12,7 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of
+from shardwise.base.parsing import record_of_json
 from shardwise.config import Layout
 from shardwise.distributed import devices
 from shardwise.launch.environment import joined
@@ -20,8 +20,8 @@ from shardwise.runs.folder import JsonLines, RunDirectory, now
 from shardwise.train.step_record import StepRecord
 
 
-class Occurrence:
-    """A state that the user is told once when it begins, and again only after it had ended.
+class WarningOnce:
+    """A warning to the user of a training, given once when a state begins, and again only after it had ended.
 
     Args:
         begin_score: score from which on the state is present.
@@ -99,17 +99,17 @@ class RankFile:
 
 
 def place_of_rank(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, as its file tells them; empty where this machine cannot read the file."""
+    """The node, device and stage of a rank, by its `ranks/rank-NNNN.jsonl`; empty where it cannot be read."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
-            start = record_of(file.readline())
+            start = record_of_json(file.readline())
     except (OSError, ValueError):
         return ""
     return f" ({start.get('host')}, {start.get('device')}, stage {(start.get('place') or {}).get('pp')})"
 
 
 def process_seconds() -> float:
-    """Seconds since this process began."""
+    """Seconds since this rank's process began."""
     # By the clock of the machine, as the system records it: Python's own counters begin after its imports.
     return time.time() - psutil.Process().create_time()
 

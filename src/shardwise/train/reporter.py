@@ -22,7 +22,7 @@ from shardwise.base import units
 from shardwise.base.errors import see, visible
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
@@ -32,25 +32,19 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
-from shardwise.train.loss import perplexity
+from shardwise.train.mean_loss import perplexity
 from shardwise.train.model_checks import mean_text
-from shardwise.train.progress_line import NotebookProgress, ProgressLine, in_notebook, parts_of_loss
-from shardwise.train.rank_file import Occurrence, RankFile, place_of_rank, process_seconds
+from shardwise.train.profiler_trace import no_trace_text, trace_text
+from shardwise.train.progress_line import NotebookProgress, ProgressLine, parts_of_loss
+from shardwise.train.rank_file import RankFile, WarningOnce, place_of_rank, process_seconds
 from shardwise.train.step_meters import STRAGGLER_STEPS
-from shardwise.train.step_record import (
-    SMOOTHED_STEPS,
-    StartTotals,
-    StepRecord,
-    Throughput,
-    end_of_run,
-)
+from shardwise.train.step_record import SMOOTHED_STEPS, StartTotals, StepRecord, Throughput, last_step_of_run
 from shardwise.train.summary import start_rows
-from shardwise.train.trace import no_trace_text, trace_text
 
 if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
-    from shardwise.train.compile.units import CapturedGraph
-    from shardwise.train.evaluation import Evaluation
+    from shardwise.train.compile.compiled_units import CapturedGraph
+    from shardwise.train.evaluation_losses import Evaluation
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -105,8 +99,8 @@ class Reporter:
         self.totals = StartTotals(0, 0.0, time.perf_counter(), self._new_throughput())
         self._rank_file = RankFile(run, rank, layout, device_name)
         self._waited = {"data": 0.0, "checkpoint": 0.0}
-        self._spike = Occurrence(_SPIKE, _SPIKE / 2)
-        self._slow = Occurrence(_SLOW, (1 + _SLOW) / 2)
+        self._spike = WarningOnce(_SPIKE, _SPIKE / 2)
+        self._slow = WarningOnce(_SLOW, (1 + _SLOW) / 2)
         self._metrics = MetricsWithCallbacks(run.metrics, config.hooks.callbacks) if rank == 0 else None
         self._files: dict[str, JsonLines] = {}
         self._trackers: ExperimentTrackers | None = None
@@ -116,7 +110,7 @@ class Reporter:
         if rank == 0:
             self._log = open_log(run.log(0))
             # In a notebook rich would make a display of each line, whatever the file.
-            self._in_notebook = stream is None and in_notebook()
+            self._in_notebook = stream is None and Console().is_jupyter
             shown = _plain_console(sys.stdout)
             if not self._in_notebook:
                 shown = Console(file=stream or sys.stdout, force_jupyter=False, highlight=False)
@@ -149,7 +143,7 @@ class Reporter:
         """
         began = time.perf_counter()
         self._steps_before = steps_before
-        end_of_all = end_of_run(self.config.train, steps_before)
+        end_of_all = last_step_of_run(self.config.train, steps_before)
         if totals is None:
             # Up to the checkpoint that is continued from, as recorded: the time of steps that were lost does not count.
             recorded = self._recorded("checkpoint", steps_before) if steps_before else {"time_to_train_seconds": 0.0}
@@ -210,7 +204,7 @@ class Reporter:
                 # As `Text`, since rich reads square brackets in a plain string, such as a path, as markup.
                 console.print(Text(f"{name:<8} ", "dim").append(value, "default"), soft_wrap=True)
             if self.layout.pipeline > 1:
-                from shardwise.train.start_screen import print_pipeline
+                from shardwise.train.pipeline_table import print_pipeline
 
                 print_pipeline(console, self.config, self.layout, not self.device_name.startswith("cpu"))
             is_display = self._in_notebook and console is self._consoles[0]
@@ -234,7 +228,7 @@ class Reporter:
         for change in changes:
             self.message(f"changed: {change}")
 
-    def saved(self, saved: Saved, *, continues: bool = True) -> None:
+    def saved(self, saved: SavedCheckpoint, *, continues: bool = True) -> None:
         """Record a complete checkpoint, or warn that saving failed."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")
@@ -459,7 +453,6 @@ class Reporter:
         return self._last.step if self._last is not None else self._steps_before
 
     def _report_trace(self) -> None:
-        """Print the path of the trace, if this run recorded a step."""
         text = trace_text(self.config.log, self._steps_before, self._step, self.layout.world, self.run)
         if text is not None:
             self.message(text)
@@ -565,7 +558,6 @@ def _further_scalars(record: StepRecord, parts: Mapping[str, float]) -> dict[str
 
 
 def _by_objective(losses: Mapping[str, float]) -> dict[str, float]:
-    """The losses under their names in the run's files."""
     return {f"{name}_loss": loss for name, loss in losses.items()}
 
 

@@ -4,17 +4,17 @@ A run is resumed by files of several rooms, in this order:
 
 1. `cli/train.py` reads the recipe. Where the batch is a rule, `with_batch` takes the number of the earlier run.
 2. `checkpoint/storage/run_identity.py` `earlier_run` finds the run that the folder holds: its id and
-   configuration, rebuilt from its checkpoints if a file is damaged. `config/rules.py` refuses keys that may
+   configuration, rebuilt from its checkpoints if a file is damaged. `config/resume_rules.py` refuses keys that may
    not change, and lists those that did.
-3. `find_checkpoints` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another run,
-   and chooses by `checkpoint.resume` which are tried (`checkpoint_choice.py` `choose`).
+3. `checkpoints_at_start` (here, on rank 0, called by `train/start.py`) finds the checkpoints, refuses those of another
+   run, and chooses by `checkpoint.resume` which are tried (`checkpoint/storage/checkpoint_choice.py`).
 4. `train/run.py` `_restore` takes a newer state from the memory of the nodes, if there is one (`memory_copies.py`);
-   else `restore_first` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`, which
-   reads it for any layout. `continue_from` sets steps, samples and position in the data.
-5. `continue_data` (here) refuses other data, and streams and stages of a mixture go to their places.
-6. `set_later_aside` (here) renames checkpoints whose steps are undone.
-7. `checkpoint_choice.py` `went_back` records in the next manifests to which step the run went back, so that the same
-   command, given again, does not undo its own steps (`goes_back`).
+   else `restore_first_intact` (here, on all ranks) restores the newest intact checkpoint by `checkpoint/restore.py`,
+   which reads it for any layout. `continue_progress_from` sets steps, samples and position in the data.
+5. `continue_data_from` (here) refuses other data, and streams and stages of a mixture go to their places.
+6. `set_later_checkpoints_aside` (here) renames checkpoints whose steps are undone.
+7. `checkpoint_choice.py` `recorded_return` records in the next manifests to which step the run went back, so that the
+   same command, given again, does not undo its own steps (`goes_back`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
+from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints, find_resumable_checkpoints, goes_back
 from shardwise.checkpoint.storage.checkpoint_folders import (
     StepFolder,
-    abandon,
-    put_in_place,
+    abandon_checkpoint,
+    put_checkpoint_in_place,
     require_step,
     step_name,
 )
-from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
-from shardwise.config import Config, changed_stages, position_after
+from shardwise.checkpoint.storage.root import Root, StoreError, answer_in_time, require_writable_folder
+from shardwise.config import Config, changed_size_stages, data_position_after
 from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory
-from shardwise.train.checkpoint_choice import FoundCheckpoints, goes_back, look_for_checkpoints
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import STREAM, Progress
 from shardwise.train.training import Training
@@ -49,8 +49,8 @@ _ALL_DATA = ""
 _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
-def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
-    """The checkpoints that exist; checks that new ones can be written. On one rank, before the training.
+def checkpoints_at_start(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
+    """The checkpoints that exist when a training starts; checks that new ones can be written. On one rank.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.
@@ -61,10 +61,10 @@ def find_checkpoints(config: Config, directory: RunDirectory, stored: Mapping[st
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
-        exists = in_time(root, root.exists)
-        present = look_for_checkpoints(config, root, directory, stored)
+        exists = answer_in_time(root, root.exists)
+        present = find_resumable_checkpoints(config, root, directory, stored)
         if exists or config.checkpoint.path is not None:
-            require_writable(root)
+            require_writable_folder(root)
         # Last, as this writes: nothing may change at a place that is refused.
         saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present.saved)
     except StoreError as error:
@@ -78,7 +78,7 @@ def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
     """Give a complete checkpoint its final name, if a crash came before that."""
     final = root / step_name(checkpoint.step)
     if checkpoint.folder.name != final.name:
-        put_in_place(checkpoint.folder, final)
+        put_checkpoint_in_place(checkpoint.folder, final)
         root.sync()
     return replace(checkpoint, folder=final)
 
@@ -100,8 +100,8 @@ class Resumed:
     seconds: float = 0.0
 
 
-def restore_first(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
-    """Restore the first intact candidate, and warn of each that is damaged; None without candidates. Collective.
+def restore_first_intact(candidates: Sequence[StepFolder], training: Training, reporter: Reporter) -> Resumed | None:
+    """Restore a training from the first intact candidate, and warn of damaged ones; None without any. Collective.
 
     A checkpoint is also used, with a warning, if only parts are damaged that the training does not need: weights beside
     intact masters, `config.json`, the tokenizer. An older one would undo steps that are not lost.
@@ -118,13 +118,13 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
         unreadable = candidate.unreadable
         if problem is None:
             # Costly to import, for a run that goes on alone.
-            from shardwise.checkpoint.restore import read_manifest, restore
+            from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 
             training.progress.phase = f"loading of the checkpoint of step {step}"
             try:
                 manifest = read_manifest(candidate.folder, mesh.world)
                 require_step(manifest, candidate.folder, step)
-                damage = restore(candidate.folder, manifest, training.model, training.optimizer, mesh).damage
+                damage = restore_checkpoint(candidate.folder, manifest, training.model, training.optimizer, mesh).damage
             except StoreError as error:
                 # A place that does not answer may hold an intact checkpoint: no older one is taken for it.
                 problem = str(error)
@@ -135,7 +135,7 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
                         f"the checkpoint of step {step:,} is damaged, but all that its training needs is intact: "
                         f"it is used, and saved again ({'; '.join(damage)})"
                     )
-                continue_from(manifest, training.progress, training.config)
+                continue_progress_from(manifest, training.progress, training.config)
                 return Resumed(replace(manifest, files=(), tensors={}), candidate.folder, damage)
         if unreadable:
             raise RunError(
@@ -158,8 +158,10 @@ def restore_first(candidates: Sequence[StepFolder], training: Training, reporter
     return None
 
 
-def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool) -> list[str]:
-    """Rename the checkpoints after `step`, whose steps are undone; returns their new names. Collective.
+def set_later_checkpoints_aside(
+    root: Root, saved: Sequence[StepFolder], step: int, mesh: Mesh, *, damaged: bool
+) -> list[str]:
+    """Rename the checkpoints after the step from which a training resumes; returns their new names. Collective.
 
     If they were left out as `damaged`, the files of a killed save are no checkpoint and stay for the next save.
 
@@ -172,7 +174,7 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
         try:
             for checkpoint in saved:
                 if checkpoint.step > step and not (damaged and checkpoint.incomplete):
-                    names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
+                    names.append(str(abandon_checkpoint(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:
             problem = str(error)
     names, problem = collectives.broadcast_object((names, problem), mesh.world)
@@ -181,7 +183,7 @@ def set_later_aside(root: Root, saved: Sequence[StepFolder], step: int, mesh: Me
     return names
 
 
-def continue_data(manifest: Manifest, data: PreparedData, training: Training) -> None:
+def continue_data_from(manifest: Manifest, data: PreparedData, training: Training) -> None:
     """Let the training part go on from a checkpoint, whose progress is set.
 
     A mixture may have got sources since, and lost those that are not read. Other data, which `--change` allows, are
@@ -195,7 +197,7 @@ def continue_data(manifest: Manifest, data: PreparedData, training: Training) ->
     progress = training.progress
     batches = training.feed.batches
     # A copy in memory has no configuration, and fits one with the same stages alone.
-    if manifest.config and (problems := changed_stages(manifest.config, config, manifest.step)):
+    if manifest.config and (problems := changed_size_stages(manifest.config, config, manifest.step)):
         raise ConfigError(problems)
     stored = manifest.data.get("sources") or {_ALL_DATA: manifest.data.get("fingerprint")}
     now = data.source_fingerprints or {_ALL_DATA: data.fingerprint}
@@ -224,13 +226,13 @@ def continue_data(manifest: Manifest, data: PreparedData, training: Training) ->
         batches.set_stages(continued_stages(config, state["stages"], manifest.step, progress.position))
 
 
-def continue_from(manifest: Manifest, progress: Progress, config: Config) -> None:
+def continue_progress_from(manifest: Manifest, progress: Progress, config: Config) -> None:
     """Set the progress to that of a checkpoint."""
     progress.step = manifest.step
     progress.before = manifest.step
     progress.samples = manifest.samples
     progress.tokens = manifest.tokens
-    progress.position = position_after(config, manifest.step, manifest.position)
+    progress.position = data_position_after(config, manifest.step, manifest.position)
     # Longer sequences have another loss: its first steps are no spike.
     if manifest.step > config.steps_before:
         progress.losses.extend(manifest.losses)

@@ -16,9 +16,10 @@ import torch
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, LostPeerError, RunError, StoppedError, error_text, listing, see
 from shardwise.base.registered import provided
+from shardwise.checkpoint.storage.checkpoint_choice import goes_back
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, Layout, UserModelConfig, check_layout, stage_after, stages_of
+from shardwise.config import Config, Layout, UserModelConfig, check_layout, size_stage_after, size_stages_of
 from shardwise.data.samples.batch import MANY_EPOCHS, REPEATED_TEXT, Batches, BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, calls_of_groups, join, leave
@@ -26,27 +27,22 @@ from shardwise.estimates.memory import neediest_stage
 from shardwise.launch import heartbeat, notices, stop_requests
 from shardwise.launch.stop_requests import continuing_command
 from shardwise.optim.learning_rate import moved_end_text, steps_without_rate
-from shardwise.train.build import (
-    build_checkpoints,
-    build_memory_copies,
-    build_run_trainer,
-)
-from shardwise.train.checkpoint_choice import goes_back
-from shardwise.train.memory import fitted_to_devices, out_of_memory_text, require_device
-from shardwise.train.observers import Observer, SteppedCollection, build_observers, observe
-from shardwise.train.rank_agreement import require_same
+from shardwise.train.build import build_checkpoints, build_memory_copies, build_run_trainer
+from shardwise.train.checkpoint_saving import CheckpointSaver
+from shardwise.train.device_memory import config_for_device_memory, out_of_memory_text, require_device
+from shardwise.train.observers import Observer, SteppedCollection, build_observers, run_observers
+from shardwise.train.profiler_trace import Trace
+from shardwise.train.rank_agreement import require_same_on_ranks
 from shardwise.train.reporter import Reporter
 from shardwise.train.resume import (
     Resumed,
-    continue_data,
-    continue_from,
-    restore_first,
-    set_later_aside,
+    continue_data_from,
+    continue_progress_from,
+    restore_first_intact,
+    set_later_checkpoints_aside,
 )
-from shardwise.train.saving import Checkpoints, make_stop_check
 from shardwise.train.start import OpenedRun, open_run
 from shardwise.train.step_record import Progress, StartTotals
-from shardwise.train.trace import Trace
 from shardwise.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -76,10 +72,10 @@ def run(config: Config, run_path: Path | None, recipe: str) -> Path:
     mesh = Mesh(**config.parallel.degrees, grains=config.grains)
     # Before any rank reads or writes: ranks of several machines may differ in files and software.
     config = _with_one_batch(config, mesh)
-    require_same(config.model_dump(mode="json"), mesh, run_path)
+    require_same_on_ranks(config.model_dump(mode="json"), mesh, run_path)
     layout = check_layout(config, mesh.world.size)
     # Each stage with sizes of its own begins as a run that is resumed.
-    turn = _Turn(stages_of(config)[0], run_path)
+    turn = _Turn(size_stages_of(config)[0], run_path)
     while not turn.is_last:
         with _opened_stage(turn, layout, mesh, recipe) as stage:
             if isinstance(stage, _Turn):
@@ -105,7 +101,7 @@ def _train(stage: _OpenedStage) -> str | None:
             Observer(1, lambda *_: garbage.after_step()),
             *build_observers(trainer, stage.reporter, stage.checkpoints, stage.graphs),
         ]
-        return trainer.run(partial(observe, observers), stage.checkpoints, trace.step)
+        return trainer.run(partial(run_observers, observers), stage.checkpoints, trace.step)
 
 
 @dataclass(frozen=True)
@@ -135,7 +131,7 @@ class _OpenedStage:
     opened: OpenedRun
     trainer: Trainer
     reporter: Reporter
-    checkpoints: Checkpoints
+    checkpoints: CheckpointSaver
     graphs: RunGraphs | None
 
 
@@ -143,11 +139,11 @@ class _OpenedStage:
 def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Iterator[_OpenedStage | _Turn]:
     """Restore the state that a stage begins with, or find that the run goes on in another one. Collective."""
     progress = Progress(phase="preparation of the data")
-    config, choice = fitted_to_devices(turn.config, layout, mesh)
+    config, choice = config_for_device_memory(turn.config, layout, mesh)
     # Before the first step of the process, the memory must suffice for each stage.
     stages = [config]
     if turn.began is None:
-        stages = [fitted_to_devices(stage, layout, mesh)[0] for stage in stages_of(config)]
+        stages = [config_for_device_memory(stage, layout, mesh)[0] for stage in size_stages_of(config)]
     neediest = neediest_stage(stages, layout, mesh.device.type != "cpu")
 
     def doing() -> dict[str, Any]:
@@ -161,7 +157,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
         directory = opened.folder.directory
         newest = max((candidate.step for candidate in opened.folder.checkpoints.candidates), default=0)
         if turn.step is None and not config.has_next_step(newest):
-            yield _Turn(stage_after(config, newest), directory.path, newest)
+            yield _Turn(size_stage_after(config, newest), directory.path, newest)
             return
         # Inside of the reporter too, so that it records the same sentence that the user reads.
         reporter = Reporter(directory, config, layout, mesh.world.rank, device_name=devices.name(mesh.device))
@@ -176,7 +172,7 @@ def _opened_stage(turn: _Turn, layout: Layout, mesh: Mesh, recipe: str) -> Itera
             resumed = _restore(opened, trainer, reporter, copies)
             if not config.has_next_step(progress.step):
                 # Later checkpoints were damaged, and this one is of an earlier stage.
-                yield _Turn(stage_after(config, progress.step), directory.path, progress.step)
+                yield _Turn(size_stage_after(config, progress.step), directory.path, progress.step)
                 return
             _begin(opened, trainer, reporter, copies, resumed, turn)
             if shortage is not None:
@@ -230,16 +226,15 @@ def _end_stage(stage: _OpenedStage, stopped_by: str | None) -> _Turn:
 
 def _following(config: Config, progress: Progress) -> Config | None:
     """The stage that follows the last step of this one; None where the run ends."""
-    following = stage_after(config, progress.step)
+    following = size_stage_after(config, progress.step)
     stop_after = config.train.stop_after
     left = None if stop_after is None else stop_after - (progress.step - progress.before)
     if progress.step >= config.train.steps or left == 0:
         return None
-    return following.model_copy(update={"train": following.train.model_copy(update={"stop_after": left})})
+    return following.with_keys(train={"stop_after": left})
 
 
 def _phase(progress: Progress) -> str:
-    """The phase of the run, with its step, as the user reads it."""
     return f"{progress.phase} of step {progress.step + 1:,}" if progress.step else progress.phase
 
 
@@ -298,7 +293,7 @@ def _begin(
     config = opened.config
     end = opened.progress.position + (config.last_step - opened.progress.step) * config.train.global_batch
     if resumed is not None:
-        continue_data(resumed.manifest, opened.data, trainer)
+        continue_data_from(resumed.manifest, opened.data, trainer)
     reporter.start(
         loaded=None if opened.weights is None else str(opened.weights),
         steps_before=opened.progress.step,
@@ -361,9 +356,9 @@ def _restore(opened: OpenedRun, trainer: Trainer, reporter: Reporter, copies: Me
         copy = copies.restore(newest)
         if copy is not None:
             manifest, received = copy
-            continue_from(manifest, opened.progress, opened.config)
+            continue_progress_from(manifest, opened.progress, opened.config)
             return Resumed(manifest, Root.of(copies.folder), (), received, time.perf_counter() - start)
-    resumed = restore_first(candidates, trainer, reporter)
+    resumed = restore_first_intact(candidates, trainer, reporter)
     return None if resumed is None else replace(resumed, seconds=time.perf_counter() - start)
 
 
@@ -373,7 +368,9 @@ def _report_resumption(opened: OpenedRun, resumed: Resumed, reporter: Reporter, 
     manifest = resumed.manifest
     resume = opened.config.checkpoint.resume
     is_back = goes_back(opened.config, manifest)
-    for name in set_later_aside(checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back):
+    for name in set_later_checkpoints_aside(
+        checkpoints.root, checkpoints.saved, manifest.step, opened.mesh, damaged=not is_back
+    ):
         reporter.message(f"set aside: {name}")
     if resume != "auto" and not is_back and not is_border:
         reporter.message(
@@ -395,9 +392,9 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
     if weights is not None and opened.mesh.world.rank == 0:
-        from shardwise.checkpoint.format.model_files import differences
+        from shardwise.checkpoint.format.model_files import model_differences
 
-        changes = (*changes, *differences(opened.config.model, weights).changes)
+        changes = (*changes, *model_differences(opened.config.model, weights).changes)
     reporter.changed(changes)
     if weights is None:
         return
@@ -421,12 +418,11 @@ def _stop(opened: OpenedRun, stopped_by: str, reporter: Reporter) -> NoReturn:
 
 
 def _finish(opened: OpenedRun, trainer: Trainer, reporter: Reporter) -> None:
-    """Draw the sample and report the results of a run that did all its steps."""
     config = opened.config
     data = opened.data
     progress = opened.progress
     progress.phase = "generation of the sample"
-    reason_to_stop = make_stop_check(opened.folder.directory)
+    reason_to_stop = stop_requests.make_stop_check(opened.folder.directory.path)
     optimizer = trainer.optimizer
     with optimizer.gathered(all_units=False):
         sample = provided("draw_sample")(

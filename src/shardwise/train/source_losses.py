@@ -17,7 +17,7 @@ from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.loss import SampleLosses
-from shardwise.train.loss import MicroBatch
+from shardwise.train.mean_loss import MicroBatch
 
 
 class SourceLosses:

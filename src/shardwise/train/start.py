@@ -13,28 +13,28 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.hub import is_url
-from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
+from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import EvaluationSets, PreparedData, prepare_sets
-from shardwise.data.open_data import prepare
+from shardwise.data import EvaluationSets, PreparedData, prepare_evaluation_sets
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import checkpoint_bytes
-from shardwise.launch import output
+from shardwise.launch import rank_output
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import FollowedFolder, RunDirectory, new_run_path
-from shardwise.train.checkpoint_choice import FoundCheckpoints
 from shardwise.train.experiment_trackers import require_trackers
-from shardwise.train.rank_agreement import raised_on_every_rank, versions, while_others_wait
-from shardwise.train.resume import find_checkpoints
+from shardwise.train.rank_agreement import package_versions, raised_on_every_rank, while_others_wait
+from shardwise.train.resume import checkpoints_at_start
 from shardwise.train.step_record import Progress
 
 
 @dataclass(frozen=True)
-class RunFolder:
+class _RunFolder:
     """A run's folder.
 
     Attributes:
@@ -80,7 +80,7 @@ class OpenedRun:
     progress: Progress
     data: PreparedData
     sets: EvaluationSets
-    folder: RunFolder
+    folder: _RunFolder
     weights: Root | None
     followed: FollowedFolder | None
     companions: Companions = field(default_factory=Companions)
@@ -96,17 +96,17 @@ def open_run(
 
     def prepared() -> PreparedData:
         if model is None:
-            return prepare(config)
-        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+            return prepare_data(config)
+        from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
-        return prepare(with_model_tokenizer(config, model))
+        return prepare_data(with_loaded_tokenizer(config, model))
 
     data = while_others_wait(prepared, mesh.world)
-    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
+    sets = while_others_wait(lambda: prepare_evaluation_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load
     base_model = load if load is not None and hub.is_hub_id(load) else None
-    folder: RunFolder | None = None
+    folder: _RunFolder | None = None
     companions = Companions()
     rank = mesh.world.rank
     with raised_on_every_rank(mesh.world):
@@ -115,7 +115,7 @@ def open_run(
     folder = collectives.broadcast_object(folder, mesh.world)
     assert folder is not None
     # Only now is there a folder for the logs: what ranks above 0 print goes there from here on.
-    output.redirect(rank, folder.directory.log(rank))
+    rank_output.redirect(rank, folder.directory.log(rank))
     followed = FollowedFolder(folder.directory.path) if rank == 0 else None
     return OpenedRun(config, layout, mesh, progress, data, sets, folder, weights, followed, companions, base_model)
 
@@ -142,7 +142,7 @@ def _find_weights(checkpoint: CheckpointConfig, run_path: Path | None, mesh: Mes
     if is_url(load):
         return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
-        folder = hub.resolve(load, checkpoint.revision, cached=True)
+        folder = hub.resolve_weights(load, checkpoint.revision, cached=True)
     if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
         commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(
@@ -153,14 +153,14 @@ def _find_weights(checkpoint: CheckpointConfig, run_path: Path | None, mesh: Mes
 
 def _open(
     config: Config, run_path: Path, mesh: Mesh, weights: Root | None, tokenizer: Path | None
-) -> tuple[RunFolder, Companions]:
+) -> tuple[_RunFolder, Companions]:
     """Open the folder on rank 0: check all that is there, then write the run's files."""
     directory = RunDirectory(run_path)
     resolved = config.recorded()
     stored = earlier_run(directory, config)
     tracker_notes = require_trackers(config.log.trackers)
     # Before anything is written: a folder that is refused must not look like that of a run.
-    checkpoints = find_checkpoints(config, directory, stored)
+    checkpoints = checkpoints_at_start(config, directory, stored)
     companions = _companions(config, checkpoints, stored, weights, tokenizer)
     directory.create()
     changes: tuple[str, ...] = ()
@@ -172,18 +172,18 @@ def _open(
         batch_note = kept_batch_note(stored, config.train)
     run_id = directory.id()
     began = tuple(event.get("steps_before") or 0 for event in directory.events("start"))
-    folder = RunFolder(
+    folder = _RunFolder(
         directory, run_id, directory.key(), checkpoints, changes, tracker_notes, batch_note, began, former_steps
     )
     folder.require_room(config.checkpoint, checkpoint_bytes(config, mesh.device.type != "cpu"))
     # Results of an earlier end would tell readers that this run has ended too.
     directory.set_results_aside()
     directory.write_config(dump_yaml(resolved))
-    directory.write_environment(versions(), [devices.name(mesh.device)], cpu_count())
+    directory.write_environment(package_versions(), [devices.name(mesh.device)], cpu_count())
     if REPLAY not in os.environ:
         directory.mark_latest()
     try:
-        record_owner(checkpoints.root, Owner.here(run_id, directory.path))
+        record_owner(checkpoints.root, RunOwner.here(run_id, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
     return folder, companions
@@ -205,4 +205,4 @@ def _companions(
         for candidate in checkpoints.candidates:
             with suppress(ConfigError, StoreError):
                 return resumed_companions(candidate.folder, tokenizer)
-    return find_companions(config, weights, tokenizer)
+    return find_checkpoint_companions(config, weights, tokenizer)

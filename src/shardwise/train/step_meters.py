@@ -57,7 +57,7 @@ _SAME = 1e-6
 """Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 
 
-class StepClock:
+class _StepClock:
     """Measures the steps of one rank, part by part."""
 
     def __init__(self, mesh: Mesh, pipeline: Clock | None = None) -> None:
@@ -140,7 +140,7 @@ class StepClock:
         return sent
 
 
-class Stragglers:
+class _Stragglers:
     """One rank's knowledge of its own work and of the slowest rank.
 
     The ranks of a pipeline stage do the same work. A rank that is alone in its stage is compared with its own best
@@ -161,7 +161,6 @@ class Stragglers:
         self._claim = (0.0, 0.0, 0.0)
 
     def add(self, work_seconds: float) -> None:
-        """Count this rank's own work of a step."""
         self._recent.append(work_seconds)
         # The first steps of a run compile, warm up caches and are no measure: the best is known after a whole window.
         if len(self._recent) == STRAGGLER_STEPS:
@@ -210,7 +209,7 @@ class Stragglers:
         return Straggler(round(rank_plus_1) - 1, claimed_relative, claimed_slowdown)
 
 
-class StepTotals(Protocol):
+class _StepTotals(Protocol):
     """Numbers that a rank adds up between logged steps, such as losses by source and loads of experts."""
 
     def take(self) -> Tensor:
@@ -220,7 +219,7 @@ class StepTotals(Protocol):
         """Return the record of these totals, at a place in the order of the data."""
 
 
-class StepNumbers(NamedTuple):
+class _StepNumbers(NamedTuple):
     """Numbers of a step that the host reads, equal on every rank.
 
     Attributes:
@@ -250,23 +249,23 @@ class StepMeters:
         mesh = training.mesh
         batches = training.feed.batches
         pipeline = training.pipeline
-        self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
+        self.clock = _StepClock(mesh, None if pipeline is None else pipeline.clock)
         self.sources: SourceLosses | None = None
         if isinstance(batches, BlendedBatches):
             from shardwise.train.source_losses import SourceLosses
 
             self.sources = SourceLosses(batches, mesh)
-        self.totals: list[StepTotals] = [] if self.sources is None else [self.sources]
+        self.totals: list[_StepTotals] = [] if self.sources is None else [self.sources]
         if training.config.may_have_experts:
             from shardwise.layers.expert_totals import ExpertTotals
 
             if experts := ExpertTotals.of(training.model, training.config.model, mesh):
                 self.totals.append(experts)
-        self._stragglers = Stragglers(mesh) if mesh.world.size > 1 else None
+        self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(
         self, losses_NK: Tensor, norms: tuple[Tensor, ...], flags: Sequence[float] | None, *, reads_all: bool
-    ) -> StepNumbers:
+    ) -> _StepNumbers:
         """Read a step's numbers on the host, which waits here for all work before. Collective.
 
         All travel in one tensor, the ranks' flags too: a transfer of their own would stop the host a second time in
@@ -297,7 +296,7 @@ class StepMeters:
             if self._stragglers is not None:
                 straggler = self._stragglers.take(numbers[len(flags) :])
         losses, (gradient_norm, *parameter_norm), *read_totals = read
-        return StepNumbers(
+        return _StepNumbers(
             gradient_norm=gradient_norm,
             parameter_norm=parameter_norm[0] if parameter_norm else None,
             losses=tuple(map(math.fsum, np.reshape(losses, losses_NK.shape).T)),
@@ -308,7 +307,7 @@ class StepMeters:
 
     def record(
         self,
-        numbers: StepNumbers,
+        numbers: _StepNumbers,
         *,
         lr: float,
         spike: float | None,
@@ -360,10 +359,10 @@ class StepMeters:
     @cached_property
     def _state(self) -> dict[str, int]:
         """Bytes of the state, which is complete after the first step. Added up once, as that takes a millisecond."""
-        return state_by_kind(self._training.model, self._training.optimizer)
+        return _state_by_kind(self._training.model, self._training.optimizer)
 
 
-def state_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+def _state_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
     """Bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
     state = optimizer.state_bytes()
     return kept_bytes(model, optimizer, state["state"] + state["masters"])

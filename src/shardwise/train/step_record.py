@@ -60,7 +60,7 @@ class Progress:
         return spike
 
 
-def end_of_run(train: TrainConfig, steps_before: int) -> int:
+def last_step_of_run(train: TrainConfig, steps_before: int) -> int:
     """The last step of a run that begins after `steps_before` steps."""
     return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
 

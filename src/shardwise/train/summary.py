@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, stages_of, tokens_of_run
+from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, size_stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops
@@ -25,16 +25,16 @@ from shardwise.estimates.memory import (
     expected_memory,
     memory_by_rank,
     memory_of_machine,
+    memory_stand_in,
     neediest_rank,
     offloaded_bytes,
-    sized_own,
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
-from shardwise.models.parameter_counts import LocalWidths, OwnShapes, elements_by_ranks
+from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.pipeline.partition import compute_shares, stages_of_ranks
 from shardwise.runs.folder import json_text
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
@@ -49,7 +49,7 @@ _Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The prediction for machines that need not be here.
+    """The planner's prediction of a step, which the summary of a dry run prints for machines that need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
@@ -91,7 +91,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if own is not None:
-        sized = _Summary(sized_own(config, own, accelerator), layout, accelerator, own)
+        sized = _Summary(memory_stand_in(config, own, accelerator), layout, accelerator, own)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
@@ -139,7 +139,7 @@ def start_rows(
     epochs: str,
     run_path: Path,
 ) -> _Rows:
-    """The rows that a run prints at its start.
+    """The rows of the summary that a training prints at its start.
 
     Args:
         memory: expected bytes by kind on the rank that needs most; for a user's own model without activations.
@@ -193,7 +193,6 @@ class _Summary:
 
     @cached_property
     def rank(self) -> int:
-        """The pipeline rank that needs most memory."""
         return neediest_rank(self.config, self.layout, self.accelerator)
 
     @property
@@ -256,7 +255,7 @@ class _Summary:
 
     def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
-        from shardwise.estimates.unequal_loads import load_rows
+        from shardwise.estimates.unequal_loads import unequal_load_rows
 
         config = self.config
         train = config.train
@@ -267,7 +266,7 @@ class _Summary:
         if parameters is not None:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
-            shown_parameters = f"{parameters_text(config.model)}, {most} {share}"
+            shown_parameters = f"{_parameters_text(config.model)}, {most} {share}"
         # stop_after ends one run of a training that several jobs share.
         stop = "" if train.stop_after is None else f"; this run stops after {train.stop_after:,}"
         tensors = parameter_counts.canonical_tensor_count(config.model)
@@ -284,7 +283,7 @@ class _Summary:
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),
-            *load_rows(config, self.layout, self.accelerator),
+            *unequal_load_rows(config, self.layout, self.accelerator),
             (
                 "precision",
                 f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "
@@ -295,7 +294,7 @@ class _Summary:
 
     def _stages(self) -> _Rows:
         """The sequences of each stretch of steps, of a run whose stages change them."""
-        stages = stages_of(self.config)
+        stages = size_stages_of(self.config)
         if len(stages) == 1:
             return []
         shown = [
@@ -346,7 +345,7 @@ class _Summary:
         if token_flops is None or workload is None:
             return [("compute", _UNKNOWN)]
         total = 0.0
-        for stage in stages_of(self.config):
+        for stage in size_stages_of(self.config):
             tokens = stage.train.global_batch * stage.train.sequence_length
             flops = _token_flops(stage) if self.own is None else token_flops
             total += (flops or 0.0) * (stage.last_step - stage.steps_before) * tokens
@@ -356,7 +355,6 @@ class _Summary:
         return rows
 
     def memory_text(self, total: int) -> str:
-        """The bytes of the rank that needs most."""
         where = f"on {self.rank_name}, which needs most" if self.layout.pipeline > 1 else "per rank"
         overhead = "the device's own context" if self.accelerator else _PYTHON_AND_TORCH
         return f"{units.size(total)} {where}, plus {overhead}"
@@ -461,8 +459,7 @@ class _Summary:
         return ""
 
 
-def parameters_text(model: ModelConfig) -> str:
-    """The parameters of a model, and of a sparse one those that compute a token."""
+def _parameters_text(model: ModelConfig) -> str:
     count = parameter_counts.parameter_count(model)
     if count is None or model.is_own:
         return _UNKNOWN
@@ -496,35 +493,16 @@ def _numbers(precision: Precision) -> str:
     return rounding + moments
 
 
-def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
-    plan = stage_plan(config, layout)
-    model = config.shapes
-    by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
-    if model is None:
-        return [(stages, None) for stages in by_rank]
-    local = LocalWidths.on(layout, model, config.parallel.vocab_multiple)
-    return [(stages, elements_by_ranks(model, layout.tensor, local, tuple(stages)).total()) for stages in by_rank]
-
-
 def _named(stages: list[Stage]) -> str:
     """`stages 0 and 4 (blocks 0-1 and 8-9, embedding)`."""
     embedding = ", embedding" if any(stage.is_first for stage in stages) else ""
     head = ", head" if any(stage.is_last for stage in stages) else ""
     plural = "s" if len(stages) > 1 else ""
     numbers = listing(stage.index for stage in stages)
-    return f"stage{plural} {numbers} (blocks {listing(map(blocks_of, stages))}{embedding}{head})"
-
-
-def blocks_of(stage: Stage) -> str:
-    """The blocks of a stage: `4-7`, or `4`."""
-    first = stage.layers[0]
-    last = stage.layers[-1]
-    return f"{first}" if first == last else f"{first}-{last}"
+    return f"stage{plural} {numbers} (blocks {listing(stage.block_range for stage in stages)}{embedding}{head})"
 
 
 def _token_flops(config: Config) -> float | None:
-    """The FLOPs of a token, forward and backward; None for a model of the user's own."""
     length = config.train.sequence_length
     return flops_per_token(config.model, length, config.data.predictions(length))
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 from torch.profiler import record_function
 
 from shardwise.optim.learning_rate import learning_rate
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.model_checks import check_replicas
 from shardwise.train.passes import Passes
 from shardwise.train.reporter import Reporter
-from shardwise.train.saving import Checkpoints
 from shardwise.train.step_meters import DATA, OPTIMIZER, StepMeters
-from shardwise.train.step_record import StepRecord, end_of_run
+from shardwise.train.step_record import StepRecord, last_step_of_run
 from shardwise.train.training import Training
 
 if TYPE_CHECKING:
-    from shardwise.train.compile.units import Compilation
+    from shardwise.train.compile.compiled_units import Compilation
     from shardwise.train.evaluator import Evaluator
 
 
@@ -46,7 +46,7 @@ class Trainer(Training):
         self.passes = Passes(self, self.meters)
         self.log_every = None if self.reporter is None else self.config.log.every or 1
         self._last_step = self.config.last_step
-        self._last = min(self._last_step, end_of_run(self.config.train, 0))
+        self._last = min(self._last_step, last_step_of_run(self.config.train, 0))
         self._stage_starts = {stage.at for stage in self.config.data.stages}
 
     @cached_property
@@ -59,7 +59,7 @@ class Trainer(Training):
     def run(
         self,
         observe: Callable[[StepRecord, bool], object],
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointSaver,
         traced: Callable[[int], AbstractContextManager[None]],
     ) -> str | None:
         """Train to the last step, with the work of the observers after each step.
@@ -72,7 +72,7 @@ class Trainer(Training):
             who asked the run to stop before its last step; None if nobody did.
         """
         first = self.progress.step + 1
-        last = self._last = min(self._last_step, end_of_run(self.config.train, self.progress.step))
+        last = self._last = min(self._last_step, last_step_of_run(self.config.train, self.progress.step))
         with closing(self.feed), self.passes.gathers_behind_forward():
             # Whatever made the weights: ranks that begin with others would train another model.
             self.compare_replicas()
@@ -143,12 +143,7 @@ class Trainer(Training):
         spike = self.progress.advance(loss, self.config.train.global_batch, self.config.train.sequence_length)
         seconds = time.perf_counter() - start
         return self.meters.record(
-            numbers,
-            lr=lr,
-            spike=spike,
-            seconds=seconds,
-            input_seconds=self.feed.seconds,
-            is_logged=is_logged,
+            numbers, lr=lr, spike=spike, seconds=seconds, input_seconds=self.feed.seconds, is_logged=is_logged
         )
 
     def is_logged(self, step: int) -> bool:

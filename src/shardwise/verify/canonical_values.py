@@ -17,7 +17,7 @@ from shardwise.train.trainer import Trainer
 def canonical_weights(
     model: nn.Module, pipeline: Group | None = None, *, optimizer: ZeroRedundancyOptimizer | None = None
 ) -> dict[str, Tensor]:
-    """Return all canonical weights, on every rank; without `pipeline` those of this rank's stages.
+    """Return all canonical weights to compare layouts, on every rank; without `pipeline` those of this rank's stages.
 
     optimizer: the one that has parts of the weights, with ZeRO-3.
     """
@@ -51,7 +51,7 @@ def step_with_gradients(trainer: Trainer) -> tuple[StepRecord, dict[str, Tensor]
 
 
 def gradient_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)` by canonical name.
+    """Return the errors of a layout's gradients, `‖Δ‖ / max(‖g‖, 1e-3 · ‖all g‖ / √tensors)` by canonical name.
 
     The scale of the whole model bounds the denominator from below: tiny gradients consist of rounding.
     """

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import RunError, listing
-from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data import random_text
+from shardwise.data import random_tokens
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.optim.state_digest import StateHash, digests_by_tensor
@@ -27,10 +27,10 @@ from shardwise.train.model_checks import check_replicas
 from shardwise.train.step_record import StepRecord
 from shardwise.train.trainer import Trainer
 from shardwise.verify.canonical_values import canonical_weights, gradient_errors, step_with_gradients
-from shardwise.verify.choices import Choices, Recorded, compared
 from shardwise.verify.layouts import Cell
-from shardwise.verify.miniature import at
-from shardwise.verify.tolerance import Differences, Tolerance
+from shardwise.verify.miniature import miniature_at_cell
+from shardwise.verify.router_choices import Recorded, RouterChoices, train_with_choices
+from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
 _SAMPLES = 256
 """Samples of the random text; longer trainings read them again."""
@@ -40,13 +40,13 @@ _REFERENCE_FILE = "reference.pt"
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The training in one process.
+class ReferenceTraining:
+    """The training in one process, with which each cell's is compared.
 
     Attributes:
         weights: initial weights by canonical name.
         gradients: gradients of the first step by canonical name.
-        states: texts of the training's state after its middle and after its end (`state_texts`).
+        states: texts of the training's state after its middle and after its end (`_state_texts`).
         choices: experts that routers chose; empty for a dense model, and in bit-equal training.
     """
 
@@ -63,8 +63,8 @@ class Reference:
     # Cached: the ranks of many cells compare with the same one.
     @staticmethod
     @cache
-    def load(folder: Path) -> Reference:
-        return Reference(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
+    def load(folder: Path) -> ReferenceTraining:
+        return ReferenceTraining(*torch.load(folder / _REFERENCE_FILE, weights_only=True))
 
 
 @cache
@@ -76,13 +76,13 @@ def _mesh(device: str, ranks: int, degrees: tuple[tuple[str, int], ...], grains:
     return mesh
 
 
-def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> Trainer:
+def make_trainer(config: Config, cell: Cell, choices: RouterChoices | None = None) -> Trainer:
     """Build the trainer of this rank at a cell's layout, on random text; `choices` follow its routers."""
     model = config.model
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
-    text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
-    config = at(config, cell)
+    text = random_tokens(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
+    config = miniature_at_cell(config, cell)
     mesh = _mesh(cell.device, cell.ranks, tuple(config.parallel.degrees.items()), tuple(config.grains.items()))
     trainer = build_trainer(config, mesh, text)
     if choices is not None and not config.is_bit_equal:
@@ -90,7 +90,7 @@ def make_trainer(config: Config, cell: Cell, choices: Choices | None = None) -> 
     return trainer
 
 
-def save(trainer: Trainer, root: Path) -> Path:
+def _save_checkpoint(trainer: Trainer, root: Path) -> Path:
     """Save a checkpoint in `root`, and return its folder; RunError if that failed. Collective."""
     progress = trainer.progress
     mesh = trainer.mesh
@@ -111,18 +111,18 @@ def save(trainer: Trainer, root: Path) -> Path:
     return root / step_name(progress.step)
 
 
-def resume(config: Config, cell: Cell, folder: Path, choices: Choices | None = None) -> Trainer:
+def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RouterChoices | None = None) -> Trainer:
     """Build a trainer that continues from a checkpoint. Collective."""
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)
-    restore(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
+    restore_checkpoint(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
     for key in ("step", *_PROGRESS_KEYS):
         setattr(trainer.progress, key, getattr(manifest, key))
     return trainer
 
 
-def state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, str]:
+def _state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, str]:
     """Return what must have equal bits beside the losses, by name; nothing without bit-equal training. Collective.
 
     It is the gradient norm of each step, and of the present state the digest of each tensor.
@@ -134,7 +134,7 @@ def state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, st
     return texts | digests_by_tensor(state.digests(), state.names())
 
 
-def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
+def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining, Path]:
     """Train to the middle and save there. Collective.
 
     Returns:
@@ -146,49 +146,51 @@ def first_half(trainer: Trainer, target: Path) -> tuple[Reference, Path]:
     record, device_gradients = step_with_gradients(trainer)
     gradients = {name: tensor.cpu() for name, tensor in device_gradients.items()}
     records = [record, *(trainer.step() for _ in range(trainer.config.train.steps // 2 - 1))]
-    states = (state_texts(trainer, records), dict[str, str]())
-    checkpoint = save(trainer, target)
+    states = (_state_texts(trainer, records), dict[str, str]())
+    checkpoint = _save_checkpoint(trainer, target)
     trainer.feed.close()
-    return Reference([record.loss for record in records], weights, gradients, states), checkpoint
+    return ReferenceTraining([record.loss for record in records], weights, gradients, states), checkpoint
 
 
 def train_reference(config: Config, cell: Cell, folder: Path) -> Path:
     """Train in this process without a stop, save the reference, and return the folder of the middle's checkpoint."""
-    choices = Choices()
+    choices = RouterChoices()
     trainer = make_trainer(config, cell, choices)
-    begin, checkpoint = first_half(trainer, folder / "one-process")
+    begin, checkpoint = _train_first_half(trainer, folder / "one-process")
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     trainer.feed.close()
     losses = [*begin.losses, *(record.loss for record in records)]
-    states = (begin.states[0], state_texts(trainer, records))
+    states = (begin.states[0], _state_texts(trainer, records))
     replace(begin, losses=losses, states=states, choices=choices.recorded).save(folder)
     return checkpoint
 
 
-def read_back(config: Config, cell: Cell, folder: Path, source: Path) -> Differences:
+def continue_in_one_process(config: Config, cell: Cell, folder: Path, source: Path) -> LayoutDifferences:
     """Let one process continue from the checkpoint `source` of another layout; return its differences."""
-    reference = Reference.load(folder)
+    reference = ReferenceTraining.load(folder)
 
-    def train(choices: Choices) -> tuple[list[float], dict[str, str]]:
-        return continued(config, cell, source, choices)
+    def train(choices: RouterChoices) -> tuple[list[float], dict[str, str]]:
+        return _train_to_last_step(config, cell, source, choices)
 
     tolerance = Tolerance.of(config).gradients
-    (losses, state), choices = compared(train, reference.choices, tolerance, Group())
-    resumed = loss_difference(losses, reference.losses)
-    resumed_state = first_difference(state, reference.states[1])
-    return Differences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state, choices=choices)
+    (losses, state), choices = train_with_choices(train, reference.choices, tolerance, Group())
+    resumed = _loss_difference(losses, reference.losses)
+    resumed_state = _first_difference(state, reference.states[1])
+    return LayoutDifferences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state, choices=choices)
 
 
-def continued(config: Config, cell: Cell, folder: Path, choices: Choices) -> tuple[list[float], dict[str, str]]:
+def _train_to_last_step(
+    config: Config, cell: Cell, folder: Path, choices: RouterChoices
+) -> tuple[list[float], dict[str, str]]:
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
-    trainer = resume(config, cell, folder, choices)
+    trainer = _resumed_trainer(config, cell, folder, choices)
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
     check_replicas(trainer.model, trainer.mesh, config.train.steps, trainer.optimizer)
     trainer.feed.close()
-    return [record.loss for record in records], state_texts(trainer, records)
+    return [record.loss for record in records], _state_texts(trainer, records)
 
 
-def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path) -> tuple[Differences, Path]:
+def train_cell(config: Config, cell: Cell, folder: Path, source: Path, target: Path) -> tuple[LayoutDifferences, Path]:
     """Train one cell on this rank: from the start, then from the checkpoint `source` of another one. Collective.
 
     Args:
@@ -196,37 +198,39 @@ def measure(config: Config, cell: Cell, folder: Path, source: Path, target: Path
         source: folder of the checkpoint of another layout.
         target: folder for this cell's own checkpoint, whose place is returned.
     """
-    reference = Reference.load(folder)
+    reference = ReferenceTraining.load(folder)
 
-    def train(choices: Choices) -> tuple[Reference, Path, list[float], dict[str, str]]:
+    def train(choices: RouterChoices) -> tuple[ReferenceTraining, Path, list[float], dict[str, str]]:
         trainer = make_trainer(config, cell, choices)
         place = target / "replayed" if choices.replays else target
-        begin, checkpoint = first_half(trainer, place)
+        begin, checkpoint = _train_first_half(trainer, place)
         # This makes a new trainer: nothing of the first one helps it to resume.
-        return begin, checkpoint, *continued(config, cell, source, choices)
+        return begin, checkpoint, *_train_to_last_step(config, cell, source, choices)
 
     world = Group.world()
     tolerance = Tolerance.of(config).gradients
-    (begin, checkpoint, later_losses, later_state), choices = compared(train, reference.choices, tolerance, world)
+    (begin, checkpoint, later_losses, later_state), choices = train_with_choices(
+        train, reference.choices, tolerance, world
+    )
     _require_same_names(set(begin.weights), set(reference.weights), world)
     by_rank = collectives.all_gather_objects(_tensor_differences(begin.weights, begin.gradients, reference), world)
     weight_difference, weight = max(weight for weight, _ in by_rank)
     gradient_difference, gradient = max(gradient for _, gradient in by_rank)
-    differences = Differences(
+    differences = LayoutDifferences(
         weights=weight_difference,
-        losses=loss_difference(begin.losses, reference.losses[: len(begin.losses)]),
+        losses=_loss_difference(begin.losses, reference.losses[: len(begin.losses)]),
         gradients=gradient_difference,
-        resumed=loss_difference(later_losses, reference.losses),
+        resumed=_loss_difference(later_losses, reference.losses),
         weight=weight,
         gradient=gradient,
-        state=first_difference(begin.states[0], reference.states[0]),
-        resumed_state=first_difference(later_state, reference.states[1]),
+        state=_first_difference(begin.states[0], reference.states[0]),
+        resumed_state=_first_difference(later_state, reference.states[1]),
         choices=choices,
     )
     return differences, checkpoint
 
 
-def first_difference(texts: Mapping[str, str], expected: Mapping[str, str]) -> str:
+def _first_difference(texts: Mapping[str, str], expected: Mapping[str, str]) -> str:
     """Return the first name, of either, whose texts differ; empty if there is none."""
     return next((name for name in {**expected, **texts} if texts.get(name) != expected.get(name)), "")
 
@@ -244,7 +248,7 @@ def _require_same_names(rank_names: set[str], reference_names: set[str], world: 
 
 
 def _tensor_differences(
-    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], reference: Reference
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], reference: ReferenceTraining
 ) -> tuple[tuple[float, str], tuple[float, str]]:
     """Return the largest difference of this rank's weights, and of its gradients, each with the name of the tensor."""
     by_name = {name: _difference(tensor, reference.weights[name]) for name, tensor in weights.items()}
@@ -267,7 +271,7 @@ def _largest(by_name: Mapping[str, float]) -> tuple[float, str]:
     return max(values, default=(0.0, ""))
 
 
-def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+def _loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """Return the largest relative difference from the last losses of `reference`."""
     expected_losses = reference[len(reference) - len(losses) :]
     differences = {

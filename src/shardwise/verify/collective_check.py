@@ -15,7 +15,7 @@ from typing import Any
 from shardwise.base.errors import ShardwiseError, shown
 from shardwise.base.hardware import accelerators
 from shardwise.launch.local import EndedError, LaunchError, agent_ahead
-from shardwise.verify.machine_checks import Check, ok, wrong
+from shardwise.verify.machine_checks import Check, failed_check, passed_check
 from shardwise.verify.rank_calls import call_on_ranks
 
 _TIMEOUT = 60.0
@@ -30,16 +30,16 @@ _FIX = (
 
 
 @contextmanager
-def begun() -> Iterator[None]:
-    """Let the ranks of `collective` in the `with` statement import torch beside the other checks."""
+def prepared_check() -> Iterator[None]:
+    """Let the ranks of `check_collective` in the `with` statement import torch beside the other checks."""
     with ExitStack() as stack:
-        # `collective` tells why no process can be started.
+        # `check_collective` tells why no process can be started.
         with suppress(LaunchError, OSError):
             stack.enter_context(agent_ahead(_RANKS, [__name__, "shardwise.distributed.collectives"]))
         yield
 
 
-def collective() -> Check:
+def check_collective() -> Check:
     """Start two ranks on this machine, and check their sum and the devices that torch finds."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardwise-doctor-"))
@@ -48,13 +48,13 @@ def collective() -> Check:
         raise
     except (ShardwiseError, OSError, ValueError) as error:
         # The folder stays: the message names logs in it.
-        return wrong("collective", shown(str(error)), _FIX)
+        return failed_check("collective", shown(str(error)), _FIX)
     shutil.rmtree(folder, ignore_errors=True)
     present = accelerators()[1]
     if facts["accelerators"] < present:
         found = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
-        return wrong("collective", found, "install a torch that is built for them, or their driver")
-    return ok(
+        return failed_check("collective", found, "install a torch that is built for them, or their driver")
+    return passed_check(
         "collective",
         f"2 ranks on {facts['device']} by {facts['backend']}: 4 MiB summed in {1000 * facts['seconds']:.1f} ms",
     )
@@ -68,12 +68,12 @@ def _sum_on_ranks() -> dict[str, Any]:
 
     from shardwise.base.errors import RunError
     from shardwise.distributed import collectives, devices
-    from shardwise.verify.rank_calls import process_group
+    from shardwise.verify.rank_calls import join_called_ranks
 
     count = torch.accelerator.device_count()
     # Two ranks need two devices: with one accelerator the CPU is tested.
     device = devices.local_device() if count > 1 else torch.device("cpu")
-    with process_group(device, _TIMEOUT) as world:
+    with join_called_ranks(device, _TIMEOUT) as world:
         tensor = torch.full((_ELEMENTS,), float(world.rank + 1), device=device)
         # The first collective connects the ranks, which takes longer than the sum.
         collectives.all_reduce_(tensor.clone(), world)

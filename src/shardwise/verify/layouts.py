@@ -11,7 +11,7 @@ from typing import Any, get_args
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Config, Recompute, Schedule
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.config.recipe_files import parse_value
 
 ALL = "all"
@@ -128,7 +128,7 @@ def _value_problems(key: str, value: Any) -> list[str]:
     return []
 
 
-def candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
+def layout_candidates(config: Config, device: str, ranks: int, chosen: Mapping[str, list[Any] | None]) -> list[Cell]:
     """Return the chosen layouts of exactly `ranks` ranks, each once: a key without effect has its default.
 
     Schedule, recompute and context parallelism are the recipe's unless they are chosen, and stages of ZeRO are 0, 1 and

@@ -42,7 +42,7 @@ Status = Literal["ok", "warning", "wrong"]
 
 @dataclass(frozen=True)
 class Check:
-    """The finding of a check.
+    """The finding of one check of `shardwise doctor`.
 
     Attributes:
         status: `wrong` if trainings fail here; `warning` if some do, or they are slow.
@@ -55,37 +55,37 @@ class Check:
     mend: str = ""
 
 
-def ok(name: str, found: str) -> Check:
+def passed_check(name: str, found: str) -> Check:
     return Check(name, "ok", found)
 
 
-def warning(name: str, found: str, mend: str) -> Check:
+def _warning(name: str, found: str, mend: str) -> Check:
     return Check(name, "warning", found, mend)
 
 
-def wrong(name: str, found: str, mend: str) -> Check:
+def failed_check(name: str, found: str, mend: str) -> Check:
     return Check(name, "wrong", found, mend)
 
 
-def machine(run_path: Path) -> Iterator[Check]:
+def check_machine(run_path: Path) -> Iterator[Check]:
     """Check the whole machine, for runs in the folder `run_path`."""
-    yield from devices()
-    yield from fabric(os.environ)
-    yield threads(os.environ, cpu_count(), _cpu_limit())
-    yield memory(available_memory())
-    yield from limits()
-    yield from place("run folder", run_path)
-    yield from place("cache", cache_root())
-    yield launcher(os.environ)
+    yield from _check_devices()
+    yield from _check_network(os.environ)
+    yield _check_threads(os.environ, cpu_count(), _cpu_limit())
+    yield _check_memory(available_memory())
+    yield from _check_limits()
+    yield from _check_folder("run folder", run_path)
+    yield from _check_folder("cache", cache_root())
+    yield _check_launcher(os.environ)
 
 
-def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
+def _check_devices(dev: Path = Path("/dev")) -> Iterator[Check]:
     """Check the accelerators that a run would use, and those that it could not."""
-    from shardwise.runs.local_devices import devices as list_devices
+    from shardwise.runs.local_devices import devices_of_machine as list_devices
 
     listed = list_devices({})
     for problem in listed.problems:
-        yield warning("devices", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver")
+        yield _warning("devices", problem, "ask the vendor's tool (nvidia-smi, neuron-ls), or restart the driver")
     shown = "; ".join(map(_described, listed.devices))
     kind, count = accelerators()
     is_listed = any(device.kind != "cpu" for device in listed.devices)
@@ -94,10 +94,10 @@ def devices(dev: Path = Path("/dev")) -> Iterator[Check]:
         torch = torch_version() or "(not installed)"
         problem = f"{shown}: trainings here run on the CPU, as torch {torch} or the environment hides them"
         mend = "install a torch that is built for them, or unset CUDA_VISIBLE_DEVICES or NEURON_RT_VISIBLE_CORES"
-        yield warning("devices", problem, mend)
+        yield _warning("devices", problem, mend)
     else:
         usable = f"{count} × {kind}" if count else "no accelerator, so ranks run on the CPU"
-        yield ok("devices", f"{shown}: {usable}")
+        yield passed_check("devices", f"{shown}: {usable}")
 
 
 def _described(device: LocalDevice) -> str:
@@ -109,40 +109,40 @@ def _described(device: LocalDevice) -> str:
     return ", ".join([*facts, *device.links])
 
 
-def fabric(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
+def _check_network(variables: Mapping[str, str], infiniband: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
     """Check the network: interfaces, RDMA ports, and the address of this machine's own name."""
     import psutil
 
     states = psutil.net_if_stats()
     up = [name for name in psutil.net_if_addrs() if name in states and states[name].isup]
     speeds = {name: f" ({states[name].speed:,} Mbit/s)" if states[name].speed > 0 else "" for name in up}
-    yield ok("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
+    yield passed_check("network", ", ".join(f"{name}{speeds[name]}" for name in up) or "no interface is up")
     for key in _INTERFACE_KEYS:
         value = variables.get(key, "")
         # NCCL and gloo take beginnings of names; `=` asks NCCL for whole names, and `^` for all others.
         names = [name.strip() for name in value.lstrip("=").split(",") if name.strip()]
         if names and not value.startswith("^") and not any(interface.startswith(tuple(names)) for interface in up):
-            yield wrong("network", f"{key} ({value}) must name an interface that is up", f"unset {key}")
+            yield failed_check("network", f"{key} ({value}) must name an interface that is up", f"unset {key}")
     for port in sorted(infiniband.glob("*/ports/*/state")):
         state = port.read_text(encoding="ascii", errors="replace").strip()
         name = f"{port.parents[2].name} port {port.parent.name}"
         if state.endswith("ACTIVE"):
-            yield ok("RDMA", f"{name} is active")
+            yield passed_check("RDMA", f"{name} is active")
         else:
             mend = "connect it, or set NCCL_IB_HCA to the ports that are"
-            yield warning("RDMA", f"{name} ({state}) must be active", mend)
+            yield _warning("RDMA", f"{name} ({state}) must be active", mend)
     host = socket.gethostname()
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        yield warning(
+        yield _warning(
             "network",
             f"the name of this machine ({host}) leads nowhere: {reason_of(error)}",
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface that ranks use",
         )
 
 
-def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
+def _check_threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Check:
     """Check the threads of a rank.
 
     Args:
@@ -158,14 +158,14 @@ def threads(variables: Mapping[str, str], cpus: int, limit: float | None) -> Che
     if value is None:
         if usable < cpus:
             problem = f"{cpus_text}: each rank would start a thread on every CPU"
-            return warning("threads", problem, fix)
-        return ok("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
+            return _warning("threads", problem, fix)
+        return passed_check("threads", f"{cpus_text}; the ranks share them, as OMP_NUM_THREADS is not set")
     threads = whole_number(value)
     if not threads:
-        return warning("threads", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
+        return _warning("threads", f"OMP_NUM_THREADS ({value!r}) must be a whole number above 0", fix)
     if threads > usable:
-        return warning("threads", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
-    return ok("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
+        return _warning("threads", f"OMP_NUM_THREADS ({value}) must be at most the CPUs ({usable})", fix)
+    return passed_check("threads", f"{cpus_text}; OMP_NUM_THREADS {value}")
 
 
 def _cpu_limit() -> float | None:
@@ -177,16 +177,16 @@ def _cpu_limit() -> float | None:
         return None
 
 
-def memory(free: int | None) -> Check:
+def _check_memory(free: int | None) -> Check:
     if free is None:
-        return ok("memory", "the system does not tell how much is free")
+        return passed_check("memory", "the system does not tell how much is free")
     if free < _LITTLE_MEMORY:
         mend = "end other processes, or choose a machine with more"
-        return warning("memory", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
-    return ok("memory", f"{size(free)} free")
+        return _warning("memory", f"free memory ({size(free)}) must be at least {size(_LITTLE_MEMORY)}", mend)
+    return passed_check("memory", f"{size(free)} free")
 
 
-def limits() -> Iterator[Check]:
+def _check_limits() -> Iterator[Check]:
     """Check open files, and on machines with accelerators the shared memory that NCCL uses."""
     import resource
 
@@ -194,16 +194,16 @@ def limits() -> Iterator[Check]:
     # A limit of -1 stands for none.
     if 0 <= most < _FEW_FILES:
         mend = f"raise it: ulimit -Hn {_FEW_FILES}, or LimitNOFILE of the service"
-        yield warning("open files", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend)
+        yield _warning("open files", f"the limit ({most:,}) must be at least {_FEW_FILES:,} for many ranks", mend)
     else:
-        yield ok("open files", "no limit" if most < 0 else f"up to {most:,}")
+        yield passed_check("open files", "no limit" if most < 0 else f"up to {most:,}")
     shared = Path("/dev/shm")
     if accelerators()[1] and shared.is_dir() and free_bytes(shared) < _LITTLE_SHARED:
         problem = f"{shared} ({size(free_bytes(shared))} free) must have at least {size(_LITTLE_SHARED)} for NCCL"
-        yield wrong("shared memory", problem, "start the container with --shm-size=1g or --ipc=host")
+        yield failed_check("shared memory", problem, "start the container with --shm-size=1g or --ipc=host")
 
 
-def place(name: str, folder: Path) -> Iterator[Check]:
+def _check_folder(name: str, folder: Path) -> Iterator[Check]:
     """Check a folder in which runs write: a file is written to the disk, locked and removed. Nothing stays there."""
     existing = folder.absolute()
     while not existing.exists():
@@ -218,36 +218,36 @@ def place(name: str, folder: Path) -> Iterator[Check]:
                 lock(file.fileno(), wait=False)
             except NoLocksError:
                 problem = f"the disk of {folder} has no locks: a second run in one folder is not refused"
-                yield warning(name, problem, "start one run in a folder, or choose another disk by --run-dir")
+                yield _warning(name, problem, "start one run in a folder, or choose another disk by --run-dir")
     except OSError as error:
         setting = "--run-dir" if name == "run folder" else "SHARDWISE_CACHE"
         mend = f"make it writable, or choose another by {setting}"
-        yield wrong(name, f"{folder} cannot be written: {reason_of(error)}", mend)
+        yield failed_check(name, f"{folder} cannot be written: {reason_of(error)}", mend)
         return
     free = free_bytes(existing)
     if free < _LITTLE_DISK:
         problem = f"free disk space under {folder} ({size(free)}) must be at least {size(_LITTLE_DISK)}"
-        yield warning(name, problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
+        yield _warning(name, problem, "make room: `shardwise checkpoint prune` removes old checkpoints")
     else:
-        yield ok(name, f"{folder} can be written, {size(free)} free")
+        yield passed_check(name, f"{folder} can be written, {size(free)} free")
 
 
-def launcher(variables: Mapping[str, str]) -> Check:
+def _check_launcher(variables: Mapping[str, str]) -> Check:
     """Check for variables of a launcher in a process that no launcher started."""
     problem = unjoined(variables)
     place_in_job = joined(variables)
     if problem is not None:
         mend = "unset RANK and WORLD_SIZE, which a launcher sets for its ranks"
-        return wrong("launcher", problem, mend)
+        return failed_check("launcher", problem, mend)
     if place_in_job is not None:
-        return ok("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
+        return passed_check("launcher", f"this is rank {place_in_job.rank} of {place_in_job.world}")
     try:
         task = task_of(variables)
     except ConfigError as error:
-        return wrong("launcher", str(error), "start it as the message says, or unset these variables")
+        return failed_check("launcher", str(error), "start it as the message says, or unset these variables")
     if task is not None:
-        return ok("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
-    return ok("launcher", "none: `shardwise train` starts the local ranks itself")
+        return passed_check("launcher", "this is one of several tasks of srun or mpirun, which `shardwise train` joins")
+    return passed_check("launcher", "none: `shardwise train` starts the local ranks itself")
 
 
 _EXTRA = re.compile(r"""extra == ['"]([^'"]+)""")
@@ -255,7 +255,7 @@ _FOR_DEVELOPERS = "dev"
 _TORCH = "install a torch for this machine's devices: https://pytorch.org/get-started/locally"
 
 
-def software(
+def check_software(
     requires: Callable[[str], list[str] | None] = metadata.requires, version: Callable[[str], str] = metadata.version
 ) -> Iterator[Check]:
     """Check Python and packages.
@@ -268,14 +268,14 @@ def software(
         requirements = [Requirement(text) for text in requires("shardwise") or []]
     except metadata.PackageNotFoundError:
         problem = f"shardwise {__version__} is imported from a folder, and which versions it needs is not known"
-        yield warning("packages", problem, "pip install shardwise, or pip install -e . in its source")
+        yield _warning("packages", problem, "pip install shardwise, or pip install -e . in its source")
         return
     python = platform.python_version()
     supported = SpecifierSet(metadata.metadata("shardwise")["Requires-Python"])
     if python in supported:
-        yield ok("python", f"{python}, of {supported}")
+        yield passed_check("python", f"{python}, of {supported}")
     else:
-        yield wrong("python", f"{python} must be {supported}", "make an environment with a Python that is")
+        yield failed_check("python", f"{python} must be {supported}", "make an environment with a Python that is")
     well: dict[str, list[str]] = {"torch": [], "packages": []}
     missing: dict[str, list[str]] = {}
     for requirement in requirements:
@@ -301,4 +301,4 @@ def software(
         lacking = f"{listing(missing[name])} " if group and name in missing else ""
         optional = f"{lacking}not installed, which is optional: pip install 'shardwise{name}'"
         if name in missing or group:
-            yield ok(name, optional if name in missing else ", ".join(group))
+            yield passed_check(name, optional if name in missing else ", ".join(group))

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, divisors
-from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from
+from shardwise.config import Config, Matmul, ModelConfig, check_layout, config_from_sections
 from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.pipeline_schedules import SCHEDULES
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.verify.layouts import Cell, common_batch
 
 _HEAD_WIDTH = 8
@@ -86,7 +86,7 @@ def miniature(
         length = math.lcm(length, cuts * max(grain, 2)) if cuts > 1 else length
         values["train"] |= {"sequence_length": length, "bitwise": True, "data_grain": _grain(c.data for c in cells)}
         values["train"]["global_batch"] *= SAMPLES_WITH_BITS
-    return config_from(values)
+    return config_from_sections(values)
 
 
 def _rates(optimizer: OptimizerConfig) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _alike(size: int, start: int, degrees: Sequence[int]) -> int:
     return next(number for number in itertools.count(start) if _are_alike(size, number, degrees))
 
 
-def at(config: Config, cell: Cell) -> Config:
+def miniature_at_cell(config: Config, cell: Cell) -> Config:
     """Return the miniature at a cell's layout.
 
     A pipeline has micro-batches of one sample, and other layouts two micro-batches on each rank. One process takes all
@@ -212,21 +212,16 @@ def at(config: Config, cell: Cell) -> Config:
     if cell.pipeline == 1 and is_plain and not config.is_bit_equal:
         micro_batches = 1 if cell.ranks == 1 else 2 * cell.data
         micro_batch = config.train.global_batch // micro_batches
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "train": config.train.model_copy(update={"recompute": cell.recompute, "micro_batch": micro_batch}),
-            "optimizer": config.optimizer.model_copy(update={"zero": cell.zero}),
-        }
-    )
+    train = {"recompute": cell.recompute, "micro_batch": micro_batch}
+    return config.with_keys(parallel=parallel, train=train, optimizer={"zero": cell.zero})
 
 
-def existing(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+def trainable_cells(config: Config, cells: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
     """Return the cells at which the miniature can be trained, and the reasons why it cannot at the others."""
     trainable = []
     reasons: list[str] = []
     for cell in cells:
-        cell_config = at(config, cell)
+        cell_config = miniature_at_cell(config, cell)
         try:
             check_layout(cell_config, cell.ranks)
             _check_own_model(cell_config)

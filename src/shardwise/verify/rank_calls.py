@@ -1,6 +1,6 @@
 """A function called on new ranks of this machine, whose results come back: the harness of measurements.
 
-`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.rank_process`, and import no
+`verify`, `doctor` and `plan --calibrate` start ranks by `shardwise.verify.called_rank`, and import no
 torch for it. Function, arguments and results pass as pickles through a folder that only this user can read.
 """
 
@@ -27,7 +27,7 @@ RESULTS_FILE = "results.pickle"
 
 @dataclass(frozen=True)
 class RankResults:
-    """The results of rank 0, and the error that ended the ranks before they were done.
+    """The results of rank 0 of called ranks, and the error that ended the ranks before they were done.
 
     Attributes:
         values: the result of the function, or all that it yielded before the end.
@@ -49,7 +49,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
     """Call `function(*arguments)` on each of `ranks` new processes, and return the results of rank 0.
 
     A generator's values are kept one by one, so that what was found before a failure is not lost. The function joins
-    the ranks by `process_group`.
+    the ranks by `join_called_ranks`.
 
     Args:
         function: function of a module's top level, which each rank imports.
@@ -63,7 +63,7 @@ def call_on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int, fol
     (folder / CALL_FILE).write_bytes(pickle.dumps((function, arguments)))
     failure = None
     try:
-        launch([sys.executable, "-P", "-m", "shardwise.verify.rank_process", str(folder)], ranks, folder)
+        launch([sys.executable, "-P", "-m", "shardwise.verify.called_rank", str(folder)], ranks, folder)
     except EndedError:
         raise
     except LaunchError as error:
@@ -86,7 +86,7 @@ def _read_results(folder: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def process_group(device: torch.device, timeout: float = 600.0) -> Iterator[Group]:
+def join_called_ranks(device: torch.device, timeout: float = 600.0) -> Iterator[Group]:
     """Join the ranks of this call for the body of the `with` statement, and yield the group of all.
 
     A rank on the CPU computes with one thread, as all ranks share the CPUs.

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import read_plain
-from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
+from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import CheckpointConfig, Config, dump_yaml
-from shardwise.config.load import apply_overrides, config_from
-from shardwise.config.rules import fixed_changes
+from shardwise.config.load import apply_overrides, config_from_sections
+from shardwise.config.resume_rules import fixed_changes
 from shardwise.launch.environment import REPLAY
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.folder import read_config as read_stored_config
@@ -27,14 +27,16 @@ from shardwise.runs.state_records import StateRecords, hash_difference
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ReplayedStretch:
     """The steps of a run that are replayed: those after `first`, up to `last`; a checkpoint holds step `first`."""
 
     first: int
     last: int
 
 
-def choose_stretch(run: RunDirectory, checkpoint: CheckpointConfig, first: int | None, last: int | None) -> Stretch:
+def choose_stretch(
+    run: RunDirectory, checkpoint: CheckpointConfig, first: int | None, last: int | None
+) -> ReplayedStretch:
     """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
 
     Raises:
@@ -65,7 +67,7 @@ def choose_stretch(run: RunDirectory, checkpoint: CheckpointConfig, first: int |
         raise ConfigError(
             f"the steps {first + 1:,} to {last:,} must have a record in {run.metrics}: it has {listing(losses, most=9)}"
         )
-    return Stretch(first, last)
+    return ReplayedStretch(first, last)
 
 
 def _root(run: RunDirectory, checkpoint: CheckpointConfig) -> Root:
@@ -74,24 +76,26 @@ def _root(run: RunDirectory, checkpoint: CheckpointConfig) -> Root:
 
 def _saved_steps(root: Root) -> list[int]:
     try:
-        return sorted(saved.step for saved in survey(root) if saved.folder.name == step_name(saved.step))
+        return sorted(saved.step for saved in summarize_checkpoints(root) if saved.folder.name == step_name(saved.step))
     except StoreError as error:
         raise ConfigError(str(error)) from None
 
 
-def read_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
+def read_replay_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Config, Config]:
     """The configuration of a run, and that of its replay with `overrides`; ConfigError for a wrong one of both."""
-    config = config_from(read_stored_config(run))
+    config = config_from_sections(read_stored_config(run))
     values = config.recorded()
     problems = apply_overrides(values, overrides)
-    changed = config_from(values, problems)
+    changed = config_from_sections(values, problems)
     changes = fixed_changes(config.recorded(), changed.recorded())
     if changes:
         raise ConfigError([f"{change}, as in the run that is replayed: leave it out" for change in changes])
     return config, changed
 
 
-def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | None, folder: Path) -> StateRecords:
+def replay_stretch(
+    run: RunDirectory, config: Config, stretch: ReplayedStretch, ranks: int | None, folder: Path
+) -> StateRecords:
     """Train the steps of a stretch, with `config`, in `folder`; returns what was recorded.
 
     Raises:
@@ -114,7 +118,7 @@ def replay(run: RunDirectory, config: Config, stretch: Stretch, ranks: int | Non
         "profile": None,
     }  # fmt: skip
     values["hooks"] |= {"callbacks": []}
-    target.write_config(dump_yaml(config_from(values).recorded()))
+    target.write_config(dump_yaml(config_from_sections(values).recorded()))
     if run.identity.exists():
         target.identity.write_bytes(read_plain(run.identity))
     command = [sys.executable, "-P", "-m", "shardwise", "train", str(target.config), f"--run-dir={target.path}"]
@@ -148,7 +152,7 @@ def _link(source: Root, target: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayComparison:
     """A comparison of a replay with its run; `step`: first one at which they differ, None where they are equal."""
 
     steps: tuple[int, ...]
@@ -157,15 +161,15 @@ class Comparison:
     differences: tuple[str, ...]
 
 
-def compare(recorded: StateRecords, replayed: StateRecords, stretch: Stretch) -> Comparison:
+def compare_replay(recorded: StateRecords, replayed: StateRecords, stretch: ReplayedStretch) -> ReplayComparison:
     """Compare the records of a stretch with those of its replay, to the bit."""
     steps = [step for step in recorded.losses if stretch.first < step <= stretch.last]
     hashes = [step for step in recorded.hashes if stretch.first < step <= stretch.last]
     for step in sorted({*steps, *hashes}):
         texts = list(_differences(recorded, replayed, step))
         if texts:
-            return Comparison(tuple(steps), tuple(hashes), step, tuple(texts))
-    return Comparison(tuple(steps), tuple(hashes), None, ())
+            return ReplayComparison(tuple(steps), tuple(hashes), step, tuple(texts))
+    return ReplayComparison(tuple(steps), tuple(hashes), None, ())
 
 
 def _differences(recorded: StateRecords, replayed: StateRecords, step: int) -> list[str]:

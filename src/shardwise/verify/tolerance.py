@@ -9,7 +9,7 @@ from shardwise.config import Config
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest differences that keep the contract.
+    """The largest differences from one process that a verified layout may have.
 
     Attributes:
         losses: largest relative difference of the loss of a step.
@@ -53,7 +53,7 @@ class ChoiceDifferences:
 
 
 @dataclass(frozen=True)
-class Differences:
+class LayoutDifferences:
     """The largest differences of a layout from one process.
 
     Attributes:

@@ -16,14 +16,14 @@ from shardwise.base.errors import RunError, ShardwiseError
 from shardwise.config import Config
 from shardwise.distributed import collectives, devices
 from shardwise.verify import cell_training, layouts, rank_calls
-from shardwise.verify.tolerance import Differences, Tolerance
+from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 
 _TIMEOUT = 120.0
 """Seconds after which a collective fails that a rank never calls: steps of a miniature take less than one."""
 
 
 @dataclass(frozen=True)
-class MiddleCheckpoint:
+class _MiddleCheckpoint:
     """A checkpoint of the middle of a training."""
 
     folder: Path
@@ -35,7 +35,7 @@ class CellOutcome:
     """A cell's result and its judgement; `differences`: None if the cell failed."""
 
     cell: layouts.Cell
-    differences: Differences | None
+    differences: LayoutDifferences | None
     problems: Sequence[str]
     source: str | None = None
     seconds: float = 0.0
@@ -83,21 +83,21 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
     torch.set_num_threads(1)
     first = layouts.Cell(device=cells[0].device)
     try:
-        one_process = MiddleCheckpoint(cell_training.train_reference(config, first, folder), first.name)
+        one_process = _MiddleCheckpoint(cell_training.train_reference(config, first, folder), first.name)
     except ShardwiseError:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         raise RunError(f"one process on {first.device}, the reference, cannot be trained: {text}") from error
-    reference = cell_training.Reference.load(folder)
+    reference = cell_training.ReferenceTraining.load(folder)
     outcomes: list[CellOutcome] = []
     source = one_process
     for _, group in itertools.groupby(cells, key=lambda cell: (cell.device, cell.ranks)):
         pending = list(group)
         while pending:
             call = (config, pending, folder, source, one_process, len(outcomes))
-            answer = rank_calls.call_on_ranks(measure_cells, *call, ranks=pending[0].ranks, folder=folder)
-            results: list[tuple[CellOutcome, MiddleCheckpoint]] = answer.values
+            answer = rank_calls.call_on_ranks(_train_cells, *call, ranks=pending[0].ranks, folder=folder)
+            results: list[tuple[CellOutcome, _MiddleCheckpoint]] = answer.values
             for outcome, checkpoint in results:
                 outcomes.append(outcome)
                 source = one_process if outcome.problems else checkpoint
@@ -109,20 +109,20 @@ def verify(config: Config, cells: Sequence[layouts.Cell], folder: Path) -> Verif
                 outcomes.append(CellOutcome(pending[0], None, (reason,)))
                 source = one_process
                 pending = pending[1:]
-    differences = cell_training.read_back(config, first, folder, source.folder)
+    differences = cell_training.continue_in_one_process(config, first, folder, source.folder)
     problems = differences.problems(Tolerance.of(config), source.layout)
     outcomes.append(CellOutcome(first, differences, problems, source.layout))
     return Verification(reference.losses, outcomes, sum(tensor.numel() for tensor in reference.choices.values()))
 
 
-def measure_cells(
+def _train_cells(
     config: Config,
     cells: Sequence[layouts.Cell],
     folder: Path,
-    source: MiddleCheckpoint,
-    one_process: MiddleCheckpoint,
+    source: _MiddleCheckpoint,
+    one_process: _MiddleCheckpoint,
     done: int,
-) -> Iterator[tuple[CellOutcome, MiddleCheckpoint]]:
+) -> Iterator[tuple[CellOutcome, _MiddleCheckpoint]]:
     """Train each cell on this rank; yield its outcome, and the checkpoint that its ranks saved. Collective.
 
     All cells have one device and number of ranks.
@@ -136,12 +136,14 @@ def measure_cells(
     """
     device = torch.device("cpu") if cells[0].device == "cpu" else devices.local_device()
     tolerance = Tolerance.of(config)
-    with rank_calls.process_group(device, _TIMEOUT) as world:
+    with rank_calls.join_called_ranks(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
             start = time.perf_counter()
-            differences, saved = cell_training.measure(config, cell, folder, source.folder, folder / f"layout-{number}")
+            differences, saved = cell_training.train_cell(
+                config, cell, folder, source.folder, folder / f"layout-{number}"
+            )
             problems = differences.problems(tolerance, source.layout)
-            checkpoint = MiddleCheckpoint(saved, cell.name)
+            checkpoint = _MiddleCheckpoint(saved, cell.name)
             seconds = time.perf_counter() - start
             yield CellOutcome(cell, differences, problems, source.layout, seconds), checkpoint
             if world.rank == 0 and source != one_process:

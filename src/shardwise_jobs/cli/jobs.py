@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.cli import output
 from shardwise.runs.events import how_it_ended, seconds_of
 from shardwise.runs.folder import RUNS, RunDirectory
-from shardwise_jobs import commands, jobs
+from shardwise_jobs import jobs, slurm_commands
 from shardwise_jobs.restarts import AttemptEnding, history
 from shardwise_jobs.script import job_log
 from shardwise_watch.run import open_run
@@ -39,10 +39,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    commands.require()
+    slurm_commands.require()
     if (arguments.action is None) != (arguments.id is None):
         raise ConfigError(f"shardwise jobs {arguments.action} needs the number of a job: shardwise jobs lists them")
-    states = jobs.states(RUNS)
+    states = jobs.job_states(RUNS)
     if arguments.action is None:
         _list(states, as_json=arguments.json)
         return 0
@@ -164,7 +164,7 @@ def _follow(log: Path, job: str, run_path: Path) -> None:
         if time.monotonic() - asked > _ASK_SLURM_SECONDS:
             asked = time.monotonic()
             try:
-                queued = commands.jobs(user=False, ids=[job])
+                queued = slurm_commands.jobs(user=False, ids=[job])
                 present = bool(queued)
                 waits = f"job {job} waits: {queued[0].reason}" if queued and queued[0].reason else ""
             except RunError as error:

@@ -33,10 +33,10 @@ from shardwise.config.recipe_files import is_model
 from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.runs.events import last_step, newest_checkpoint
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
-from shardwise_jobs import commands, submission
+from shardwise_jobs import slurm_commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
-from shardwise_plan.device_specs import Cluster, cluster, pipeline_warnings
+from shardwise_plan.device_specs import Cluster, parse_cluster, pipeline_warnings
 
 if TYPE_CHECKING:
     from shardwise_plan.plan import Plan
@@ -135,7 +135,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if given := [f"--{name.replace('_', '-')}" for name in excluded if getattr(arguments, name)]:
             raise ConfigError(f"--write-only must go without {listing(given)}: it writes the files of one job")
     elif not arguments.dry_run:
-        commands.require()
+        slurm_commands.require()
         if arguments.json and not arguments.yes:
             raise ConfigError("--json must go with -y, --dry-run or --write-only: it asks nothing")
         if not arguments.yes and not sys.stdin.isatty():
@@ -195,7 +195,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     problems.require_none(input_problems)
     warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
-        from shardwise.data.describe import TRAINED_AT_START
+        from shardwise.data.preview import TRAINED_AT_START
 
         if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
             warnings.append(("warning", _TRAINS_TOKENIZER))
@@ -209,7 +209,7 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
     gres = submission.reserved(config.launch)
-    machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    machines = None if arguments.device is None else parse_cluster(arguments.device, nodes[1])
     # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     is_unknown = config.launch.ranks_per_node is None and gres is None
     if machines is not None and is_unknown:
@@ -217,7 +217,7 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     else:
         ranks = ranks_per_node(config.launch.ranks_per_node, config.parallel.ranks, nodes[0], gres)
     unasked: list[str] = []
-    if gres is None and not commands.answers():
+    if gres is None and not slurm_commands.answers():
         gres = _accelerators(arguments.device, machines, ranks)
         asked = "no accelerators; --gres gpu:8 or --device h100:8 names those of a node"
         asked = f"{gres} on each node, by --device; --gres names other ones" if gres else asked
@@ -246,7 +246,7 @@ def _accelerators(device: str | None, machines: Cluster | None, ranks: int) -> s
 
 def _fewer_devices(device: str, machines: Cluster, gres: str | None) -> list[tuple[str, str]]:
     """A warning where SLURM reserves fewer devices on a node than the user names."""
-    devices = commands.devices_of(gres or "")
+    devices = slurm_commands.devices_of(gres or "")
     if not devices or devices >= machines.per_node or not device.endswith(f":{machines.per_node}"):
         return []
     text = (
@@ -266,26 +266,27 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     warnings += job.config.optimizer.long_warmup(job.config.train.steps)
     plan = None
     if machines is not None:
-        from shardwise_plan.cli.rows import error_text, range_text
-        from shardwise_plan.plan import predicted
-        from shardwise_plan.plan_text import memory_text, predicted_rows
+        from shardwise_plan.cli.wording import published_error_text, time_range_text
+        from shardwise_plan.plan import predict_layout
+        from shardwise_plan.prediction_text import memory_fit_text, predicted_rows
 
         config = with_batch(job.config, layout.world, None)
-        plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
+        plan = predict_layout(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
-        if plan is not None and (ranges := range_text(plan)):
-            rows.append(("  range", f"{ranges} on the calendar, {error_text(plan)}: so far are published steps off"))
+        if plan is not None and (ranges := time_range_text(plan)):
+            rows.append(
+                ("  range", f"{ranges} on the calendar, {published_error_text(plan)}: so far are published steps off")
+            )
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
-            warnings.append(("warning", f"memory {memory_text(plan)}"))
+            warnings.append(("warning", f"memory {memory_fit_text(plan)}"))
     return [*rows, *checked.inputs, *warnings], plan
 
 
 def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
-    """Return what the rows tell, for `--json`."""
-    from shardwise_plan.plan_text import plan_facts
+    from shardwise_plan.prediction_text import plan_facts
 
     limit = job.config.launch.time
     return {
@@ -293,7 +294,7 @@ def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan
         "nodes": job.nodes,
         "ranks_per_node": job.ranks_per_node,
         "layout": asdict(layout) | {"data": layout.data, "zero": job.config.optimizer.zero},
-        "time_limit_seconds": None if limit is None else commands.seconds(limit),
+        "time_limit_seconds": None if limit is None else slurm_commands.seconds(limit),
         "prediction": None if plan is None else plan_facts(plan),
         "rows": [{"name": name.strip(), "text": text} for name, text in rows],
         "warnings": [text for name, text in rows if name == "warning"],
@@ -303,7 +304,7 @@ def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan
 
 def _starts(job: JobPlan, layout: Layout, limit: str, seconds: float) -> str:
     """The number of starts that all steps need within the time limit, and their node-hours."""
-    usable = commands.seconds(limit) - job.config.launch.warning_seconds
+    usable = slurm_commands.seconds(limit) - job.config.launch.warning_seconds
     node_hours = seconds / 3600 * layout.world / job.ranks_per_node
     starts = units.counted(math.ceil(seconds / usable), "start")
     return f"about {starts} of {limit}, {node_hours:,.0f} node-hours for the steps alone"
@@ -350,17 +351,17 @@ def _submit(job: JobPlan, arguments: argparse.Namespace, facts: dict[str, Any]) 
     compiling = None
     try:
         if arguments.precompile:
-            compiling = commands.submit(compile_script(job))
+            compiling = slurm_commands.submit(compile_script(job))
             submission.record(job.run_path, compiling, "compile")
             say(f"job {compiling} compiles all graphs first; its log: {job.run_path}/logs/compile-{compiling}.log")
             # By the second option SLURM cancels a training whose compilation failed, which else would wait for ever.
             options = [f"--dependency=afterok:{compiling}", "--kill-on-invalid-dep=yes"]
-        number = commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
+        number = slurm_commands.submit(script.read_text(encoding="utf-8", errors="surrogateescape"), options)
     except ConfigError:
         # SLURM refuses the training: without it the graphs are of no use.
         if compiling is not None:
             with contextlib.suppress(RunError):
-                commands.cancel(compiling)
+                slurm_commands.cancel(compiling)
         if arguments.run_dir is None:
             shutil.rmtree(job.run_path)
         raise
@@ -407,8 +408,8 @@ def rehearse(job: str, run_path: Path, say: Callable[[str], None] = output.line)
     """
     _await(lambda: last_step(run_path) > 0, job, _TRAIN_SECONDS, "take a first step")
     say(f"job {job} trains; now it gets SIGUSR1, as before a preemption")
-    commands.warn(job)
-    _await(lambda: commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
+    slurm_commands.warn(job)
+    _await(lambda: slurm_commands.restarts(job) > 0, job, _TRAIN_SECONDS, "be queued again")
     saved = newest_checkpoint(run_path)
     say(f"it saved step {saved:,} and was queued again")
     resumed = RunDirectory(run_path)
@@ -417,13 +418,13 @@ def rehearse(job: str, run_path: Path, say: Callable[[str], None] = output.line)
     def has_resumed() -> bool:
         nonlocal asked
         if time.monotonic() - asked > _ASK_SECONDS:
-            commands.start_early(job)
+            slurm_commands.start_early(job)
             asked = time.monotonic()
         return any(True for _ in resumed.events("resume"))
 
     _await(has_resumed, job, _QUEUE_SECONDS, "resume")
     event = list(resumed.events("resume"))[-1]
-    commands.cancel(job)
+    slurm_commands.cancel(job)
     if event["step"] != saved:
         raise RunError(f"job {job} resumed after step {event['step']:,}, and had saved step {saved:,}")
     say(f"it resumed after step {saved:,}: a preemption costs this run no step. The job was ended")
@@ -435,6 +436,6 @@ def _await(condition: Callable[[], bool], job: str, seconds: float, action: str)
     while not condition():
         if time.monotonic() > end:
             raise RunError(f"job {job} did not {action} within {seconds:,.0f} s; it goes on")
-        if not commands.jobs(user=False, ids=[job]):
+        if not slurm_commands.jobs(user=False, ids=[job]):
             raise RunError(f"job {job} ended before it could {action}; `shardwise jobs log {job}` says why")
         time.sleep(_POLL_SECONDS)

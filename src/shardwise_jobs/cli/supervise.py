@@ -11,12 +11,12 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.cli import output
-from shardwise.cli.run_preparation import is_finished
+from shardwise.cli.run_preparation import is_finished_run
 from shardwise.cli.train import with_batch
 from shardwise.config import check_layout, load_config
 from shardwise.launch import notices, stop_requests
 from shardwise.runs.folder import RunLock
-from shardwise_jobs import commands, supervisor
+from shardwise_jobs import slurm_commands, supervisor
 
 _LOCK_TRIES = 60
 _LOCK_PAUSE = 2.0
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     overrides = arguments.overrides
     ranks = arguments.ranks_per_node
     run_path: Path = arguments.run_dir
-    allocation = commands.allocation(os.environ)
+    allocation = slurm_commands.allocation(os.environ)
     if not run_path.is_dir():
         raise ConfigError(
             f"--run-dir ({run_path}) is gone, with all that this job has trained: put it back and submit again with "
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if allocation.requeues or arguments.killed_by is not None:
         _await_lock(run_path)
     with contextlib.ExitStack() as locks:
-        if is_finished(locks, config, run_path, None):
+        if is_finished_run(locks, config, run_path, None):
             return 0
         nodes = supervisor.usable_nodes(allocation.nodes, ranks, refusal)
         if nodes < allocation.nodes:

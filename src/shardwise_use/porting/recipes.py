@@ -12,26 +12,24 @@ from typing import Any, NamedTuple
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
-from shardwise.config import Config, apply_overrides, config_from
+from shardwise.config import Config, apply_overrides, config_from_sections
 from shardwise.config.error_texts import known_paths
+from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
-from shardwise.config.rules import length_problems
-from shardwise.config.suggestions import is_valid
-from shardwise.config.translation import Row, counts, translate
-from shardwise_use.porting.python_configs import UnknownValue, python_settings
-from shardwise_use.porting.shell_scripts import commands
+from shardwise.config.suggestions import is_key_or_option
+from shardwise.config.translation import Setting, is_integer_key, translate_settings
+from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings
+from shardwise_use.porting.shell_scripts import script_commands
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"
 """The option of torchtitan before 0.3 that names the TOML with the settings."""
 
 
-class Translation(NamedTuple):
+class _Translation(NamedTuple):
     """A recipe, and where it comes from.
 
     Attributes:
-        program: name of the program in the record.
-        sections: the recipe.
         rows: the program's settings and what became of them.
         problems: what is missing in the recipe or breaks a rule.
         options: options of `shardwise train` with their values.
@@ -39,13 +37,13 @@ class Translation(NamedTuple):
 
     program: str
     sections: dict[str, dict[str, Any]]
-    rows: list[Row]
+    rows: list[Setting]
     problems: list[str]
     options: dict[str, Any]
 
 
-def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
-    """The recipe that does what a file of another program says.
+def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
+    """The recipe that does what a training script or config of another program says.
 
     Args:
         file: its path; of a Python file with several configs, `PATH:NAME`.
@@ -58,7 +56,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     family, told = _family(program, settings)
 
     def has(target: str) -> bool:
-        return is_valid(target, known_paths(family), None)
+        return is_key_or_option(target, known_paths(family), None)
 
     def find(name: str) -> str | None:
         names = (f"{program}:{name}", name)
@@ -68,20 +66,22 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
     # A value may be code, or a variable that the file does not set.
     readable = {
-        name: value for name, value in asked.items() if not isinstance(value, UnknownValue) and "$" not in str(value)
+        name: value
+        for name, value in asked.items()
+        if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
     }
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
     # What is given and cannot be read is not left out.
     given = {**dict.fromkeys(asked), **readable}
-    rows = list(translate(given, program if is_whole else None, known, has, find))
+    rows = list(translate_settings(given, program if is_whole else None, known, has, find))
     left_out = [name for name, value in readable.items() if value == -1]
-    rows += [Row(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
+    rows += [Setting(name, -1, reason=WITHOUT_KEY.get(find(name) or "", "nothing to set")) for name in left_out]
     for name, value in asked.items():
         if name not in readable:
-            rows.append(Row(name, value, reason="its value is not in the file" if find(name) else ""))
+            rows.append(Setting(name, value, reason="its value is not in the file" if find(name) else ""))
     rows += [
-        Row(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
+        Setting(name, value, {"model.family": family} if family else {}, "" if family else "no family is like that")
         for name, value in settings.items()
         if name in FACTS and not find(name)
     ]
@@ -90,21 +90,21 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
         keys |= row.keys
     if (size := _tokens_of(keys)) is not None:
         keys["model.vocab_size"] = size
-        rows.append(Row("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
+        rows.append(Setting("data.tokenizer", keys["data.tokenizer"], {"model.vocab_size": size}))
     rows = [replace(row, keys={key: keys[key] for key in row.keys}, reason=_note(row, keys)) for row in rows]
     options = {key: keys.pop(key) for key in list(keys) if key.startswith("--")}
     sections = _sections(keys)
     problems = apply_overrides(sections, overrides)
     try:
-        config = config_from(sections, problems, typed=[override.partition("=")[0] for override in overrides])
+        config = config_from_sections(sections, problems, typed=[override.partition("=")[0] for override in overrides])
         problems = length_problems(config.model, config.train, config.optimizer)
     except ConfigError as error:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
-    return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+    return _Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
-def _note(row: Row, keys: Mapping[str, Any]) -> str:
+def _note(row: Setting, keys: Mapping[str, Any]) -> str:
     is_decay = row.name == "lr_scheduler.decay_ratio" and "optimizer.decay_steps" in row.keys
     is_cut = is_decay and float(row.value) * keys.get("train.steps", 0) > keys["optimizer.decay_steps"] + 1.5
     return "torchtitan shortens a decay to the steps after the warmup" if is_cut else row.reason
@@ -123,7 +123,7 @@ def _tokens_of(keys: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _is_told(row: Row, program: str) -> bool:
+def _is_told(row: Setting, program: str) -> bool:
     """False for what a program leaves out, does by default where that is nothing here, or says of other things."""
     says_nothing = not row.reason and re.search(PROGRAMS[program].ignored, f"{row.name}={row.value}")
     is_idle = row.reason in ("", "nothing to set")
@@ -136,7 +136,7 @@ def _sections(keys: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     sections: dict[str, dict[str, Any]] = {name: {} for name in Config.model_fields}
     for key, value in sorted(keys.items(), key=lambda item: item[0] != "model.family"):
         section, _, name = key.partition(".")
-        if isinstance(value, float) and value.is_integer() and counts(key):
+        if isinstance(value, float) and value.is_integer() and is_integer_key(key):
             value = int(value)
         sections[section][name] = value.replace(" ", "") if key == "data.split" else value
     return {name: section for name, section in sections.items() if section}
@@ -171,7 +171,6 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
 
 
 def _settings(file: str) -> tuple[str, dict[str, Any]]:
-    """The program and the settings of a file."""
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
     candidates = list(_candidates(_text(place), place, wanted))
@@ -224,7 +223,7 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
         elif kind == ".py":
             yield _completed(python_settings(text, str(place), wanted), place)
         else:
-            for settings in commands(text, place.parent):
+            for settings in script_commands(text, place.parent):
                 named = str(settings.get(_FILE))
                 for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
                     # What the command line has counts instead of the file's.

@@ -11,7 +11,7 @@ from olmo_core.optim import WSD, AdamWConfig, CosWithWarmup, LinearWithWarmup
 from olmo_core.train import Duration, TrainerConfig
 from olmo_core.train.train_module import TransformerTrainModuleConfig
 
-from shardwise.config import config_from
+from shardwise.config import config_from_sections
 from shardwise.config.other_names import WORDS
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.porting.recipes import recipe_of
@@ -55,7 +55,7 @@ def saved(scheduler: Any, at: Path) -> str:
 def test_every_step_has_the_rate_of_the_maker(scheduler: Any, tmp_path: Path) -> None:
     made = recipe_of(saved(scheduler, tmp_path))
     assert made.problems == []
-    config = config_from(made.sections)
+    config = config_from_sections(made.sections)
     assert (config.train.steps, config.train.global_batch, config.train.micro_batch) == (STEPS, 16, 4)
     assert config.model.family == "olmo2"
     ours = [learning_rate(config.optimizer, STEPS, step) for step in range(1, STEPS + 1)]

@@ -11,7 +11,7 @@ pytest.importorskip("torchtitan.components.optimizer")
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 
-from shardwise.config import config_from
+from shardwise.config import config_from_sections
 from shardwise.optim.learning_rate import learning_rate
 from shardwise_use.porting.recipes import recipe_of
 
@@ -33,7 +33,7 @@ def test_every_step_has_the_rate_of_the_maker(decay_type: Any, decay_ratio: floa
     (tmp_path / "config.json").write_text(json.dumps(saved), encoding="utf-8")
     made = recipe_of(str(tmp_path / "config.json"))
     assert made.problems == []
-    config = config_from(made.sections)
+    config = config_from_sections(made.sections)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     schedulers = scheduler.build(optimizers=[optimizer], training_steps=STEPS)
     theirs = []

@@ -13,8 +13,8 @@ from shardwise.base.errors import RunError
 from shardwise.cli.compile import _threads
 from shardwise.config import Layout, load_config
 from shardwise.train.compile import ahead_of_time, worker
+from shardwise.train.compile.compiled_units import BLOCK
 from shardwise.train.compile.graph_cache import Facts, GraphCache
-from shardwise.train.compile.units import BLOCK
 from tests.command_line import CommandLine
 
 FACTS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.runs.folder import RunDirectory, RunLock
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from tests.command_line import CommandLine
 
 SUBMIT = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ranks_per_node=1")
@@ -15,7 +15,7 @@ SUBMIT = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr(slurm_commands, "require", lambda: None)
     monkeypatch.setattr("shutil.which", lambda *_: None)
 
 
@@ -58,7 +58,7 @@ def test_a_submitted_job_is_told(cli: CommandLine, monkeypatch: pytest.MonkeyPat
     assert (facts["written"], facts["job"]) == (None, None)
     written = cli.facts(*SUBMIT, "--write-only", "--run-dir", "one")["written"]
     assert Path(written) == Path("one/job.sh").absolute()
-    monkeypatch.setattr(commands, "submit", lambda *_: "7")
+    monkeypatch.setattr(slurm_commands, "submit", lambda *_: "7")
     submitted = cli.facts(*SUBMIT, "-y", "--run-dir", "two")
     assert (submitted["job"], submitted["log"]) == ("7", str(Path("two/logs/job-7.log").absolute()))
     assert "--json must go with -y" in cli.refused(*SUBMIT, "--json")

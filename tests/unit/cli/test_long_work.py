@@ -19,7 +19,7 @@ from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.train.compile import ahead_of_time
 from shardwise.verify import verification
 from shardwise.verify.layouts import Cell
-from shardwise.verify.tolerance import Differences
+from shardwise.verify.tolerance import LayoutDifferences
 from tests.command_line import CommandLine
 from tests.hugging_face import save
 from tests.loopback_files import serve
@@ -181,7 +181,7 @@ def test_a_verification(at: Path, shown: Log, monkeypatch: pytest.MonkeyPatch, c
         for number in range(4):
             (folder / f"layout-{number}").mkdir()
         (folder / "layout-2").rmdir()  # of those that are done the last one alone is kept
-        exact = Differences(0.0, 0.0, 0.0, 0.0)
+        exact = LayoutDifferences(0.0, 0.0, 0.0, 0.0)
         return verification.Verification((1.0, 0.5), [verification.CellOutcome(cell, exact, ()) for cell in cells])
 
     monkeypatch.setattr(verification, "verify", verify)

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.launch import stop_requests
 from shardwise.runs.folder import RunDirectory, RunLock
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.restarts import history
 from shardwise_jobs.submission import record
 from tests.command_line import CommandLine
@@ -115,8 +115,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch, **states: str) -> list[str]:
     cancelled: list[str] = []
     lines = [f"{name[4:]}|{state}||1||0:00|1:00|gpu||T|shardwise:/x" for name, state in states.items()]
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(commands, "jobs", lambda: [commands._job(line) for line in lines])
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    monkeypatch.setattr(slurm_commands, "jobs", lambda: [slurm_commands._job(line) for line in lines])
+    monkeypatch.setattr(slurm_commands, "cancel", cancelled.append)
     return cancelled
 
 
@@ -129,7 +129,7 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
         record(run, number, kind)
     with (run / "jobs.jsonl").open("a") as file:
         file.write('{"id": "4", "ki')
-    cancelled = slurm(monkeypatch, job_1="RUNNING", job_2="PENDING", job_3="PENDING", job_9="PENDING")
+    cancelled = slurm_commands(monkeypatch, job_1="RUNNING", job_2="PENDING", job_3="PENDING", job_9="PENDING")
     first, second, _ = cli("stop", "run").out.splitlines()
     assert cancelled == ["2", "1", "3"]
     assert first == "job 2, which waited in SLURM's queue, is cancelled"
@@ -145,7 +145,7 @@ def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(
     """Its supervisor is starting: no process is there that would read a request."""
     run = RunDirectory("run").create().path
     record(run, "1", "train")
-    cancelled = slurm(monkeypatch, job_1="RUNNING")
+    cancelled = slurm_commands(monkeypatch, job_1="RUNNING")
     holder = {"host": "elsewhere", "pid": 1, "started": "2026"}
     (run / ".lock").write_text(json.dumps(holder))
     cli("stop", "run")

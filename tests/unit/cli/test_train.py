@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from shardwise.base import units
 from shardwise.base.errors import DataError
 from shardwise.cli import main
-from shardwise.config import check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_text
+from shardwise.config import check_layout, config_from_sections, dump_yaml, load_config, parse_yaml, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes
@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launches asked for, none of which happens."""
     launches: list[Launch] = []
     monkeypatch.setattr("shardwise.launch.local.launch", lambda *launch: launches.append(Launch(*launch)))
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_data", lambda config, announce: None)
     return launches
 
 
@@ -77,7 +77,7 @@ def test_dry_run_tells_all_and_starts_nothing(tmp_path: Path, cli: CommandLine) 
     assert rows["  optimizer"] == units.size(memory.optimizer)
     assert rows["disk"].startswith(f"{units.size(checkpoint_bytes(config))} for each checkpoint, at most 4 at once")
     assert rows["communication"].startswith(units.size(sum(wire_bytes(step_transfers(config, layout)).values())))
-    assert config_from(parse_yaml(text, "dry run")) == config
+    assert config_from_sections(parse_yaml(text, "dry run")) == config
     assert not list(tmp_path.iterdir())
 
 
@@ -187,8 +187,8 @@ def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.Monkey
     awaited = "runs/bert-large/checkpoints/step-00028125"
     assert f"\n# weights        {awaited}: not there yet; the run that" in loaded("", 0, "bert-large-phase2")
     assert "memory://none/run must be a folder with weights" in loaded("memory://none/run", 2)
-    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
-    monkeypatch.setattr("shardwise.base.hub.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find_on_hub", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.base.hub.find_on_hub", lambda wanted: "hub")
     shown = loaded("owner/name", 0)
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown
     assert "\n# tokenizer      owner/name: on the hub, fetched when the run starts\n" in shown
@@ -398,7 +398,7 @@ def test_bad_data_starts_nothing(started: list[Launch], monkeypatch: pytest.Monk
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", prepare)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_data", prepare)
     assert cli.refused("train", "quickstart") == "shardwise: data.path (x) is empty\n"
     assert not started
     assert not Path("runs").exists()
@@ -433,7 +433,7 @@ def test_fault_21_a_dry_run_takes_each_key(capsys: pytest.CaptureFixture[str]) -
             assert code in (0, 2), override
             assert code == 0 or err.startswith("shardwise: "), override
             if code == 0:
-                accepted[key] = config_from(parse_yaml(out, "dry run"))
+                accepted[key] = config_from_sections(parse_yaml(out, "dry run"))
                 assert accepted[key] == load_config("llama2-tiny", ["data.dataset=python", override]), override
     assert {"compile.cache_dir", "compile.options", "launch.environment", "launch.sbatch"} <= accepted.keys()
 

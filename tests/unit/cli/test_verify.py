@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.verify import Verified
+from shardwise.cli.verify import _Verified
 from shardwise.config import UserModelConfig, load_config
-from shardwise.verify.layouts import Cell, candidates, parse_layouts
+from shardwise.verify.layouts import Cell, layout_candidates, parse_layouts
 from shardwise.verify.miniature import miniature
-from shardwise.verify.tolerance import Differences
+from shardwise.verify.tolerance import LayoutDifferences
 from shardwise.verify.verification import CellOutcome, Verification
 from tests.command_line import CommandLine
 
-EXACT = Differences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
+EXACT = LayoutDifferences(0.0, 9.8e-8, 4.1e-7, 1e-7, "w", "g")
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +46,17 @@ def test_more_ranks_than_accelerators_are_refused(monkeypatch: pytest.MonkeyPatc
     assert "--nproc (4) must be at most the number of accelerators (2): " in said
 
 
-def verified(*layouts: str, failing: int = 0) -> Verified:
+def verified(*layouts: str, failing: int = 0) -> _Verified:
     """Of which the first `failing` layouts broke the contract, the first of them without any number."""
     recipe = load_config("gpt3-23b")
-    cells = candidates(recipe, "cpu", 8, parse_layouts(layouts))
+    cells = layout_candidates(recipe, "cpu", 8, parse_layouts(layouts))
     config = miniature(recipe, cells, 4, has_accelerator=False)
     outcomes = [CellOutcome(cell, EXACT, ()) for cell in cells]
     if failing:
         outcomes[:failing] = [CellOutcome(cell, EXACT, ("the losses differ by 1.0e-03",)) for cell in cells[:failing]]
         broken = "rank 1 failed: RuntimeError: broken\ntraceback: /tmp/rank-0001.log"
         outcomes[0] = CellOutcome(cells[0], None, (broken,))
-    return Verified("gpt3-23b", config, Verification((5.0, 4.9), [*outcomes, CellOutcome(Cell(), EXACT, ())]), ())
+    return _Verified("gpt3-23b", config, Verification((5.0, 4.9), [*outcomes, CellOutcome(Cell(), EXACT, ())]), ())
 
 
 @pytest.mark.parametrize("layouts", [(), ("all",)])
@@ -87,7 +87,9 @@ def test_an_own_model_that_data_parallelism_alone_changes(
     tensor: int, is_explained: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="own:Model", vocab_size=9)})
-    wrong = CellOutcome(Cell(ranks=2, tensor=tensor), Differences(0.0, 0.0, 1.5, 0.0, gradient="norm.weight"), ("p",))
+    wrong = CellOutcome(
+        Cell(ranks=2, tensor=tensor), LayoutDifferences(0.0, 0.0, 1.5, 0.0, gradient="norm.weight"), ("p",)
+    )
     verification = Verification([2.0, 1.0], [wrong, CellOutcome(Cell(), EXACT, ())])
-    Verified("own", config, verification, []).show()
+    _Verified("own", config, verification, []).show()
     assert ("Data parallelism alone differs: forward must take" in capsys.readouterr().out) == is_explained

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.config import config_from, dump_yaml, load_config
+from shardwise.config import config_from_sections, dump_yaml, load_config
 from shardwise.config.recipe_files import parse_yaml
 from tests.unit.config.refusals import layout_of, problem
 
@@ -15,7 +15,7 @@ def test_a_set_is_a_path_or_keys_of_data() -> None:
     sets = config.evaluation.sets
     assert (sets["code"].path, sets["wiki"].text_key) == ("code.txt", "body")
     assert sets["code"].split == sets["wiki"].split == "1,0"
-    assert config_from(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
+    assert config_from_sections(parse_yaml(dump_yaml(config.recorded()), "recorded")).evaluation == config.evaluation
     # Nothing need be held out beside sets.
     keys = [EVERY, "data.split=1,0", "evaluation.sets.code=code.txt"]
     assert layout_of(keys, world=1)

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, ModelConfig, UserModelConfig, check_layout, config_from, dump_yaml, parse_yaml
+from shardwise.config import (
+    Config,
+    ModelConfig,
+    UserModelConfig,
+    check_layout,
+    config_from_sections,
+    dump_yaml,
+    parse_yaml,
+)
 
 SIZES = {
     "vocab_size": 512,
@@ -26,7 +34,9 @@ def config_of(model: dict[str, Any], **sections: dict[str, Any]) -> Config:
         "train": {"steps": 1, "global_batch": 8, "sequence_length": 64},
         "optimizer": {"lr": 1e-3},
     }
-    return config_from({key: {**values.get(key, {}), **sections.get(key, {})} for key in {**values, **sections}})
+    return config_from_sections(
+        {key: {**values.get(key, {}), **sections.get(key, {})} for key in {**values, **sections}}
+    )
 
 
 def model_of(family: str, **changes: Any) -> ModelConfig:
@@ -141,7 +151,7 @@ def test_own_models_keep_their_keys_and_may_be_cut_in_any_way() -> None:
     assert isinstance(config.model, UserModelConfig)
     assert config.model.model_dump()["nested"] == {"width": 5}
     assert (config.model.objectives, config.model.causal, config.model.has_dropout) == (("lm",), True, False)
-    assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+    assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
     assert check_layout(config_of(OWN, parallel={"tensor": 7}), 7).tensor == 7
 
 

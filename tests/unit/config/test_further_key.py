@@ -45,7 +45,7 @@ def test_a_recipe_and_the_command_line_set_it(recipe: str) -> None:
     read, changed = (load.load_config(recipe, overrides) for overrides in ((), ("train.further=5",)))
     assert read.recorded()["train"]["further"] == 3
     assert changed.recorded()["train"]["further"] == 5
-    assert load.config_from(changed.recorded()).recorded() == changed.recorded()
+    assert load.config_from_sections(changed.recorded()).recorded() == changed.recorded()
 
 
 @pytest.mark.parametrize(

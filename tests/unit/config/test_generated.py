@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
-from shardwise.config import Config, check_layout, config_from, dump_yaml, load_config, parse_yaml, recipe_names
+from shardwise.config import (
+    Config,
+    check_layout,
+    config_from_sections,
+    dump_yaml,
+    load_config,
+    parse_yaml,
+    recipe_names,
+)
 from shardwise.estimates.memory import memory_by_rank
 from shardwise.models.parameter_counts import parameter_count
 from shardwise_plan import device_specs
@@ -100,7 +108,7 @@ def expect_plan(config: Config, world: int) -> None:
     """All that is predicted of a valid configuration is finite and positive, and its own file says the same."""
     layout = check_layout(config, world, is_new=True)
     config = config.with_batch_for(world)
-    again = config_from(parse_yaml(dump_yaml(config.model_dump(mode="json")), "again"))
+    again = config_from_sections(parse_yaml(dump_yaml(config.model_dump(mode="json")), "again"))
     assert again.model_dump() == config.model_dump(), "its own file reads otherwise"
     parameters = parameter_count(config.model)
     ranks = memory_by_rank(config, layout)
@@ -111,7 +119,7 @@ def expect_plan(config: Config, world: int) -> None:
     ranks_of_stage = layout.tensor * layout.expert * (layout.data if config.optimizer.zero == 3 else 1)
     assert sum(memory.parameters for memory in ranks) * ranks_of_stage >= parameters, "a rank lacks parameters"
     if config.parallel.pipeline * config.parallel.stages_per_rank <= 64 and layout.world <= 256:
-        found = step_time(config, layout, device_specs.cluster("h100:8", max(1, math.ceil(layout.world / 8))))
+        found = step_time(config, layout, device_specs.parse_cluster("h100:8", max(1, math.ceil(layout.world / 8))))
         assert found is not None
         seconds = found.total
         assert math.isfinite(seconds), seconds
@@ -167,7 +175,7 @@ def test_any_mapping_is_refused_with_one_clear_error(values: Any) -> None:
     """A file's values, before overrides: none of these is a whole recipe."""
     if isinstance(values, Mapping):
         with pytest.raises(ConfigError) as caught:
-            config_from(values)
+            config_from_sections(values)
         expect_clear(caught.value)
 
 

@@ -10,12 +10,12 @@ import pytest
 import transformers
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.config import FamilyConfig, config_from, load_config
+from shardwise.config import FamilyConfig, config_from_sections, load_config
 from shardwise.config.hugging_face import (
-    families_by_model_type,
+    _families_by_model_type,
+    _field_status,
     from_hugging_face,
     read_hugging_face,
-    status,
     to_hugging_face,
 )
 from shardwise.config.load import apply_overrides
@@ -64,11 +64,11 @@ ROPE_SCALINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-KINDS = listing(families_by_model_type(), "or")
+KINDS = listing(_families_by_model_type(), "or")
 
 
 def model_of(values: dict[str, Any]) -> FamilyConfig:
-    return config_from({"model": from_hugging_face(values, "config.json"), **REST}).model
+    return config_from_sections({"model": from_hugging_face(values, "config.json"), **REST}).model
 
 
 def problems(values: dict[str, Any]) -> list[str]:
@@ -382,11 +382,11 @@ def test_what_is_not_supported(values: dict[str, Any], problem: str) -> None:
 
 
 def means_nothing(kind: str, fields: dict[str, Any]) -> bool:
-    plain = {"model_type": kind} | dict.fromkeys(families_by_model_type()[kind].config_file.absent)
+    plain = {"model_type": kind} | dict.fromkeys(_families_by_model_type()[kind].config_file.absent)
     return from_hugging_face(plain | fields, "config.json") == from_hugging_face(plain, "config.json")
 
 
-@pytest.mark.parametrize("kind", families_by_model_type())
+@pytest.mark.parametrize("kind", _families_by_model_type())
 def test_fault_08_notes_of_a_published_file_mean_nothing(kind: str) -> None:
     """Names, tools, text generation, kernels and other heads; all by their kinds."""
     notes = {
@@ -405,15 +405,15 @@ def test_fault_08_the_user_says_which_fields_mean_nothing(tmp_path: Path) -> Non
     file.write_text(json.dumps({**LLAMA2_7B, **notes, "vision_config": {}}))
     section = {"config": str(tmp_path), "ignore": ["notes"]}
     with pytest.raises(ConfigError) as caught:
-        config_from({"model": section, **REST})
+        config_from_sections({"model": section, **REST})
     first, second = [problem.partition("config.json: ")[2] for problem in caught.value.problems]
     assert first == "vision_config ({}) is not supported: only null"
     assert second.endswith("""set 'model.ignore=[notes,"more notes"]'""")
     file.write_text(json.dumps({**LLAMA2_7B, **notes}))
-    config = config_from({"model": section | {"ignore": [*notes]}, **REST})
+    config = config_from_sections({"model": section | {"ignore": [*notes]}, **REST})
     model = model_of(LLAMA2_7B)
     assert config.model.model_dump(mode="json") == model.model_dump(mode="json") | {"ignore": [*notes]}
-    assert config_from(config.model_dump(mode="json")) == config
+    assert config_from_sections(config.model_dump(mode="json")) == config
     assert "ignore" not in to_hugging_face(model)
 
 
@@ -430,13 +430,13 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
     """Unless the loaded weights or the user say it."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA2_7B))
     named = {"model": {"config": str(tmp_path)}, **REST}
-    config = config_from(named)
+    config = config_from_sections(named)
     assert config.companions == str(tmp_path)
     assert config.recorded()["checkpoint"]["companions"] is None, "the place may be gone when the run is resumed"
-    assert config_from(config.recorded()).companions is None
-    assert config_from(config.recorded()) == config
-    assert config_from(named | {"checkpoint": {"load": "weights"}}).companions is None
-    assert config_from(named | {"checkpoint": {"companions": "other"}}).companions == "other"
+    assert config_from_sections(config.recorded()).companions is None
+    assert config_from_sections(config.recorded()) == config
+    assert config_from_sections(named | {"checkpoint": {"load": "weights"}}).companions is None
+    assert config_from_sections(named | {"checkpoint": {"companions": "other"}}).companions == "other"
     assert load_config("llama2-tiny").companions is None
 
 
@@ -553,4 +553,4 @@ def test_fault_08_the_status_of_a_field_is_its_familys() -> None:
         ("mistral", "sliding_window", 0, "unsupported"),
         ("llama", "notes", None, "neutral"),
     ):
-        assert status(name, value, families_by_model_type()[kind]) == expected, (kind, name)
+        assert _field_status(name, value, _families_by_model_type()[kind]) == expected, (kind, name)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from shardwise.base.errors import ConfigError, listing
 from shardwise.config import (
     Config,
-    config_from,
+    config_from_sections,
     dump_yaml,
     load_config,
     parse_yaml,
@@ -163,7 +163,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_missing_keys_say_what_they_are() -> None:
     with pytest.raises(ConfigError) as caught:
-        config_from({"model": {"family": "llama"}, "optimizer": {}})
+        config_from_sections({"model": {"family": "llama"}, "optimizer": {}})
     assert {
         "optimizer.lr is missing (peak learning rate)",
         "train is missing (how long and in what portions)",
@@ -207,7 +207,7 @@ def test_a_model_is_read_from_a_hugging_face_file(gpt2_folder: Path) -> None:
         config = load_config("llama2-tiny", [f"model.config={path}"])
         assert config.model.family == "gpt"
         assert (config.model.vocab_size, config.model.max_position_embeddings) == (50257, 1024)
-        assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+        assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
 
 
 def test_keys_beside_a_hugging_face_file_change_it(gpt2_folder: Path, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
 def test_a_resolved_configuration_is_frozen_and_reads_back_as_itself() -> None:
     overrides = ["log.sample_prompt='1e-4'", "data.path=no", "model.rope_scaling={rope_type: linear, factor: 2}"]
     config = load_config("quickstart", overrides)
-    assert config_from(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
+    assert config_from_sections(parse_yaml(dump_yaml(config.model_dump()), "test")) == config
     with pytest.raises(ValidationError):
         config.train.steps = 3
 

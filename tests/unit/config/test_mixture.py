@@ -8,7 +8,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import (
     check_changes,
-    config_from,
+    config_from_sections,
     load_config,
     parse_yaml,
     recipe_text,
@@ -67,7 +67,7 @@ def test_the_mixture_of_the_page_is_read() -> None:
     section = page.partition("\n## Mixtures and stages")[2].partition("\n## ")[0]
     (text,) = re.findall(r"^```yaml\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     recipe = parse_yaml(recipe_text("llama2-tiny"), "")
-    data = config_from({**recipe, **parse_yaml(text, "the page")}).data
+    data = config_from_sections({**recipe, **parse_yaml(text, "the page")}).data
     assert [*data.mixture] == ["web", "code", "math"]
     assert data.stages[1].weights == {"math": 1.0}
     assert data.stages[1].at > data.stages[0].at

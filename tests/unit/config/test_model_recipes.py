@@ -8,8 +8,8 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.hub import HubFiles
-from shardwise.config import load_config, load_with, recipe_name, recipe_names, require_data
-from shardwise.config.model_recipes import place_of_model, remark
+from shardwise.config import load_config, load_config_of_program, recipe_name, recipe_names, require_data
+from shardwise.config.model_recipes import _place_of_model, model_remark
 from shardwise.config.recipe_files import is_model, own_data, recipe_text
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
@@ -54,7 +54,7 @@ def test_the_warmup_follows_the_steps_and_the_last_rate_the_first(folder: Path, 
     keys = [f"train.steps={steps}", "optimizer.lr=1e-5"]
     config = load_config(str(folder), keys)
     assert (config.optimizer.warmup_steps, config.optimizer.lr, config.optimizer.min_lr) == (warmup, 1e-5, 1e-6)
-    assert load_with(str(folder), {"train.steps": steps, "optimizer.lr": 1e-5}) == config
+    assert load_config_of_program(str(folder), {"train.steps": steps, "optimizer.lr": 1e-5}) == config
     given = load_config(str(folder), [*keys, "optimizer.warmup_steps=1", "optimizer.min_lr=0"]).optimizer
     assert (given.warmup_steps, given.min_lr) == (1, 0)
     assert config.data.split_weights[:2] == (95, 5), "text is held out"
@@ -75,18 +75,18 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_its_tokenizer_comes_along(folder: Path) -> None:
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER"
-    assert "weights are new" in (said := remark(str(folder), load_config(str(folder))))
+    assert "weights are new" in (said := model_remark(str(folder), load_config(str(folder))))
     assert "tokenizer is that of" not in said
     (folder / "tokenizer.json").write_text("{}")
     config = load_config(str(folder / "config.json"), ["train.steps=7"])
     assert config.data.tokenizer == str(folder)
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl"
     loading = load_config(str(folder), [f"checkpoint.load={folder}"])
-    assert "weights" not in (said := remark(str(folder), loading))
+    assert "weights" not in (said := model_remark(str(folder), loading))
     assert f"is that of {folder}, and the training is train.sequence_length=" in said
-    said = remark(str(folder / "config.json"), config)
+    said = model_remark(str(folder / "config.json"), config)
     assert f"(checkpoint.load={folder} starts" in said
-    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in remark("acme/tiny@v1", config)
+    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_remark("acme/tiny@v1", config)
     assert f"tokenizer is that of {folder};" in said
     assert "train.sequence_length=4096 train.global_batch=1024 train.steps=7 optimizer.lr=0.0003 " in said
 
@@ -139,7 +139,7 @@ def test_the_recipe_of_a_repository_is_named() -> None:
     }
     assert {name for name in of.values() if name} <= set(recipe_names())
     for named, recipe in of.items():
-        place = place_of_model(named, recipe_names())
+        place = _place_of_model(named, recipe_names())
         assert isinstance(place, HubFiles)
         assert place.hint == ("" if recipe is None else f"; the recipe {recipe} has the shape of this model")
 

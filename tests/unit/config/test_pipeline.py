@@ -5,7 +5,7 @@ import re
 import pytest
 
 from shardwise.config import ParallelConfig, check_layout, load_config
-from shardwise.config.rules import fits_schedule
+from shardwise.config.layout_rules import fits_schedule
 from tests.unit.config.refusals import layout_of, problem
 from tests.unit.config.test_families import OWN, problems
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import config_from, kept_batch_note, load_config, resume_changes, resume_problems
+from shardwise.config import config_from_sections, kept_batch_note, load_config, resume_changes, resume_problems
 
 
 def resolved(*overrides: str, recipe: str = "llama2-tiny") -> dict[str, Any]:
@@ -111,7 +111,7 @@ def test_fault_23_a_recorded_configuration_holds_no_secret() -> None:
     assert "word" not in str(recorded).replace("tie_word_embeddings", "")
     assert recorded["log"]["sample_prompt"] == recorded["launch"]["environment"]["URL"] == SHOWN
     assert config.log.sample_prompt == SECRET, "the run itself needs it"
-    assert config_from(recorded).model == config.model
+    assert config_from_sections(recorded).model == config.model
 
 
 @pytest.mark.parametrize("key", ["log.sample_prompt", "data.path", "data.text_key"])

@@ -10,7 +10,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.cli import main
 from shardwise.config import load_config, recipe_names
-from shardwise.config.load import config_from
+from shardwise.config.load import config_from_sections
 from shardwise.config.recipe_files import dump_yaml, parse_yaml, recipe_text
 from shardwise.config.schema import recipe_schema
 from tests.arch.source import ROOT, config_fields
@@ -65,7 +65,7 @@ def test_what_load_refuses_is_refused_at_its_place(change: dict[str, Any], place
         values[section] = {**values.get(section, {}), **keys} if isinstance(keys, dict) else keys
     assert place in places(values)
     with pytest.raises(ConfigError):
-        config_from(values)
+        config_from_sections(values)
 
 
 def test_every_key_that_may_be_left_out_tells_its_default() -> None:
@@ -85,7 +85,7 @@ def test_every_key_that_may_be_left_out_tells_its_default() -> None:
         if part.get("default") == {}:
             values = parse_yaml(recipe_text("llama2-tiny"), "")
             values.pop(section, None)
-            assert config_from(values) == config_from({**values, section: {}})
+            assert config_from_sections(values) == config_from_sections({**values, section: {}})
 
 
 def test_every_key_has_its_description() -> None:

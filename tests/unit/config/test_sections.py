@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import PrecisionConfig, apply_overrides, config_from, dump_yaml, load_config
+from shardwise.config import PrecisionConfig, apply_overrides, config_from_sections, dump_yaml, load_config
 from shardwise.config.recipe_files import parse_yaml
 from tests.unit.config.refusals import layout_of, problem, problems
 
@@ -87,11 +87,11 @@ def test_a_batch_for_a_number_of_ranks_becomes_a_number() -> None:
     assert config.with_batch(4).train.global_batch == 4
     with pytest.raises(ConfigError, match=r"\(8 per 32 ranks\) must be a whole number on 1 rank \(0.25\): set"):
         config.with_batch_for(1)
-    again = config_from(config.with_batch_for(64).model_dump())
+    again = config_from_sections(config.with_batch_for(64).model_dump())
     assert (again.with_batch_for(128).train.global_batch, again.train.batch_rule) == (16, "8 per 32 ranks")
     values = again.model_dump()
     apply_overrides(values, ["train.global_batch=4"])
-    assert config_from(values).train.batch_rule is None, "no rule gave this number"
+    assert config_from_sections(values).train.batch_rule is None, "no rule gave this number"
     assert load_config("llama2-tiny", ["train.global_batch=4 per 1 ranks"]).train.batch_rule == "4 per 1 rank"
     told = "train.batch_rule ('junk') must be left out: train.global_batch='N per M"
     assert problem("train.batch_rule=junk").startswith(told)
@@ -225,7 +225,7 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
     assert data.weighted_prefixes == [(0.7, "/data/a"), (30.0, "b/c")]
     assert (data.key, data.name, data.split_weights) == ("data.blend", "/data/a + b/c", (980.0, 10.0, 10.0))
     stored = parse_yaml(dump_yaml(config.model_dump(mode="json")), "config.yaml")
-    assert config_from(stored) == config
+    assert config_from_sections(stored) == config
     tiny, own = (load_config("gpt-tiny", given).data for given in ([], ["data.path=a.txt"]))
     assert [(each.key, each.name) for each in (tiny, own)] == [("data.dataset", "tiny"), ("data.path", "a.txt")]
     assert (tiny.weighted_prefixes, own.weighted_prefixes) == ([], [(1.0, "a.txt")])

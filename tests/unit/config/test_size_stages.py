@@ -4,17 +4,17 @@ import pytest
 
 from shardwise.config import (
     Config,
-    changed_stages,
-    config_from,
-    largest_stage,
+    changed_size_stages,
+    config_from_sections,
+    data_position_after,
+    largest_size_stage,
     load_config,
-    position_after,
     samples_between,
-    stage_after,
-    stage_of_step,
-    stages_of,
+    size_stage_after,
+    size_stage_of_step,
+    size_stages_of,
     tokens_of_run,
-    values_of_step,
+    values_at_step,
 )
 from tests.unit.config.refusals import problems
 
@@ -29,7 +29,7 @@ def config(*stages: str) -> Config:
 
 def test_each_stage_is_a_configuration_of_its_own() -> None:
     run = config(LONG, MIDDLE)
-    stages = stages_of(run)
+    stages = size_stages_of(run)
     assert [(stage.steps_before, stage.last_step) for stage in stages] == [(0, 4), (4, 6), (6, 8)]
     lengths = [(stage.train.sequence_length, stage.train.global_batch, stage.train.micro_batch) for stage in stages]
     assert lengths == [(64, 8, 2), (128, 4, 1), (32, 8, 1)], "what a stage does not set stays"
@@ -37,34 +37,34 @@ def test_each_stage_is_a_configuration_of_its_own() -> None:
     assert {(stage.unit_length, stage.block_length) for stage in stages} == {(32, 128)}
     assert [stage.samples_together for stage in stages] == [2, 1, 4]
     assert all(stage.recorded() == run.recorded() for stage in stages)
-    assert [stage_after(run, step).last_step for step in (0, 3, 4, 7, 8)] == [4, 4, 6, 8, 8]
-    assert [stage_of_step(run, step).last_step for step in (0, 4, 5, 8)] == [4, 4, 6, 8]
+    assert [size_stage_after(run, step).last_step for step in (0, 3, 4, 7, 8)] == [4, 4, 6, 8, 8]
+    assert [size_stage_of_step(run, step).last_step for step in (0, 4, 5, 8)] == [4, 4, 6, 8]
     assert [stage.has_next_step(4) for stage in stages] == [False, True, False]
     assert stages[2].has_next_step(8)
-    assert largest_stage(run) == stages[1]
+    assert largest_size_stage(run) == stages[1]
     # A program reads each by itself, such as one that compiles its graphs.
     for stage in stages:
         values = stage.model_dump(mode="json")
-        assert config_from(values).train == stage.train
+        assert config_from_sections(values).train == stage.train
         assert values["data"]["stages"] == []
-    assert values_of_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
+    assert values_at_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
 
 
 def test_a_run_without_sizes_in_stages_is_one_stage() -> None:
     run = load_config("llama2-tiny", ["train.steps=8"])
-    assert stages_of(run) == [run]
+    assert size_stages_of(run) == [run]
     assert (run.samples_together, run.last_step, run.run) == (1, 8, run)
     assert tokens_of_run(run) == 8 * run.train.global_batch * run.train.sequence_length
-    assert values_of_step(run.recorded(), 5) == run.recorded()
+    assert values_at_step(run.recorded(), 5) == run.recorded()
 
 
 def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
-    stages = stages_of(config(LONG, MIDDLE))
+    stages = size_stages_of(config(LONG, MIDDLE))
     assert tokens_of_run(stages[0]) == 4 * 512 + 2 * 512 + 2 * 256
     assert samples_between(stages[2], 3, 7) == (512 + 1024 + 256) // 32
-    assert position_after(stages[1], 4, 32) == 16
-    assert position_after(stages[1], 5, 20) == 20
-    assert position_after(stages[2], 6, 24) == 96
+    assert data_position_after(stages[1], 4, 32) == 16
+    assert data_position_after(stages[1], 5, 20) == 20
+    assert data_position_after(stages[2], 6, 24) == 96
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,13 @@ def test_every_stage_must_suit_the_layout() -> None:
 def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:
     stored = config(LONG, MIDDLE).recorded()
     later = MIDDLE.replace("at: 6", "at: 7")
-    assert changed_stages(stored, stages_of(config(LONG, later))[1], 6) == []
-    (problem,) = changed_stages(stored, config(LONG, later), 7)
+    assert changed_size_stages(stored, size_stages_of(config(LONG, later))[1], 6) == []
+    (problem,) = changed_size_stages(stored, config(LONG, later), 7)
     assert "the sequence lengths before step 7, from which the run goes on, must stay" in problem
-    (problem,) = changed_stages(stored, config(LONG, MIDDLE.replace("32", "256")), 5)
+    (problem,) = changed_size_stages(stored, config(LONG, MIDDLE.replace("32", "256")), 5)
     assert "must keep 128 tokens together" in problem
     plain = load_config("llama2-tiny", ["train.steps=8"])
-    assert changed_stages({}, plain, 4) == []
-    assert changed_stages(plain.recorded(), config(LONG), 4), "the order of a run without stages is that of samples"
+    assert changed_size_stages({}, plain, 4) == []
+    assert changed_size_stages(plain.recorded(), config(LONG), 4), (
+        "the order of a run without stages is that of samples"
+    )

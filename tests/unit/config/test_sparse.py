@@ -7,19 +7,19 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import find_sources
-from shardwise.config import Config, check_layout, config_from, load_config, stages_of
+from shardwise.config import Config, check_layout, config_from_sections, load_config, size_stages_of
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.build import build_balance
-from shardwise.train.summary import stages_of_ranks
+from shardwise.pipeline.partition import stages_of_ranks
 from tests.unit.config.refusals import problem
 
 
 def glm(tensor: int = 1, **keys: Any) -> Config:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-    return config_from(
+    return config_from_sections(
         {
             "model": {"family": "glm4_moe", **sizes, **heads, **keys},
             "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
@@ -101,7 +101,7 @@ def test_an_objective_needs_routers_for_which_it_is_defined(told: str) -> None:
         model = model | {name: plain["model"][name] for name in sizes}
     values = {**plain, "model": model or plain["model"], "optimizer": {"lr": 0.001, **objective}}
     with pytest.raises(ConfigError) as caught:
-        check_layout(config_from(values), 1)
+        check_layout(config_from_sections(values), 1)
     assert list(caught.value.problems) == [told]
 
 
@@ -111,12 +111,12 @@ def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
     plain["optimizer"] |= {"router_sequence_loss": 0.001, "router_z_loss": 0.002}
     plain["data"] |= {"stages": [{"at": 2, "sequence_length": 16, "global_batch": 2}]}
     found = []
-    for stage in stages_of(config_from(plain)):
+    for stage in size_stages_of(config_from_sections(plain)):
         balance = build_balance(stage, check_layout(stage, 1), Mesh(device="cpu"))
         found.append((balance.samples, balance.length, balance.layers, balance.names, balance.needs_counts))
     assert found == [(4, 8, 1, ("sequence", "z"), False), (2, 16, 1, ("sequence", "z"), False)]
     plain["optimizer"] |= {"router_batch_loss": 0.001}
-    (one, _) = stages_of(config_from(plain))
+    (one, _) = size_stages_of(config_from_sections(plain))
     needs = []
     for micro_batch in (4, 2):
         cut = one.with_keys(train={"micro_batch": micro_batch})

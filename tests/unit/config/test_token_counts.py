@@ -2,8 +2,9 @@
 
 import pytest
 
+from shardwise.base.units import parse_tokens, tokens_text
 from shardwise.config import load_config
-from shardwise.config.token_counts import parse_tokens, steps_of, tokens_text
+from shardwise.config.token_counts import steps_of_tokens
 from tests.unit.config.refusals import problem
 
 TOKENS_OF_STEP = 8 * 256
@@ -26,7 +27,7 @@ def test_other_values_are_no_tokens(text: object) -> None:
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (149, 1), (150, 2), (1000, 10), (1049, 10)])
 def test_steps_are_the_nearest(tokens: int, steps: int) -> None:
-    assert steps_of(tokens, 100) == steps
+    assert steps_of_tokens(tokens, 100) == steps
 
 
 def test_all_keys_that_count_steps_take_tokens() -> None:
@@ -41,7 +42,7 @@ def test_all_keys_that_count_steps_take_tokens() -> None:
     values = config.recorded()
     for key, text in keys.items():
         section, name = key.split(".")
-        assert values[section][name] == steps_of(parse_tokens(text), TOKENS_OF_STEP)
+        assert values[section][name] == steps_of_tokens(parse_tokens(text), TOKENS_OF_STEP)
     points = "optimizer.points=[{at: 0, factor: 0}, {at: 100k, factor: 1}]"
     assert [point.at for point in load_config("llama-small", [*POINTS, points]).optimizer.points] == [0, 49]
 

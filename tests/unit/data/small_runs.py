@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.config import Config, config_from
+from shardwise.config import Config, config_from_sections
 from shardwise.data import cache
-from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData, make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -23,7 +23,7 @@ def config(
     sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "num_attention_heads": 4}
     train = {"steps": data.pop("steps", 1), "global_batch": data.pop("batch", 2), "micro_batch": 1}
     sections = {name: data.pop(name, None) or {} for name in ("evaluation", "hooks")}
-    return config_from(
+    return config_from_sections(
         {
             "model": {"family": family, "vocab_size": vocab_size, "max_position_embeddings": 4096, **sizes},
             "train": {**train, "sequence_length": length, "eval_every": eval_every},
@@ -40,12 +40,12 @@ def sized(vocab_size: int, length: int, eval_every: int, **data: Any) -> Config:
 
 
 def batches_of(chosen: Config, root: Path, part: Any = "train") -> Any:
-    return make_batches(chosen, prepare(chosen, root), part)
+    return make_batches(chosen, prepare_data(chosen, root), part)
 
 
 def refusals(chosen: Config, root: Path) -> list[str]:
     with pytest.raises(DataError) as caught:
-        prepare(chosen, root)
+        prepare_data(chosen, root)
     return caught.value.problems
 
 

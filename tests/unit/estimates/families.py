@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.config import Config, FamilyConfig, config_from
+from shardwise.config import Config, FamilyConfig, config_from_sections
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 
@@ -51,7 +51,7 @@ def make_config(model: dict[str, Any], **sections: dict[str, Any]) -> Config:
     }
     for key, values in sections.items():
         base[key] = base.get(key, {}) | values
-    return config_from({"model": model} | base)
+    return config_from_sections({"model": model} | base)
 
 
 OWN = make_config({"family": "package.module:Own", "vocab_size": 50})

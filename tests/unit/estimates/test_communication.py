@@ -16,7 +16,7 @@ from shardwise.models.parameter_counts import local_parameter_count
 from shardwise.optim.freed_buckets import make_buckets
 from shardwise.optim.sharding import Dtypes, Sharding
 from shardwise.optim.unit_weights import places_in
-from shardwise.train.build import decay_groups
+from shardwise.train.build import _decay_groups
 from tests.unit.estimates.families import MODELS, make_config, section
 
 S, B, H, F, V, L, HEADS, KV_HEADS = 16, 2, 32, 48, 50, 3, 4, 2
@@ -119,7 +119,7 @@ def test_buckets_are_those_of_the_optimizer(name: str, bucket_mib: float | None,
     sharding = Sharding(zero, bucket_mib=bucket_mib)
     made = [
         bucket.numel
-        for group in decay_groups(model.parameters(), 0.1)
+        for group in _decay_groups(model.parameters(), 0.1)
         for bucket in make_buckets(
             group["params"],  # type: ignore[arg-type]
             sharding,

@@ -14,14 +14,14 @@ import pytest
 
 from shardwise.base.errors import see
 from shardwise.launch.first_failure import Failure
-from shardwise.launch.node import Attempt, Node, SupervisorConnection, launch_on_node
+from shardwise.launch.node import LauncherFacts, Node, SupervisorConnection, launch_on_node
 from shardwise_jobs import attempt as attempts
 from shardwise_jobs.attempt import AttemptOutcome, AttemptWatch
 
-Launcher = Callable[[Attempt, int], None]
+Launcher = Callable[[LauncherFacts, int], None]
 
 
-def joined(number: int, attempt: Attempt, **last: Any) -> None:
+def joined(number: int, attempt: LauncherFacts, **last: Any) -> None:
     """A launcher that joins, and tells how it ended."""
     with SupervisorConnection(Node(attempt, number, f"n{number}"), lambda: {"training": False, "beats": []}) as control:
         if last:
@@ -40,7 +40,7 @@ def watched(
     )
     threads: list[threading.Thread] = []
 
-    def start(attempt: Attempt) -> tuple[str, ...]:
+    def start(attempt: LauncherFacts) -> tuple[str, ...]:
         threads.extend(threading.Thread(target=launcher, args=(attempt, number)) for number in range(2))
         for thread in threads:
             thread.start()
@@ -96,7 +96,7 @@ def test_a_killed_agent_is_told_and_not_its_ranks(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_gone_is_a_lost_node(tmp_path: Path) -> None:
-    def launcher(attempt: Attempt, number: int) -> None:
+    def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
         else:
@@ -112,7 +112,7 @@ def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> 
     def prepare() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def launcher(attempt: Attempt, number: int) -> None:
+    def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
         else:
@@ -128,8 +128,8 @@ def test_a_node_that_cannot_prepare_says_why_and_is_not_lost(tmp_path: Path) -> 
 def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Path) -> None:
     """As one of an earlier attempt, or another program that found the port."""
 
-    def launcher(attempt: Attempt, number: int) -> None:
-        stranger = Attempt(**{**vars(attempt), "secret": "of another attempt"})
+    def launcher(attempt: LauncherFacts, number: int) -> None:
+        stranger = LauncherFacts(**{**vars(attempt), "secret": "of another attempt"})
         with socket.create_connection((attempt.address, attempt.control)) as other:
             other.sendall((b"GET / HTTP/1.1\r\n\r\n", b"[1]\n")[number])
         joined(1 - number, stranger, code=1)
@@ -139,7 +139,7 @@ def test_a_launcher_without_the_secret_of_the_attempt_is_not_heard(tmp_path: Pat
 
 
 def test_nodes_that_do_not_join_are_told(tmp_path: Path) -> None:
-    def launcher(attempt: Attempt, number: int) -> None:
+    def launcher(attempt: LauncherFacts, number: int) -> None:
         if number == 0:
             joined(number, attempt)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runs.failure import FailureRecord
+from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import JsonLines, RunDirectory
 from shardwise_jobs.cli import jobs as command
-from shardwise_jobs.commands import SlurmJob
-from shardwise_jobs.jobs import JobState, goodput, state_of
+from shardwise_jobs.jobs import JobState, _job_state, goodput
+from shardwise_jobs.slurm_commands import SlurmJob
 from shardwise_jobs.submission import Submitted
 from tests.monitor_runs import FIRST, Start, ending, stamp, write_run
 from tests.unit.jobs.test_restarts import CRASH
@@ -58,7 +58,7 @@ def test_a_later_job_of_the_run_has_failures_and_loads_of_its_own(
 
 def test_each_job_of_a_run_has_its_own_end_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the first was cancelled after 20 steps, and the third one goes on where the second has finished."""
-    monkeypatch.setattr("shardwise_jobs.commands.restarts", lambda *_: 0)
+    monkeypatch.setattr("shardwise_jobs.slurm_commands.restarts", lambda *_: 0)
     run = write_run(tmp_path / "run", [Start(0, 20, "stopped by SIGTERM"), Start(20, 42)])
     second = FIRST + 60.0
     with JsonLines(run / "restarts.jsonl") as file:
@@ -66,7 +66,7 @@ def test_each_job_of_a_run_has_its_own_end_and_steps(tmp_path: Path, monkeypatch
         file.write(ending("finished", second, 60.0, 42, job="4712"))
 
     def state(job: str, present: SlurmJob | None = None) -> tuple[str, int | None]:
-        state = state_of(Submitted(job, "train", stamp(FIRST - 5), None), run, present, 60)
+        state = _job_state(Submitted(job, "train", stamp(FIRST - 5), None), run, present, 60)
         return state.state, state.step
 
     assert state("4711") == ("ended by SLURM", 20)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise_jobs.restarts import AttemptEnding, decide, history, history_file, record
+from shardwise_jobs.restarts import AttemptEnding, _history_file, decide, history, record
 
 CRASH = AttemptEnding(
     how="failed", job="7", requeues=0, nodes=2, began=100.0, seconds=60.0, until_joined=1.0, until_training=10.0,
@@ -66,7 +66,7 @@ def test_the_same_failure_twice_at_the_same_step_ends_the_job() -> None:
 def test_the_history_outlives_a_line_that_was_cut_short(tmp_path: Path) -> None:
     assert history(tmp_path) == []
     record(tmp_path, crash(5))
-    with history_file(tmp_path).open("a") as file:
+    with _history_file(tmp_path).open("a") as file:
         file.write('{"how": "fai\n')
     record(tmp_path, crash(6))
     assert history(tmp_path) == [crash(5), crash(6)]

@@ -7,7 +7,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.config.launch import LaunchConfig
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import JobPlan, job_script, ranks_per_node
 from shardwise_jobs.submission import check_counts, check_memory, check_run_folder, reserved, rows, write_inputs
 
@@ -28,7 +28,7 @@ def test_a_job_asks_for_the_accelerators_of_the_partition(monkeypatch: pytest.Mo
     rows = {"gpu": "gpu|gpu:h100:8(S:0-1)\ngpu|gpu:8\n", "trn": "trn|neuron:trn2:16(S:0-1)\n", None: "cpu*|(null)\n"}
     answers = {tuple(f"--partition={name}" for name in [name] if name): text for name, text in rows.items()}
     monkeypatch.setattr(
-        commands, "_run", lambda command: subprocess.CompletedProcess(command, 0, answers[tuple(command[3:])])
+        slurm_commands, "_run", lambda command: subprocess.CompletedProcess(command, 0, answers[tuple(command[3:])])
     )
     monkeypatch.setattr("shutil.which", lambda name: name)
     assert reserved(launch()) is None
@@ -105,12 +105,12 @@ def test_a_model_that_no_rank_can_hold_is_not_submitted(tmp_path: Path) -> None:
 
 def test_what_costs_steps_or_time_is_told_before_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name)
-    monkeypatch.setattr(commands, "configuration", lambda: "PreemptMode             = REQUEUE\n")
+    monkeypatch.setattr(slurm_commands, "configuration", lambda: "PreemptMode             = REQUEUE\n")
     planned, layout = job(tmp_path, "parallel.tensor=8", "train.global_batch=8", "train.micro_batch=1", ranks=8)
     told = dict(rows(replace(planned, ranks_per_node=4, nodes=(2, 2)), layout, ()))
     assert told["warning"].startswith("parallel.tensor (8) does not divide the ranks of a node (4)")
     assert "lack preempt_send_user_signal" in told["note"]
-    monkeypatch.setattr(commands, "configuration", lambda: "PreemptMode = OFF\n")
+    monkeypatch.setattr(slurm_commands, "configuration", lambda: "PreemptMode = OFF\n")
     assert "note" not in dict(rows(planned, layout, ()))
 
 
@@ -120,7 +120,7 @@ def test_fault_15_a_script_has_the_bytes_of_paths_under_any_locale(tmp_path: Pat
     text = job_script(replace(planned, directory=Path(f"/home/{under_ascii}")))
     path = write_inputs(planned, text, "")
     assert b"/home/\xc3\xa9" in path.read_bytes()
-    assert commands._run(["cat"], text).stdout == text.replace(under_ascii, "é")
+    assert slurm_commands._run(["cat"], text).stdout == text.replace(under_ascii, "é")
 
 
 @pytest.mark.parametrize("target", ["https://h.org/x", "curl https://h.org?x", "https://h.org", "env:X", "tee x"])

@@ -12,7 +12,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import main
 from shardwise.config import recipe_text
 from shardwise.runs.folder import RunDirectory
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.cli import jobs, submit
 from tests.command_line import CommandLine
 
@@ -23,7 +23,7 @@ TWO = ("submit", "llama2-tiny", "data.dataset=tiny", "--nodes", "2", "launch.ran
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.which", lambda *_: None)
-    monkeypatch.setattr(commands, "require", lambda: None)
+    monkeypatch.setattr(slurm_commands, "require", lambda: None)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
 
@@ -103,7 +103,7 @@ def test_a_dry_run_shows_the_script_that_would_be_written_and_says_that_it_write
 def test_files_alone_are_written_without_slurm_into_a_new_folder(
     monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
-    monkeypatch.setattr(commands, "require", lambda: pytest.fail("SLURM was asked for"))
+    monkeypatch.setattr(slurm_commands, "require", lambda: pytest.fail("SLURM was asked for"))
     cli(*TWO, "--write-only")
     (name,) = made()
     assert re.fullmatch(r"llama2-tiny-\d{8}-\d{6}", name)
@@ -218,13 +218,13 @@ def test_fault_20_a_host_that_ssh_would_take_for_an_option_is_refused(
 def test_a_rehearsal_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path / "run").create().path
     monkeypatch.setattr(submit, "_POLL_SECONDS", 0.0)
-    waiting = commands._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
+    waiting = slurm_commands._job("7|PENDING||1||0:00|1:00|gpu||T|shardwise:/x")
     for seconds, present, told in (
         (0.0, [waiting], "did not take a first step within 0 s"),
         (60.0, [], "ended before"),
     ):
         monkeypatch.setattr(submit, "_TRAIN_SECONDS", seconds)
-        monkeypatch.setattr(commands, "jobs", lambda present=present, **_: present)
+        monkeypatch.setattr(slurm_commands, "jobs", lambda present=present, **_: present)
         with pytest.raises(RunError, match=f"job 7 {told}"):
             submit.rehearse("7", run)
 
@@ -235,9 +235,9 @@ def test_a_rehearsal_that_resumes_before_what_it_had_saved_is_told(
     directory, cancelled = RunDirectory(tmp_path / "run").create(), list[str]()
     monkeypatch.setattr(submit, "last_step", lambda _: 12)
     monkeypatch.setattr(submit, "newest_checkpoint", lambda _: 10)
-    monkeypatch.setattr(commands, "warn", lambda _: None)
-    monkeypatch.setattr(commands, "restarts", lambda _: 1)
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    monkeypatch.setattr(slurm_commands, "warn", lambda _: None)
+    monkeypatch.setattr(slurm_commands, "restarts", lambda _: 1)
+    monkeypatch.setattr(slurm_commands, "cancel", cancelled.append)
     directory.metrics.write_text('{"event": "resume", "step": 5}\n')
     with pytest.raises(RunError, match="job 7 resumed after step 5, and had saved step 10"):
         submit.rehearse("7", directory.path)
@@ -252,8 +252,8 @@ def test_a_training_that_slurm_refuses_leaves_no_job_that_compiles(monkeypatch: 
             raise ConfigError("SLURM refuses the job: Invalid qos")
         return "7"
 
-    monkeypatch.setattr(commands, "submit", answer)
-    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    monkeypatch.setattr(slurm_commands, "submit", answer)
+    monkeypatch.setattr(slurm_commands, "cancel", cancelled.append)
     assert main([*TWO, "-y", "--precompile", "compile.enabled=true"]) == 2
     assert cancelled == ["7"]
     assert made() == []
@@ -277,7 +277,7 @@ def test_fault_05_a_dry_run_shows_the_script_that_compiles_and_then_the_one_that
 
 
 def test_files_with_a_secret_are_read_by_the_user_alone(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    monkeypatch.setattr(commands, "submit", lambda *_: "7")
+    monkeypatch.setattr(slurm_commands, "submit", lambda *_: "7")
     monkeypatch.setattr(submit, "glance_at_inputs", lambda *_: ([], []))
     for name, path in (("open", "s3://bucket/a.txt"), ("closed", "https://me:word@example.org/a.txt")):
         cli(*with_path(path), "-y", "--detach", "--run-dir", name)
@@ -291,13 +291,13 @@ def test_a_job_is_followed_though_slurm_does_not_answer_for_a_while(
 ) -> None:
     said = [RunError("squeue did not answer within 60 s"), None]
 
-    def queued(**_options: object) -> list[commands.SlurmJob]:
+    def queued(**_options: object) -> list[slurm_commands.SlurmJob]:
         problem = said.pop(0)
         if problem is not None:
             raise problem
         return []
 
-    monkeypatch.setattr(commands, "jobs", queued)
+    monkeypatch.setattr(slurm_commands, "jobs", queued)
     monkeypatch.setattr(jobs, "_ASK_SLURM_SECONDS", 0)
     monkeypatch.setattr(jobs, "_POLL_SECONDS", 0)
     jobs.follow(tmp_path / "job.log", "7", tmp_path)

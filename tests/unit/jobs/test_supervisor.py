@@ -18,10 +18,10 @@ from shardwise.config import load_config
 from shardwise.launch import stop_requests
 from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import LaunchError
-from shardwise_jobs import commands, supervisor
+from shardwise_jobs import slurm_commands, supervisor
 from shardwise_jobs.attempt import AttemptOutcome
-from shardwise_jobs.commands import Allocation
 from shardwise_jobs.restarts import history, record
+from shardwise_jobs.slurm_commands import Allocation
 from shardwise_jobs.supervisor import Supervisor
 from tests.monitor_runs import Start, write_run
 from tests.unit.jobs.test_restarts import CRASH
@@ -50,8 +50,8 @@ class Job:
         monkeypatch.setattr(supervisor, "address_of", lambda name: name)
         monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0)
         monkeypatch.setattr(supervisor, "BEAT_SECONDS", 0)
-        monkeypatch.setattr(commands, "requeue", self._requeue)
-        monkeypatch.setattr(commands, "binds_nothing", lambda: True)
+        monkeypatch.setattr(slurm_commands, "requeue", self._requeue)
+        monkeypatch.setattr(slurm_commands, "binds_nothing", lambda: True)
 
     def _requeue(self, _job: str) -> None:
         self.requeued += 1
@@ -187,7 +187,7 @@ def test_targets_are_told_of_each_restart_and_of_the_end(job: Job, monkeypatch: 
     assert told == [("restart", f"{SAVED.stopped}; what SLURM ends is not counted", 75)]
     told.clear()
     stop_requests.clear(job.run)
-    monkeypatch.setattr(commands, "requeue", lambda _: "it does not answer")
+    monkeypatch.setattr(slurm_commands, "requeue", lambda _: "it does not answer")
     with pytest.raises(StoppedError):
         job.supervise(signal.SIGUSR1, SAVED, requeues=3)
     lost, asked, end = told
@@ -207,7 +207,7 @@ def test_a_target_that_hangs_does_not_hold_up_that_slurm_queues_the_job_again(
     order: list[str] = []
     monkeypatch.setattr(supervisor.notices, "send", lambda event, *_arguments, **_options: order.append(event))
     monkeypatch.setattr(supervisor.notices, "wait", lambda: order.append("wait"))
-    monkeypatch.setattr(commands, "requeue", lambda _: order.append("requeue"))
+    monkeypatch.setattr(slurm_commands, "requeue", lambda _: order.append("requeue"))
     with pytest.raises(StoppedError):
         job.supervise(signal.SIGUSR1, SAVED)
     assert order == ["restart", "requeue", "wait"]

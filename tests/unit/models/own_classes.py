@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import Config, config_from
+from shardwise.config import Config, config_from_sections
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
 from shardwise.models.user_model import check_user_model
@@ -40,7 +40,7 @@ def config(family: str, sections: dict[str, dict[str, Any]] | None = None, **key
     }
     for section, values in (sections or {}).items():
         base[section] = base.get(section, {}) | values
-    return config_from(base)
+    return config_from_sections(base)
 
 
 def problems(chosen: Config) -> list[str]:

@@ -18,7 +18,7 @@ from shardwise.models import attention_pieces
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.masks import BLOCK, AttentionMask, BlocksMask, DocumentSizes, DocumentsMask, PiecesMask
 from shardwise.models.parameter_counts import LONG
-from shardwise.train.loss import document_sizes
+from shardwise.train.mean_loss import document_sizes
 from tests.sweeps import few
 
 WINDOWS = (None, 1, 3, 64, 1000)

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.mesh import Group
-from shardwise.train.compile.units import Compilation
+from shardwise.train.compile.compiled_units import Compilation
 from tests.unit.layers.groups import pretend_group
 from tests.unit.models.own_classes import PLAIN, Write, build, config, unbuildable
 

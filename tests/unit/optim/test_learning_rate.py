@@ -9,8 +9,8 @@ import transformers
 
 from shardwise.base.errors import ConfigError
 from shardwise.cli.entry import main
-from shardwise.config import Config, config_from, load_config
-from shardwise.config.learning_rates import LEARNING_RATES, LearningRateSpec
+from shardwise.config import Config, config_from_sections, load_config
+from shardwise.config.learning_rate_specs import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import parse_yaml, recipe_text
 from shardwise.optim.learning_rate import learning_rate, moved_end_text, steps_without_rate
@@ -195,7 +195,7 @@ def test_the_points_of_the_page_are_a_curve() -> None:
     recipe = parse_yaml(recipe_text("llama2-tiny"), "llama2-tiny")
     recipe["optimizer"] = parse_yaml(block, "the page")["optimizer"]
     recipe["train"]["steps"] = "11B"
-    config = config_from(recipe)
+    config = config_from_sections(recipe)
     step_tokens = config.train.global_batch * config.train.sequence_length
     billions = {number: rate(config, round(number * 1e9 / step_tokens)) for number in (0.05, 1, 8, 8.5, 10, 11)}
     assert billions == pytest.approx({0.05: 5e-4, 1: 1e-3, 8: 1e-3, 8.5: 5.5e-4, 10: 1e-4, 11: 1e-4}, rel=1e-3)

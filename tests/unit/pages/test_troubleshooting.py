@@ -15,7 +15,7 @@ from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.data import cache
 from shardwise.launch.node import SupervisorConnection
 from shardwise.train.compile import run_graphs
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from tests.dist.training import make_config
 
 
@@ -43,7 +43,7 @@ def test_slurm_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     text = r"sbatch and squeue and scontrol must be on the PATH: shardwise submits to SLURM"
     with pytest.raises(ConfigError, match=f"{text}.*{ends_with('jobs#slurm-not-found')}"):
-        commands.require()
+        slurm_commands.require()
 
 
 def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.layout import rank_of
-from shardwise.config.pipeline_schedules import SCHEDULES, rounds_of_step
-from shardwise.config.rules import fits_schedule
+from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.layout_rules import fits_schedule
+from shardwise.config.pipeline_schedule_specs import SCHEDULES, rounds_of_step
 from shardwise.pipeline.action_order import TIME, Action, action_order
 from shardwise.pipeline.timeline import simulate
 
@@ -51,7 +51,7 @@ class Stub:
     def __init__(self, index: int, rank: int, parallel: ParallelConfig) -> None:
         self.stage_index, self.group_rank, self.group_size = index, rank, parallel.pipeline
         self.num_stages = parallel.pipeline * parallel.stages_per_rank
-        self.stage_index_to_group_rank = {i: rank_of(parallel, i) for i in range(self.num_stages)}
+        self.stage_index_to_group_rank = {i: pipeline_rank_of(parallel, i) for i in range(self.num_stages)}
         self.is_first, self.is_last = index == 0, index == self.num_stages - 1
         self.submod, self.has_backward, self.group = torch.nn.Identity(), True, None
 
@@ -60,7 +60,7 @@ class Stub:
 def torch_schedule(parallel: ParallelConfig, micro_batches: int) -> Any:
     """As the first rank makes it; it knows the work of all."""
     stages = range(parallel.pipeline * parallel.stages_per_rank)
-    stubs = [Stub(i, 0, parallel) for i in stages if rank_of(parallel, i) == 0]
+    stubs = [Stub(i, 0, parallel) for i in stages if pipeline_rank_of(parallel, i) == 0]
     single = SCHEDULES[parallel.schedule].is_single_stage
     return class_of(parallel.schedule)(stubs[0] if single else stubs, micro_batches, loss_fn=len, scale_grads=False)
 

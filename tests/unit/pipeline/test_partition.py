@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shardwise.config import Config, ParallelConfig, check_layout, load_config
-from shardwise.config.layout import rank_of
+from shardwise.config.layout import pipeline_rank_of
 from shardwise.pipeline.partition import balanced, compute_shares, stage_plan
 
 
@@ -65,7 +65,7 @@ def test_stages_are_consecutive_and_know_their_place() -> None:
 )
 def test_ranks_of_stages(schedule: str, ranks: list[int]) -> None:
     parallel = ParallelConfig.model_validate({"pipeline": 3, "schedule": schedule})
-    assert [rank_of(parallel, stage) for stage in range(len(ranks))] == ranks
+    assert [pipeline_rank_of(parallel, stage) for stage in range(len(ranks))] == ranks
 
 
 def test_shares_of_the_compute_add_up() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import ParallelConfig, Schedule
-from shardwise.config.rules import fits_schedule
+from shardwise.config.layout_rules import fits_schedule
 from shardwise.pipeline.timeline import Timeline, bubble, simulate
 
 MICRO_BATCHES = range(1, 13)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from shardwise.config import ParallelConfig, Recompute, Schedule
-from shardwise.config.layout import rank_of
-from shardwise.config.pipeline_schedules import rounds_of_step
-from shardwise.config.rules import fits_schedule
+from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.layout_rules import fits_schedule
+from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise_plan import makespan as levels
-from shardwise_plan.makespan import makespan, pass_levels, program
+from shardwise_plan.makespan import level_program, makespan, pass_levels
 
 SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 MANY = 13  # ranks, for which 1F1B is simulated by levels too
@@ -31,7 +31,7 @@ def by_level(parallel: ParallelConfig, m: int) -> list[list[Action]]:
     found = pass_levels(parallel, m, m // rounds_of_step(parallel.pipeline, m))
     placed: dict[int, dict[int, Action]] = defaultdict(dict)
     for stage in range(parallel.pipeline * parallel.stages_per_rank):
-        row = placed[rank_of(parallel, stage)]
+        row = placed[pipeline_rank_of(parallel, stage)]
         for k in range(m):
             kind: ActionKind = "input" if found.split[stage, k] else "backward"
             for level, action in (
@@ -116,7 +116,7 @@ def test_a_long_step_is_not_simulated_whole_once_it_repeats_itself(
 
 def test_a_program_of_many_micro_batches_is_no_larger() -> None:
     parallel = parallel_of("interleaved", 8, 3)
-    short, long = program(parallel, 64, "none"), program(parallel, 6_400, "none")
+    short, long = level_program(parallel, 64, "none"), level_program(parallel, 6_400, "none")
     assert len(short.needs) == len(long.needs)
     assert long.repeats - short.repeats == (6_400 - 64) // 8
     assert np.array_equal(short.passes, long.passes)

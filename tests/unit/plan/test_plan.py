@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.base import units
-from shardwise.config import check_layout, load_config, stages_of
+from shardwise.config import check_layout, load_config, size_stages_of
 from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
-from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.run_stages import run_with_layout
+from shardwise_plan.cli.wording import _PUBLISHED_ERROR
+from shardwise_plan.data_stages import run_with_layout
 from tests.command_line import CommandLine
 
 REPLACED = "train it with (replace YOUR_… by the paths of your data)"
@@ -146,7 +146,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(cli: CommandLin
 
 def test_several_devices_stand_side_by_side(cli: CommandLine, tmp_path: Path) -> None:
     cheap = tmp_path / "cheap.yaml"
-    text = device_specs.shipped_text("h100").replace("NVIDIA H100 SXM\n", "Ours\n")
+    text = device_specs.shipped_device_text("h100").replace("NVIDIA H100 SXM\n", "Ours\n")
     cheap.write_text(f"{text}price_per_hour: 2 USD\n", encoding="utf-8")
     devices = f"h100:8,{cheap}:8, a100-40gb:1"
     out = cli(*LLAMA, "--device", devices).out
@@ -269,11 +269,11 @@ def test_a_run_in_stages_is_written_with_the_micro_batch_of_each(cli: CommandLin
     written = load_config(str(path))
     assert written.train.steps == 20
     assert check_layout(written, 8).data == 8
-    trains = [stage.train for stage in stages_of(written)]
+    trains = [stage.train for stage in size_stages_of(written)]
     sizes_of = [(train.sequence_length, train.global_batch, train.micro_batch) for train in trains]
     assert sizes_of == [(64, 256, 4), (64, 256, 4), (2048, 8, 1)]
     assert [stage.rope_theta for stage in written.data.stages] == [1000.0, None]
-    longest = stages_of(load_config("llama3-tiny", [*sizes, stages]))[-1]
+    longest = size_stages_of(load_config("llama3-tiny", [*sizes, stages]))[-1]
     planned = run_with_layout(longest, check_layout(longest, 8))
     assert "compile" not in planned.model_fields_set, "neither the recipe nor this layout sets it"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from shardwise.runs.folder import RunLock
-from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices
-from shardwise_watch.run import RunView, owners
+from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices_of_machine
+from shardwise_watch.run import RunView, ranks_by_process
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
 
@@ -89,7 +89,7 @@ def _no_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def found_by(library: ModuleType, monkeypatch: pytest.MonkeyPatch, at: Path, ranks: Any = RANKS) -> Any:
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    return devices(ranks, dev=at, sys_root=at)
+    return devices_of_machine(ranks, dev=at, sys_root=at)
 
 
 def neuron_ls(tmp_path: Path, script: str) -> None:
@@ -137,7 +137,7 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
         (usage / "present").write_text(f"{used * GIB}\n")
     (driver / "info/architecture").mkdir(parents=True)
     (driver / "info/architecture/device_name").write_text("Trainium2\n")
-    found = devices(RANKS, dev=tmp_path, sys_root=tmp_path)
+    found = devices_of_machine(RANKS, dev=tmp_path, sys_root=tmp_path)
     total = 96 * GIB
     link = ("NeuronLink to 12, 1",)
     processes = (RANKS[4711], DeviceProcess(99))
@@ -154,7 +154,7 @@ def test_chips_by_neuron_ls(tmp_path: Path) -> None:
 def test_a_neuron_ls_that_tells_nothing(script: str, problem: str | None, tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").unlink()
     neuron_ls(tmp_path, script)
-    found = devices({}, dev=tmp_path, sys_root=tmp_path)
+    found = devices_of_machine({}, dev=tmp_path, sys_root=tmp_path)
     assert [device.kind for device in found.devices] == ["cpu"]
     assert len(found.problems) == (problem is not None)
     if problem is not None:
@@ -167,7 +167,9 @@ def test_processes_are_ranks_of_runs_that_go_on_here(tmp_path: Path, monkeypatch
     monkeypatch.setattr(monitor_runs, "FIRST_PID", own)
     path = write_run(tmp_path / "run", [Start(0, 3, None)], mesh=Mesh(1, 2, 1, 2), steps=9)
     ended = write_run(tmp_path / "ended", [Start(0, 3)], mesh=Mesh(1, 2, 1, 2))
-    assert owners([RunView(path, all_steps=False)]) == {}, "it was killed, and its process may be another program's"
+    assert ranks_by_process([RunView(path, all_steps=False)]) == {}, (
+        "it was killed, and its process may be another program's"
+    )
     with RunLock(path):
-        found = owners([RunView(path, all_steps=False), RunView(ended, all_steps=False)])
+        found = ranks_by_process([RunView(path, all_steps=False), RunView(ended, all_steps=False)])
     assert found == {own: DeviceProcess(own, "run", 0)}

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from shardwise import ParallelEmbedding, ParallelLMHead, ZeroRedundancyOptimizer
-from shardwise.config.optimizers import OPTIMIZERS
-from shardwise.train.build import count_parameters, state_memory
+from shardwise.config.optimizer_specs import OPTIMIZERS
+from shardwise.optim.state import kept_bytes, state_bytes
+from shardwise.train.build import _count_parameters
 from tests.unit.layers.groups import pretend_group
 
 
@@ -19,14 +20,14 @@ def test_each_canonical_element_counts_once(rank: int, tied: bool) -> None:
     weight = embedding.weight if tied else None
     head = ParallelLMHead(8, 9, tied_weight=weight, group=group, seed=1, name="head")
     model = nn.ModuleList([embedding, head, nn.Linear(3, 2)])
-    assert count_parameters(model) == 72 * (1 if tied else 2) + 8
+    assert _count_parameters(model) == 72 * (1 if tied else 2) + 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_is_that_of_the_buffers(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4).requires_grad_(False)).to(dtype)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, gradient_dtype=torch.float32, lr=1e-3)
-    expected = state_memory(model, optimizer, OPTIMIZERS["adamw"])
+    expected = kept_bytes(model, optimizer, state_bytes(optimizer, OPTIMIZERS["adamw"], all_masters=False))
     elements, frozen = 96, 36  # 64 + 8, each aligned to 32
     assert expected["parameters"] == (elements + frozen) * dtype.itemsize
     assert expected["gradients"] == elements * 4

@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.base import units
 from shardwise.base.step_detail import StepDetail
-from shardwise.checkpoint.save import Saved
-from shardwise.config import Config, Layout, check_layout, config_from, stages_of
+from shardwise.checkpoint.save import SavedCheckpoint
+from shardwise.config import Config, Layout, check_layout, config_from_sections, size_stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
 from shardwise.models.flops import flops_per_token
@@ -28,7 +28,7 @@ from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
-from shardwise.train.evaluation import Evaluation
+from shardwise.train.evaluation_losses import Evaluation
 from shardwise.train.reporter import Reporter
 from shardwise.train.step_record import StepRecord, Straggler, Throughput
 from shardwise.train.summary import dry_run
@@ -47,7 +47,7 @@ PLACE_OF_RANK_3 = {"pp": 0, "dp": 1, "tp": 1}
 
 
 def config(**log: Any) -> Config:
-    return config_from(
+    return config_from_sections(
         {
             "model": {"family": "llama", **MODEL, "num_hidden_layers": 8},
             "parallel": {"tensor": 2, "sequence": True},
@@ -171,7 +171,7 @@ def test_the_summary_of_a_pipeline_is_that_of_the_rank_that_needs_most(tmp_path:
     values["model"] = {"family": "gpt", **MODEL, "num_hidden_layers": 8}
     values["parallel"] |= {"pipeline": 2, "schedule": "gpipe"}
     values["train"] |= {"dropout_mode": "invariant", "global_batch": 64}
-    chosen = config_from(values)
+    chosen = config_from_sections(values)
     layout = check_layout(chosen, 4)
     with begun(tmp_path, chosen, layout=layout) as (_, stream):
         pass
@@ -383,7 +383,7 @@ def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, se
     with begun(tmp_path) as (made, _):
         made.step(record(40))
         seconds[0] = 32.0
-        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, None))
+        made.saved(SavedCheckpoint(40, "step-00000040", 7, 0.5, 2.0, None))
         seconds[0] = 50.0
         made.step(record(60))
     seconds[0] = 100.0
@@ -424,7 +424,9 @@ def test_a_later_stage_reports_the_whole_run(tmp_path: Path, seconds: list[float
     recipe: dict[str, Any] = {name: getattr(config(), name).model_dump() for name in sections}
     recipe |= {"data": {"stages": [{"at": 60, "sequence_length": 64}]}, "log": {"profile": "70:71"}}
     totals = None
-    for stage, before, each, end in zip(stages_of(config_from(recipe)), (0, 60), (0.5, 0.25), (60, 100), strict=True):
+    for stage, before, each, end in zip(
+        size_stages_of(config_from_sections(recipe)), (0, 60), (0.5, 0.25), (60, 100), strict=True
+    ):
         made, stream = reporter(tmp_path, stage, device_name="NVIDIA H100 80GB HBM3")
         with made:
             made.start(steps_before=before, totals=totals, seconds_before=0.0)
@@ -512,7 +514,7 @@ def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
 
 def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:
     with begun(tmp_path) as (made, stream):
-        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
+        made.saved(SavedCheckpoint(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
     told = "what is left of other checkpoints could not be removed: step-00000020: Permission denied"
     assert told in " ".join(stream.getvalue().split())
 

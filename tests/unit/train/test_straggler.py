@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.train.rank_file import Occurrence
-from shardwise.train.step_meters import STRAGGLER_STEPS, Stragglers
+from shardwise.train.rank_file import WarningOnce
+from shardwise.train.step_meters import STRAGGLER_STEPS, _Stragglers
 from shardwise.train.step_record import SMOOTHED_STEPS, Progress, Straggler
 
 
@@ -26,7 +26,7 @@ def mesh_of(rank: int, world: int, tensor: int = 1, pipeline: int = 1) -> Any:
 
 def played(work: list[float], *layout: int, steps: int = STRAGGLER_STEPS + 3) -> Straggler | None:
     """What every rank finds when rank r's own work takes `work[r]` in each step."""
-    ranks = [Stragglers(mesh_of(rank, len(work), *layout)) for rank in range(len(work))]
+    ranks = [_Stragglers(mesh_of(rank, len(work), *layout)) for rank in range(len(work))]
     found: list[Straggler | None] = []
     for _ in range(steps):
         reduced = [max(numbers) for numbers in zip(*(rank.numbers() for rank in ranks), strict=True)]
@@ -52,7 +52,7 @@ def test_stages_of_unequal_work_are_not_compared_with_each_other() -> None:
 
 
 def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
-    rank = Stragglers(mesh_of(1, 2, 1, 2))
+    rank = _Stragglers(mesh_of(1, 2, 1, 2))
     for seconds in [0.1] * STRAGGLER_STEPS + [0.3] * STRAGGLER_STEPS:
         rank.add(seconds)
     assert rank.slowdown == pytest.approx(3.0)
@@ -63,7 +63,7 @@ def test_a_rank_alone_in_its_stage_is_compared_with_its_own_best() -> None:
 
 
 def test_an_occurrence_is_told_once_until_it_has_ended() -> None:
-    slow = Occurrence(1.5, 1.25)
+    slow = WarningOnce(1.5, 1.25)
     told = [slow.begins(score, who) for score, who in [(1.4, 3), (1.6, 3), (1.7, 3), (1.3, 3), (1.6, 3), (1.6, 5)]]
     assert told == [False, True, False, False, False, True]
     assert not slow.begins(1.0, 5)

@@ -10,7 +10,7 @@ from shardwise.config import (
     Config,
     Layout,
     check_layout,
-    config_from,
+    config_from_sections,
     load_config,
     parse_yaml,
     recipe_names,
@@ -33,7 +33,7 @@ UNKNOWN = "not known for a model of your own"
 
 def config(family: str = "gpt", optimizer: str = "adamw", **train: object) -> Config:
     sizes = SIZES if ":" not in family else {"vocab_size": 500}
-    return config_from(
+    return config_from_sections(
         {
             "model": {"family": family, **sizes},
             "train": {"steps": 10, "global_batch": 4, "micro_batch": 2, "sequence_length": 64, **train},
@@ -188,7 +188,7 @@ def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> Non
 def test_the_keys_that_differ_from_defaults_are_the_whole_configuration(recipe: str) -> None:
     chosen = load_config(recipe).with_batch_for(256)
     recorded = chosen.recorded()
-    assert config_from(chosen.without_defaults(recorded)) == config_from(recorded)
+    assert config_from_sections(chosen.without_defaults(recorded)) == config_from_sections(recorded)
 
 
 def test_a_dry_run_is_the_summary_and_the_keys_that_differ_from_defaults() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.saving import Checkpoints
+from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.step_record import Progress
 from tests.dist.training import make_config
 
@@ -36,7 +36,7 @@ def saved(every: int, stopped_at: int | None = None) -> tuple[dict[int, Any], st
     feed = SimpleNamespace(batches=BATCHES)
     training: Any = SimpleNamespace(config=config, mesh=Mesh(), progress=progress, feed=feed)
     reporter: Any = None
-    checkpoints = Checkpoints(training, made, reporter, lambda: "somebody" if progress.step == stopped_at else None)
+    checkpoints = CheckpointSaver(training, made, reporter, lambda: "somebody" if progress.step == stopped_at else None)
     for step in range(1, 6):
         progress.step, progress.samples, progress.position = step, 8 * step, 8 * step + 24
         checkpoints.after_step(step == 5)
@@ -64,7 +64,7 @@ def test_a_checkpoint_that_is_saved_again_has_all_progress() -> None:
     """The losses too, by which a spike is noticed after the next resume."""
     made: Any = Saves()
     unused: Any = None
-    checkpoints = Checkpoints(unused, made, unused, lambda: None)
+    checkpoints = CheckpointSaver(unused, made, unused, lambda: None)
     progress = {"samples": 40, "position": 64, "tokens": 640, "losses": (2.0, 1.5), "schedule": {}, "rng": {}}
     unknown: dict[str, Any] = {"config": {}, "versions": {}, "created": "", "files": (), "tensors": {}}
     checkpoints.save_again(Manifest(step=5, **progress, layout={}, data={}, optimizer={}, **unknown))  # type: ignore[arg-type]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import config_from, load_config
+from shardwise.config import config_from_sections, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise_use.generation import Prompt, _Uncached
-from shardwise_use.inference_jobs import load_model, run_generation
+from shardwise_use.inference_jobs import _load_model, run_generation
 
 
 class Places:
@@ -68,7 +68,7 @@ def test_a_model_without_logits_continues_no_text(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(["a b"], 257, "text")
     prompt = Prompt((1,), 1, frozenset(), 0.0, 1.0, 1)
     with pytest.raises(ConfigError, match=r"Silent\) has no logits\(ids\): it cannot continue a text"):
-        run_generation(config_from(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
+        run_generation(config_from_sections(values), Root.of(tmp_path), tokenizer, prompt, lambda _: None)
 
 
 def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
@@ -78,6 +78,6 @@ def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
     monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
     here = tmp_path / "step-00000100"
     with pytest.raises(ConfigError) as caught:
-        load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
+        _load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
     folders = ", ".join(sorted(["/other/step-00000200", str(here)]))
     assert caught.value.problems == [f"the ranks found several checkpoints ({folders}): name one of them"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardwise.config import config_from
+from shardwise.config import config_from_sections
 from shardwise.config.other_names import PROGRAMS
 from shardwise_use.porting.recipes import recipe_of
 from tests.command_line import CommandLine
@@ -45,7 +45,7 @@ def test_a_file_becomes_a_recipe_that_does_the_same(file: str, others: Path) -> 
     if "config" in wanted["model"]:
         wanted["model"] = {"config": str(others / "model")}
     assert made.sections == wanted
-    assert config_from(made.sections).train.sequence_length == wanted["train"]["sequence_length"]
+    assert config_from_sections(made.sections).train.sequence_length == wanted["train"]["sequence_length"]
 
 
 BESIDE = {

@@ -11,8 +11,8 @@ from shardwise.config import load_config
 from shardwise.config.routing import Routing
 from shardwise.distributed.mesh import Group
 from shardwise.layers.experts import choose
-from shardwise.verify import cell_training, choices
-from shardwise.verify.cell_training import Reference, measure, train_reference
+from shardwise.verify import cell_training, router_choices
+from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import Tolerance
@@ -23,14 +23,14 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
     recipe = load_config("olmoe-tiny", ["model.num_hidden_layers=1", "train.global_batch=2"])
     config = miniature(recipe, [Cell()], 2, has_accelerator=False)
     source = train_reference(config, Cell(), tmp_path)
-    number = sum(tensor.numel() for tensor in Reference.load(tmp_path).choices.values())
+    number = sum(tensor.numel() for tensor in ReferenceTraining.load(tmp_path).choices.values())
     assert number == 2 * 4 * 4 * 16 * 2, "steps, blocks, samples, tokens, experts of each"
 
     def worst(routing: Routing, scores: Tensor) -> Tensor:
         return choose(routing, -scores)
 
-    with mock.patch.object(choices, "choose", worst):
-        differences, _ = measure(config, Cell(), tmp_path, source, tmp_path / "target")
+    with mock.patch.object(router_choices, "choose", worst):
+        differences, _ = train_cell(config, Cell(), tmp_path, source, tmp_path / "target")
     assert differences.choices.differing == number
     (told,) = differences.problems(Tolerance.of(config), "A")
     assert told == (
@@ -59,7 +59,7 @@ def test_a_choice_that_no_rounding_explains_is_told(tmp_path: Path) -> None:
 def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
     routing: Routing, scores: list[float], wanted: list[int], is_wrong: bool
 ) -> None:
-    found = choices.Choices({}, 1e-5)
+    found = router_choices.RouterChoices({}, 1e-5)
     given = torch.tensor([scores])
     layer = mock.Mock(router=mock.Mock(routing=routing))
     found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [("gate", 3)], [5])
@@ -69,12 +69,12 @@ def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
 
 def test_ranks_that_have_the_same_token_count_it_once() -> None:
     by_rank = [{("gate", 1): 2, ("gate", 2): 1}, {("gate", 1): 2}]
-    with mock.patch.object(choices.collectives, "all_gather_objects", return_value=by_rank):
-        assert choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}
+    with mock.patch.object(router_choices.collectives, "all_gather_objects", return_value=by_rank):
+        assert router_choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}
 
 
 def test_a_dense_model_has_no_choices(tmp_path: Path) -> None:
     recipe = load_config("llama2-tiny", ["model.num_hidden_layers=1", "train.global_batch=2"])
     config = miniature(recipe, [Cell()], 2, has_accelerator=False)
     cell_training.train_reference(config, Cell(), tmp_path)
-    assert Reference.load(tmp_path).choices == {}
+    assert ReferenceTraining.load(tmp_path).choices == {}

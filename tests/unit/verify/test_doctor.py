@@ -12,7 +12,7 @@ from shardwise.base.errors import RunError
 from shardwise.cli import main
 from shardwise.verify import collective_check as ranks
 from shardwise.verify import machine_checks
-from shardwise.verify.machine_checks import Check, ok, software
+from shardwise.verify.machine_checks import Check, check_software, passed_check
 
 REQUIRES = ["torch>=2.11", "numpy>=1.26", 'h5py>=3.11; extra == "hdf5"', 'pytest; extra == "dev"']
 REQUIRES += ['protobuf>=4.25; extra == "pieces"', 'sentencepiece>=0.2; extra == "pieces"']
@@ -29,7 +29,8 @@ def versions(**changed: str | None) -> dict[tuple[str, str], str]:
         return installed[name]
 
     return {
-        (check.name, check.status): f"{check.found} {check.mend}" for check in software(lambda _: REQUIRES, version)
+        (check.name, check.status): f"{check.found} {check.mend}"
+        for check in check_software(lambda _: REQUIRES, version)
     }
 
 
@@ -66,7 +67,7 @@ def test_an_extra_of_which_a_part_is_there_lacks_the_rest() -> None:
     ],
 )
 def test_threads(value: str | None, cpus: int, limit: float | None, status: str, text: str) -> None:
-    found = machine_checks.threads({} if value is None else {"OMP_NUM_THREADS": value}, cpus, limit)
+    found = machine_checks._check_threads({} if value is None else {"OMP_NUM_THREADS": value}, cpus, limit)
     assert (found.status, text in found.found) == (status, True), found
     assert bool(found.mend) == (status != "ok")
 
@@ -81,7 +82,9 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", lost)
-    found = list(machine_checks.fabric({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path))
+    found = list(
+        machine_checks._check_network({"NCCL_SOCKET_IFNAME": "nowhere0", "GLOO_SOCKET_IFNAME": "^docker"}, tmp_path)
+    )
     texts = {check.status: check.found for check in found if check.name == "network"}
     assert texts["wrong"] == "NCCL_SOCKET_IFNAME (nowhere0) must name an interface that is up"
     assert "leads nowhere: Name or service not known" in texts["warning"]
@@ -92,36 +95,36 @@ def test_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = machine_checks.place("run folder", tmp_path / "runs" / "new")
+    (found,) = machine_checks._check_folder("run folder", tmp_path / "runs" / "new")
     assert found.status == "ok"
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(machine_checks, "free_bytes", lambda _: 2**20)
-    (found,) = machine_checks.place("run folder", tmp_path)
+    (found,) = machine_checks._check_folder("run folder", tmp_path)
     assert (found.status, found.mend.startswith("make room")) == ("warning", True)
     (tmp_path / "file").touch()
-    (found,) = machine_checks.place("cache", tmp_path / "file")
+    (found,) = machine_checks._check_folder("cache", tmp_path / "file")
     assert (found.status, found.found) == ("wrong", f"{tmp_path / 'file'} cannot be written: Not a directory")
     assert found.mend.endswith("SHARDWISE_CACHE")
 
 
 def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia0").touch()
-    (found,) = machine_checks.devices(tmp_path)
+    (found,) = machine_checks._check_devices(tmp_path)
     assert found.status == "warning"
     assert "trainings here run on the CPU" in found.found
     monkeypatch.setattr(machine_checks, "accelerators", lambda: ("nvidia", 1))
-    (found,) = machine_checks.devices(tmp_path)
+    (found,) = machine_checks._check_devices(tmp_path)
     assert (found.status, found.found.endswith("1 × nvidia")) == ("ok", True)
 
 
 def test_variables_of_a_launcher_that_is_not_there() -> None:
-    assert machine_checks.launcher({}).status == "ok"
-    assert machine_checks.launcher({"WORLD_SIZE": "2"}).status == "wrong"
+    assert machine_checks._check_launcher({}).status == "ok"
+    assert machine_checks._check_launcher({"WORLD_SIZE": "2"}).status == "wrong"
     whole = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(("RANK", "SIZE"), "02", strict=True)}
-    assert machine_checks.launcher(whole).status == "wrong"
+    assert machine_checks._check_launcher(whole).status == "wrong"
     whole |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert "several tasks of srun or mpirun" in machine_checks.launcher(whole).found
-    assert machine_checks.memory(2**20).status == "warning"
+    assert "several tasks of srun or mpirun" in machine_checks._check_launcher(whole).found
+    assert machine_checks._check_memory(2**20).status == "warning"
 
 
 def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +132,7 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
         raise RunError(f"rank 1 failed: RuntimeError: connection refused\ntraceback: {folder}/logs/rank-0001.log")
 
     monkeypatch.setattr("shardwise.verify.rank_calls.launch", launch)
-    found = ranks.collective()
+    found = ranks.check_collective()
     assert found.status == "wrong"
     assert found.found.startswith("rank 1 failed: RuntimeError: connection refused\ntraceback: ")
     assert "name the interface by GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or let the firewall" in found.mend
@@ -137,8 +140,8 @@ def test_a_collective_that_fails_is_told_without_a_traceback(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_two_ranks_sum_a_tensor() -> None:
-    with ranks.begun():
-        found = ranks.collective()
+    with ranks.prepared_check():
+        found = ranks.check_collective()
     assert found.status == "ok", found
     assert found.found.startswith("2 ranks on ")
 
@@ -152,10 +155,10 @@ def some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     found = f"{tmp_path}/cache of https://u:hidden-word@host cannot be written"
     bad = Check("cache", "wrong", found, "make it writable")
-    monkeypatch.setattr(machine_checks, "software", lambda: iter([ok("torch", "2.13.0")]))
-    monkeypatch.setattr(machine_checks, "machine", lambda _: iter([bad]))
-    monkeypatch.setattr(ranks, "begun", nullcontext)
-    monkeypatch.setattr(ranks, "collective", lambda: ok("collective", "2 ranks"))
+    monkeypatch.setattr(machine_checks, "check_software", lambda: iter([passed_check("torch", "2.13.0")]))
+    monkeypatch.setattr(machine_checks, "check_machine", lambda _: iter([bad]))
+    monkeypatch.setattr(ranks, "prepared_check", nullcontext)
+    monkeypatch.setattr(ranks, "check_collective", lambda: passed_check("collective", "2 ranks"))
 
 
 @pytest.mark.usefixtures("some")

@@ -8,7 +8,13 @@ import torch
 
 from shardwise.base.errors import RunError
 from shardwise.config import Config, load_config
-from shardwise.verify.cell_training import Reference, make_trainer, measure, save, train_reference
+from shardwise.verify.cell_training import (
+    ReferenceTraining,
+    _save_checkpoint,
+    make_trainer,
+    train_cell,
+    train_reference,
+)
 from shardwise.verify.layouts import Cell
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import Tolerance
@@ -27,32 +33,32 @@ def small(*, bitwise: bool) -> Config:
 def test_a_checkpoint_that_cannot_be_saved_is_told(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=r"the checkpoint could not be saved: .*file"):
-        save(make_trainer(config, Cell()), tmp_path / "file")
+        _save_checkpoint(make_trainer(config, Cell()), tmp_path / "file")
 
 
 def test_tensors_of_another_model_are_named(config: Config, tmp_path: Path) -> None:
     source = train_reference(config, Cell(), tmp_path)
-    found = Reference.load(tmp_path)
+    found = ReferenceTraining.load(tmp_path)
     weights = {name: tensor for name, tensor in found.weights.items() if name != "model.norm.weight"}
     (tmp_path / "other").mkdir()
-    Reference(found.losses, weights | {"more.weight": torch.ones(2)}, found.gradients).save(tmp_path / "other")
+    ReferenceTraining(found.losses, weights | {"more.weight": torch.ones(2)}, found.gradients).save(tmp_path / "other")
     told = "the tensors of the model must be those of one process: they lack more.weight and have model.norm.weight"
     with pytest.raises(RunError, match=told):
-        measure(config, Cell(), tmp_path / "other", source, tmp_path / "target")
+        train_cell(config, Cell(), tmp_path / "other", source, tmp_path / "target")
 
 
 def test_other_bits_are_named(tmp_path: Path) -> None:
     config = small(bitwise=True)
     source = train_reference(config, Cell(), tmp_path)
-    differences, _ = measure(config, Cell(), tmp_path, source, tmp_path / "same")
+    differences, _ = train_cell(config, Cell(), tmp_path, source, tmp_path / "same")
     assert differences.problems(Tolerance.of(config), "A") == []
-    found = Reference.load(tmp_path)
+    found = ReferenceTraining.load(tmp_path)
     middle, end = found.states
     states = (middle | {"exp_avg/lm_head.weight": "0" * 8}, end | {"the gradient norm of step 2": "0x1.0p+0"})
     next_losses = [loss * (1 + 2**-52) for loss in found.losses]
     (tmp_path / "other").mkdir()
     replace(found, losses=next_losses, states=states).save(tmp_path / "other")
-    differences, _ = measure(config, Cell(), tmp_path / "other", source, tmp_path / "target")
+    differences, _ = train_cell(config, Cell(), tmp_path / "other", source, tmp_path / "target")
     losses, resumed, *others = differences.problems(Tolerance.of(config), "A")
     assert losses.startswith("the losses differ by ")
     assert resumed.startswith("after the checkpoint of A was read the losses differ by ")

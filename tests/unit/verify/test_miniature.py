@@ -4,17 +4,17 @@ import math
 
 import pytest
 
-from shardwise.config import Config, check_layout, config_from, load_config, recipe_names
-from shardwise.verify.layouts import Cell, candidates, parse_layouts
-from shardwise.verify.miniature import at, existing, miniature
-from shardwise.verify.tolerance import Differences, Tolerance
+from shardwise.config import Config, check_layout, config_from_sections, load_config, recipe_names
+from shardwise.verify.layouts import Cell, layout_candidates, parse_layouts
+from shardwise.verify.miniature import miniature, miniature_at_cell, trainable_cells
+from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 from tests.sweeps import few
 
 DEGREES = (1, 2, 4, 8)
 
 
 def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[Cell]]:
-    cells = candidates(recipe, "cpu", ranks, parse_layouts(["all"]))
+    cells = layout_candidates(recipe, "cpu", ranks, parse_layouts(["all"]))
     return miniature(recipe, cells, steps, has_accelerator=False), cells
 
 
@@ -48,7 +48,7 @@ def test_it_keeps_what_decides_how_a_recipe_is_cut_and_computed(name: str) -> No
     assert config.parallel.vocab_multiple == recipe.parallel.vocab_multiple
     assert (config.train.dropout_mode == "invariant") == own.has_dropout
     assert model.hidden_size <= max(256, 8 * own.num_attention_heads)
-    found, refused = existing(config, cells)
+    found, refused = trainable_cells(config, cells)
     fitting = [
         cell for cell in cells if own.num_attention_heads % cell.tensor == 0 and (own.causal or cell.context == 1)
     ]
@@ -61,8 +61,8 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
     sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = {"family": "examples.own_model.plain:Decoder", "num_attention_heads": 4, **sizes}
     values = {"train": {"steps": 1, "global_batch": 4, "sequence_length": 16}, "optimizer": {"lr": 1e-3}}
-    config, cells = small(config_from({"model": model, **values}), ranks=4)
-    kept, reasons = existing(config, cells)
+    config, cells = small(config_from_sections({"model": model, **values}), ranks=4)
+    kept, reasons = trainable_cells(config, cells)
     assert {(cell.tensor, cell.pipeline, cell.data) for cell in kept} == {(1, 1, 4)}
     assert {cell.zero for cell in kept} >= {0, 1}
     assert [reason for reason in reasons if reason.startswith("parallel.tensor")] == [
@@ -75,7 +75,7 @@ def test_a_plain_model_of_the_users_own_is_verified_with_data_parallelism_alone(
 def test_every_cell_is_a_configuration_of_its_layout(copies: int) -> None:
     config, cells = small(load_config("llama2-7b", [f"parallel.replicate={copies}"]))
     for cell in cells:
-        here = at(config, cell)
+        here = miniature_at_cell(config, cell)
         layout = check_layout(here, cell.ranks)
         assert (layout.tensor, layout.pipeline, layout.data) == (cell.tensor, cell.pipeline, cell.data)
         assert layout.accumulation(here.train) >= 2, "accumulation is part of what is verified"
@@ -93,9 +93,9 @@ def test_collectives_overlap_where_the_layout_and_the_device_can() -> None:
         Cell("cuda", 4, tensor=2, sequence=True, pipeline=2, schedule="zbv"),
     ]
     config = miniature(load_config("llama2-tiny", chosen), cells, 2, has_accelerator=True)
-    found = [at(config, cell).parallel.tensor_overlap for cell in cells]
+    found = [miniature_at_cell(config, cell).parallel.tensor_overlap for cell in cells]
     assert found == ["pieces", "symmetric_memory", "pieces", None]
-    assert existing(config, cells)[0] == cells
+    assert trainable_cells(config, cells)[0] == cells
 
 
 def test_the_steps_move_the_weights() -> None:
@@ -119,12 +119,12 @@ def test_document_ends_and_blocks_without_rotation_stay() -> None:
 
 @pytest.mark.parametrize("family", ["llama2-tiny", "bert-tiny"])
 def test_with_bits_all_layouts_have_micro_batches_of_two_samples(family: str) -> None:
-    cells = candidates(load_config(family), "cpu", 8, parse_layouts(["all"]))
+    cells = layout_candidates(load_config(family), "cpu", 8, parse_layouts(["all"]))
     cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
     bits = miniature(load_config(family), cells, 4, has_accelerator=False, bitwise=True)
-    kept, reasons = existing(bits, cells)
+    kept, reasons = trainable_cells(bits, cells)
     assert (len(kept), reasons) == (len(cells), [])
-    assert {at(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
+    assert {miniature_at_cell(bits, cell).train.micro_batch for cell in (*cells, Cell())} == {2}
 
 
 # ---- the verdict
@@ -146,19 +146,21 @@ def test_products_in_fp8_fit_all_layouts_of_the_recipe(name: str) -> None:
     recipe = load_config(name, ["precision.mode=null", "precision.matmul=fp8"])
     config, cells = small(recipe)
     assert config.precision.resolved(accelerator=False) == recipe.precision.resolved(accelerator=False)
-    plain, _ = existing(*small(load_config(name)))
-    found, _ = existing(config, cells)
+    plain, _ = trainable_cells(*small(load_config(name)))
+    found, _ = trainable_cells(config, cells)
     assert found == [cell for cell in plain if 16 * cell.context <= recipe.model.max_position_embeddings]
-    assert {at(config, cell).train.micro_batch for cell in cells} == {1}, "scales are those of a micro-batch"
+    assert {miniature_at_cell(config, cell).train.micro_batch for cell in cells} == {1}, (
+        "scales are those of a micro-batch"
+    )
 
 
 def test_each_difference_beyond_the_tolerance_is_a_problem() -> None:
     tolerance = Tolerance(1e-5, 1e-4)
-    assert Differences(0.0, 1e-5, 1e-4, 1e-5).problems(tolerance, "A") == []
-    assert Differences(1e-9, 2e-5, 2e-4, 3e-5, "w", "g").problems(tolerance, "A") == [
+    assert LayoutDifferences(0.0, 1e-5, 1e-4, 1e-5).problems(tolerance, "A") == []
+    assert LayoutDifferences(1e-9, 2e-5, 2e-4, 3e-5, "w", "g").problems(tolerance, "A") == [
         "the initial w differs by 1.0e-09, and must be equal",
         "the gradient of g differs by 2.0e-04 of its norm",
         "the losses differ by 2.0e-05",
         "after the checkpoint of A was read the losses differ by 3.0e-05",
     ]
-    assert len(Differences(math.nan, *[math.nan] * 3).problems(tolerance, "A")) == 4
+    assert len(LayoutDifferences(math.nan, *[math.nan] * 3).problems(tolerance, "A")) == 4

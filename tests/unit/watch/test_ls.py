@@ -13,7 +13,7 @@ import pytest
 from shardwise.base.errors import RunError
 from shardwise.runs.folder import FORMAT, RunLock, json_text
 from shardwise.runs.local_devices import DeviceList, DeviceProcess, LocalDevice
-from shardwise_jobs import commands
+from shardwise_jobs import slurm_commands
 from shardwise_jobs.submission import record
 from shardwise_watch.cli import ls
 from tests.command_line import CommandLine
@@ -134,11 +134,11 @@ def test_a_submitted_job_is_listed_before_its_run_begins(cli: CommandLine, monke
         Path("runs", name).mkdir(exist_ok=True)
         record(Path("runs", name), number, "train")
     jobs = [
-        commands._job(f"{number}|{state}|{reason}|2||0:05|1:00|gpu|N/A|T|shardwise:{Path('runs', run).absolute()}")
+        slurm_commands._job(f"{number}|{state}|{reason}|2||0:05|1:00|gpu|N/A|T|shardwise:{Path.cwd()}/runs/{run}")
         for number, state, reason, run in (("7", "PENDING", "Priority", "waits"), ("8", "RUNNING", "None", "starts"))
     ]
-    monkeypatch.setattr(commands, "jobs", lambda timeout: jobs)
-    monkeypatch.setattr(commands, "restarts", lambda _, timeout: 0)
+    monkeypatch.setattr(slurm_commands, "jobs", lambda timeout: jobs)
+    monkeypatch.setattr(slurm_commands, "restarts", lambda _, timeout: 0)
     rows = [line.split("  ")[0:1] + line.split()[1:] for line in cli("ls").out.split("\n\n")[1].splitlines()]
     assert rows[1] == ["waits", "queued", "(Priority),", "job", "7"]
     assert rows[2] == ["starts", "starting,", "job", "8"]
@@ -152,7 +152,7 @@ def test_a_submitted_job_is_listed_before_its_run_begins(cli: CommandLine, monke
     def silent(timeout: float) -> None:
         raise RunError("cannot reach SLURM")
 
-    monkeypatch.setattr(commands, "jobs", silent)
+    monkeypatch.setattr(slurm_commands, "jobs", silent)
     assert cli("ls").err == "submitted jobs: cannot reach SLURM\n"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.base.errors import listing
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
@@ -32,7 +32,7 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     place = digest_place(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
     stored = StoredTensors(folder, manifest.tensors, manifest)
     computed = StateHash(
-        place, {state: {name: stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
+        place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
     )
     found_sums = computed.recorded()["sums"]
     differing = [
@@ -47,10 +47,9 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     ]
 
 
-def stored_sum(stored: StoredTensors, state: str, name: str) -> int:
-    """The sum of a stored tensor by `state_digest.box_sum`, read a segment at a time."""
+def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
     shape = stored.states[state][name].shape
-    boxes = segments(shape, _ELEMENTS_AT_ONCE)
+    boxes = box_segments(shape, _ELEMENTS_AT_ONCE)
     return sum(box_sum(stored.read(state, name, box), shape, box) for box in boxes) % 2**64
 
 

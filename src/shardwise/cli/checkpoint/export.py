@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     export = Export(folder, arguments.dtype)
     if arguments.reader is not None:
         _require_readable(export, arguments.reader)
-    parent, name = split(arguments.dest)
+    parent, name = parent_and_name(arguments.dest)
     done = export.write(parent, name, max_shard_bytes)
     formats = " and ".join(sorted(export.dtypes))
     # Of no tensor, of all or of some the weights come from the masters.
@@ -123,7 +123,6 @@ def _require_readable(export: Export, reader: str) -> None:
 
 
 def _write_gguf(folder: Root, arguments: argparse.Namespace) -> int:
-    """Write the file of `--gguf`."""
     if "://" in arguments.dest or arguments.push is not None or arguments.reader not in (None, "gguf"):
         raise ConfigError(
             f"--gguf writes one file for llama.cpp on this machine: DEST ({arguments.dest}) must be a path, and --push "
@@ -160,8 +159,8 @@ def shard_bytes(given: str) -> int:
     return digits
 
 
-def split(location: str) -> tuple[Root, str]:
-    """The folder that a new one is made in, and its name."""
+def parent_and_name(location: str) -> tuple[Root, str]:
+    """The folder in which the command makes a new one, and the new name."""
     if "://" in location:
         parent, _, name = location.rstrip("/").rpartition("/")
     else:

@@ -19,7 +19,7 @@ from shardwise.base.units import count, counted
 from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 from shardwise.cli.help import add_json
-from shardwise.config import data_from
+from shardwise.config import checked_data_section
 
 if TYPE_CHECKING:
     from shardwise.data.prepare.output import PreparationOutcome
@@ -74,29 +74,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
-    from shardwise.data.prepare.from_text import TextJob, convert_text
-    from shardwise.data.reading.megatron_files import prefix_of
+    from shardwise.data.prepare.from_raw_tokens import RawConversionJob, convert_raw_tokens
+    from shardwise.data.prepare.from_text import TextConversionJob, convert_text
+    from shardwise.data.reading.megatron_files import megatron_prefix
     from shardwise.data.reading.raw_tokens import is_raw_tokens
 
     source = user_path(arguments.input)
     # The user may give PREFIX, PREFIX.bin or PREFIX.idx.
-    target = prefix_of(user_path(arguments.output))
+    target = megatron_prefix(user_path(arguments.output))
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
     _require_fitting(arguments, source, is_raw)
     with arguments_named("INPUT"):
         if is_raw:
-            raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
-            outcome = convert_raw(raw, force=arguments.force, announce=output.progress)
+            raw = RawConversionJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
+            outcome = convert_raw_tokens(raw, force=arguments.force, announce=output.progress)
         else:
-            job = TextJob(data_from(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments))
+            job = TextConversionJob(
+                checked_data_section(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
+            )
             outcome = convert_text(job, force=arguments.force, announce=output.progress)
     _show(target, outcome, as_json=arguments.json)
     return 0
 
 
 def _data_keys(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    """The keys of the section `data` that the arguments give."""
     name: str = arguments.input
     # An INPUT that exists is meant as a path, and so is one that cannot be a hub id.
     is_path = source.exists() or name.startswith((".", "/", "~")) or name.endswith(_PATH_ENDS)

@@ -20,10 +20,10 @@ import torch
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.config import Config, Layout
+from shardwise.train.compile.compiled_units import HEAD, check_compiler_backend
 from shardwise.train.compile.graph_cache import CachedGraph, Facts, GraphCache
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE, compiled_files, compiler_folder
-from shardwise.train.compile.units import HEAD, check_backend
 
 _SHOWN = 20
 """Last lines of a failure's output that the user reads."""
@@ -55,7 +55,7 @@ class CompilationPlan:
         """
         torch.set_num_threads(threads)
         torch_device = torch.device(device)
-        check_backend(config.compile, torch_device)
+        check_compiler_backend(config.compile, torch_device)
         graphs = planned_graphs(config.model, config.train)
         facts = [graph_facts(config, layout, torch_device, *graph) for graph in graphs]
         return CompilationPlan(config, layout, device, threads, facts, only_capture)
@@ -63,7 +63,7 @@ class CompilationPlan:
 
 @dataclass(frozen=True)
 class GraphOutcome:
-    """The result for one graph.
+    """The result of compiling one graph.
 
     Attributes:
         entry: graph in the cache; None where it was only captured, or failed.

@@ -37,19 +37,19 @@ Facts = Mapping[str, Any]
 """Facts that decide the code of a graph, in JSON's types."""
 
 
-def name_of(unit: str, training: bool) -> str:
-    """The name of a graph in messages."""
+def graph_label(unit: str, training: bool) -> str:
+    """The name of a compiled graph in messages."""
     return f"{unit} ({'training' if training else 'evaluation'})"
 
 
-def key_of(facts: Facts) -> str:
-    """The name of a graph: 32 hexadecimal digits."""
+def graph_key(facts: Facts) -> str:
+    """The key of a compiled graph in the cache: 32 hexadecimal digits."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
 class CachedGraph:
-    """A graph in the folder; `used`: its last time of use, in seconds since 1970."""
+    """A compiled graph in the cache; `used`: its last time of use, in seconds since 1970."""
 
     path: Path
     facts: Facts
@@ -58,7 +58,7 @@ class CachedGraph:
 
 
 class GraphCache:
-    """The graphs in a folder, which need not exist yet.
+    """The compiled graphs in a folder, which need not exist yet.
 
     Raises:
         ConfigError: the folder cannot be written, by the methods that do.
@@ -79,7 +79,7 @@ class GraphCache:
 
     def find(self, facts: Facts) -> CachedGraph | None:
         """The graph with exactly these facts."""
-        return self._entry(self.root / f"{key_of(facts)}.zip")
+        return self._entry(self.root / f"{graph_key(facts)}.zip")
 
     def entries(self) -> list[CachedGraph]:
         """All graphs, in the order of their last use, the latest first. Files that cannot be read are left out."""
@@ -110,7 +110,7 @@ class GraphCache:
     def remove(self, facts: Facts) -> None:
         """Remove the graph with exactly these facts, if it is there and the folder can be written."""
         with contextlib.suppress(OSError):
-            (self.root / f"{key_of(facts)}.zip").unlink()
+            (self.root / f"{graph_key(facts)}.zip").unlink()
 
     def store(self, facts: Facts, folder: Path, compiled: Iterable[Path]) -> CachedGraph:
         """Keep files of a folder as the graph with these facts."""
@@ -123,14 +123,14 @@ class GraphCache:
 
     def _write(self, facts: Facts, content: bytes) -> CachedGraph:
         self.require_writable()
-        path = self.root / f"{key_of(facts)}.zip"
+        path = self.root / f"{graph_key(facts)}.zip"
         with self._writing():
             files.write_atomic(path, content, mode=0o664)
         return CachedGraph(path, facts, len(content), time.time())
 
     def prune(self, most_bytes: float, kept: Iterable[Facts] = ()) -> list[CachedGraph]:
         """Remove and return the graphs that were used longest ago until so many bytes are left; `kept` stay anyway."""
-        kept_keys = {key_of(facts) for facts in kept}
+        kept_keys = {graph_key(facts) for facts in kept}
         size = 0
         removed = []
         # The kept ones are counted first; the sort leaves all others in the order of their last use.

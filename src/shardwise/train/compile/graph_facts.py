@@ -25,8 +25,8 @@ from shardwise.config import Config, Layout, ModelConfig, TrainConfig
 from shardwise.distributed import devices
 from shardwise.models.build import products_add_in_graphs
 from shardwise.models.user_model import check_user_model
+from shardwise.train.compile.compiled_units import BLOCK, HEAD, compiled_unit_of_block, compiler_backend
 from shardwise.train.compile.graph_cache import Facts
-from shardwise.train.compile.units import BLOCK, HEAD, backend_of, unit_of_layer
 
 _SOURCES = (
     "base/tensor_box.py",
@@ -34,7 +34,7 @@ _SOURCES = (
     "distributed/*.py",
     "layers/**/*.py",
     "models/*.py",
-    "train/compile/units.py",
+    "train/compile/compiled_units.py",
 )
 """Files that a graph is captured from, or that give the numbers in it: what is kept of it is not captured again."""
 _OUTSIDE_OF_GRAPHS = {"num_hidden_layers", "initializer_range", "ignore"}
@@ -61,7 +61,7 @@ def planned_graphs(model: ModelConfig, train: TrainConfig) -> list[tuple[str, bo
     """
     units = [BLOCK]
     if not model.is_own:
-        units = [*dict.fromkeys(unit_of_layer(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
+        units = [*dict.fromkeys(compiled_unit_of_block(model, layer) for layer in range(model.num_hidden_layers)), HEAD]
     modes = (True, False) if train.eval_every else (True,)
     return [(unit, training) for unit in units for training in modes]
 
@@ -76,7 +76,7 @@ def graph_facts(config: Config, layout: Layout, device: torch.device, unit: str,
         "parallel.context": layout.context,
         "precision.mode": config.precision.resolved(device.type != "cpu").parameter,
         "precision.matmul": config.precision.matmul if training else None,
-        "compile.backend": backend_of(config.compile, device),
+        "compile.backend": compiler_backend(config.compile, device),
         "device": f"cpu, {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else devices.name(device),
         "torch": version("torch"),
         "python": sys.version.partition(" ")[0],

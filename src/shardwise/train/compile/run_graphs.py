@@ -21,16 +21,16 @@ from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
 from shardwise.distributed.collectives import raise_on_all_ranks, union
 from shardwise.distributed.mesh import Mesh
-from shardwise.train.compile.graph_cache import Facts, GraphCache, name_of
+from shardwise.train.compile.compiled_units import CapturedGraph, Compilation
+from shardwise.train.compile.graph_cache import Facts, GraphCache, graph_label
 from shardwise.train.compile.graph_facts import graph_facts, planned_graphs
-from shardwise.train.compile.units import CapturedGraph, Compilation
 
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """The environment variable that names the compiler's folder."""
 
 
 class RunGraphs:
-    """The graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
+    """The compiled graphs of one run, on one rank, until the end of a `with` statement. All methods are collective.
 
     Args:
         announce: shows the user a line; called on the first rank.
@@ -111,7 +111,7 @@ class RunGraphs:
                     else "in a file that can be read"
                 )
                 missing.append(
-                    f"compile: {name_of(facts['unit'], facts['training'])} is not in {self._cache.root} {reason}; "
+                    f"compile: {graph_label(facts['unit'], facts['training'])} is not in {self._cache.root} {reason}; "
                     "`shardwise compile` puts it there"
                 )
             else:
@@ -143,7 +143,7 @@ class RunGraphs:
             if self._stores:
                 for key in compiled & self._facts.keys():
                     self._cache.remove(self._facts[key])
-            listed = ", ".join(sorted(name_of(*key) for key in compiled))
+            listed = ", ".join(sorted(graph_label(*key) for key in compiled))
             raise ConfigError(
                 "compile.require_cached (true) allows no compilation, and the cached code did not fit and was removed: "
                 f"{listed}; run shardwise compile again, on a machine like this one"

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from
-from shardwise.data import make_batches, random_text
+from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from_sections
+from shardwise.data import make_batches, random_tokens
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
@@ -31,9 +31,9 @@ from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model, products_add_in_graphs
+from shardwise.train.compile.compiled_units import HEAD, Compilation, compiled_unit_of_block
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE
-from shardwise.train.compile.units import HEAD, Compilation, unit_of_layer
-from shardwise.train.loss import MicroBatch
+from shardwise.train.mean_loss import MicroBatch
 
 CAPTURING = "aot_eager"
 """A backend that captures forward and backward graphs and compiles nothing."""
@@ -42,18 +42,20 @@ CAPTURING = "aot_eager"
 def main() -> None:
     die_with_parent()
     job = json.load(sys.stdin)
-    config = config_from(job["config"])
+    config = config_from_sections(job["config"])
     unit: str = job["unit"]
     device = torch.device("cpu" if job["device"] == "cpu" else f"{job['device']}:0")
     if job["world"] > 1:
         fake_process_group(job["rank"], job["world"])
     layout = check_layout(config, job["world"])
-    compilation = play(config, layout, device, unit, training=job["training"], only_capture=job["only_capture"])
+    compilation = _capture_graph(
+        config, layout, device, unit, training=job["training"], only_capture=job["only_capture"]
+    )
     if not compilation.graphs:
         raise RunError(f"{unit} was not called: a forward pass of the model must call each of its blocks")
 
 
-def play(
+def _capture_graph(
     config: Config, layout: Layout, device: torch.device, unit: str, *, training: bool, only_capture: bool
 ) -> Compilation:
     """Run one unit of the model on a micro-batch, so that its graph is captured; its name and mode choose the graph."""
@@ -110,18 +112,17 @@ def _part(model: FamilyConfig, unit: str) -> ModelPart:
     """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
     if unit == HEAD:
         return ModelPart(range(0), is_first=False, is_last=True)
-    layer = next(layer for layer in range(model.num_hidden_layers) if unit_of_layer(model, layer) == unit)
+    layer = next(layer for layer in range(model.num_hidden_layers) if compiled_unit_of_block(model, layer) == unit)
     return ModelPart(range(layer, layer + 1), is_first=False, is_last=False)
 
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:
     """A micro-batch with arrays as in the training, which counts nothing."""
-    data = config.data
     train = config.train
-    if data.document_options and data.eod_token is None:
-        config = config.model_copy(update={"data": data.model_copy(update={"eod_token": 0})})
+    if config.data.document_options and config.data.eod_token is None:
+        config = config.with_keys(data={"eod_token": 0})
     pairs = "nsp" in config.model.objectives
-    text = random_text(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
+    text = random_tokens(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
     batches = make_batches(config, text, "train")
     assert batches is not None, "it has samples"
     return MicroBatch.on(device, batches.blank(train.micro_batch))

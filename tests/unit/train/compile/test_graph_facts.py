@@ -10,9 +10,9 @@ import torch
 
 import shardwise
 from shardwise.config import check_layout, load_config
+from shardwise.train.compile.compiled_units import BLOCK
 from shardwise.train.compile.graph_cache import Facts
 from shardwise.train.compile.graph_facts import _SOURCES, _user_sources, graph_facts
-from shardwise.train.compile.units import BLOCK
 
 CPU = torch.device("cpu")
 

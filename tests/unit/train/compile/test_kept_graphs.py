@@ -14,9 +14,9 @@ import pytest
 
 from shardwise.config import check_layout, load_config
 from shardwise.distributed.mesh import Mesh
+from shardwise.train.compile.compiled_units import BLOCK, HEAD, CapturedGraph
 from shardwise.train.compile.graph_cache import GraphCache
 from shardwise.train.compile.run_graphs import RunGraphs
-from shardwise.train.compile.units import BLOCK, HEAD, CapturedGraph
 
 
 @pytest.fixture(autouse=True)
