@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
-from shardwise.layers.units import WeightScales, units
+from shardwise.layers.units import WeightScales, parameters_by_unit
 from shardwise.models.blocks import ModelPart, gives_losses
 from shardwise.models.build import build_balance
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -163,7 +163,7 @@ class Passes:
         """
         if self._mesh.device.type == "cpu" or self._config.model.is_own:
             return nullcontext()
-        return self._optimizer.gathers.behind_forward(units(self._model), self._optimizer.buckets)
+        return self._optimizer.gathers.behind_forward(parameters_by_unit(self._model), self._optimizer.buckets)
 
     def non_finite_error(
         self, micro_batches: list[MicroBatch], step: int, loss: float, gradient_norm: float
