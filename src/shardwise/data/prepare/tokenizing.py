@@ -158,7 +158,7 @@ class TokenizingWorkers:
             ) from None
 
 
-def tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
+def _tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
     """The tokens of a batch; called in a process or thread of `TokenizingWorkers.for_tokenizing`."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, literally=literally)
@@ -209,7 +209,7 @@ def write_tokens(
     with index:
         saved = time.monotonic()
         batches = _after(text_batches(source, sequences.sentences), read, advance)
-        for batch, row in workers.each(functools.partial(tokenize_batch, literally=sequences.sentences), batches):
+        for batch, row in workers.each(functools.partial(_tokenize_batch, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
             with output.writing():
                 progress = _append(index, sequences, progress, batch, row)

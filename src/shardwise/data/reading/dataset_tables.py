@@ -130,7 +130,7 @@ class _HubTables:
         return ["hub", self.repository, self.folder.name, self.config]
 
     def load(self) -> Mapping[str, Any]:
-        builder = self._builder(datasets_library())
+        builder = self._builder(_datasets_library())
         if not Path(builder.cache_dir, "dataset_info.json").is_file():
             # The library makes its tables of the files in the hub's cache, whatever became of these.
             hub.drop_damaged_files(self.folder)
@@ -149,7 +149,7 @@ class _HubTables:
 
     def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
-        files = self._builder(datasets_library()).config.data_files or {}
+        files = self._builder(_datasets_library()).config.data_files or {}
         return {str(name): list(addresses) for name, addresses in files.items()}
 
     def _builder(self, datasets: Any) -> Any:
@@ -428,7 +428,7 @@ def require_datasets_library(data: DataConfig) -> None:
         raise ConfigError(message)
 
 
-def datasets_library() -> Any:
+def _datasets_library() -> Any:
     """The module `datasets`, made quiet; it takes seconds to import. DataError if it is not installed."""
     datasets = optional_library("datasets", _NEEDED, "datasets")
     if not sys.stderr.isatty():  # in a log, a bar is a line for each of its states

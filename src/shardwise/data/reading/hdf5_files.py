@@ -81,7 +81,7 @@ class Hdf5Shard:
     def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
         """The shapes of a file; DataError: it is no HDF5 file, or an array is missing, empty or of another shape."""
         sizes: dict[str, int] = {}
-        with open_hdf5(path) as file, _reading(path):
+        with _open_hdf5(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
                     expected = sizes.setdefault(dimension, max(length, 1))
@@ -107,7 +107,7 @@ class Hdf5Shard:
         """By key, mapped into memory from the file or from the cache."""
         if self.unpacked is not None:
             return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
-        with open_hdf5(self.path) as file, _reading(self.path):
+        with _open_hdf5(self.path) as file, _reading(self.path):
             return {key: _mapped(self.path, file[key]) for key in KEYS}
 
 
@@ -116,7 +116,7 @@ def h5py_library() -> Any:
     return optional_library("h5py", "HDF5 shards need", "hdf5")
 
 
-def open_hdf5(path: Path) -> Any:
+def _open_hdf5(path: Path) -> Any:
     """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
     h5py = h5py_library()
     with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
@@ -233,7 +233,7 @@ def _key(shard: Hdf5Shard) -> str:
 
 
 def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
-    with open_hdf5(shard.path) as file, _reading(shard.path):
+    with _open_hdf5(shard.path) as file, _reading(shard.path):
         arrays = {name: _copy(file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
 
