@@ -32,7 +32,7 @@ def steps(layout: str, bitwise: bool) -> Any:
     import torch.distributed as dist
 
     from shardwise.config.load import load_config
-    from shardwise.data.formats.common import random_text
+    from shardwise.data.formats.prepared_data import random_tokens
     from shardwise.distributed import collectives
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
@@ -42,7 +42,7 @@ def steps(layout: str, bitwise: bool) -> Any:
     overrides = ["train.micro_batch=4", "train.steps=1000000", f"train.bitwise={str(bitwise).lower()}"]
     config = load_config("llama-small", [*overrides, *LAYOUTS[layout]])
     mesh = Mesh(**config.parallel.degrees, device="cpu", grains=config.grains)
-    text = random_text(config.model.vocab_size, 64, config.train.sequence_length)
+    text = random_tokens(config.model.vocab_size, 64, config.train.sequence_length)
     trainer = build_trainer(config, mesh, text)
     trainer.step()
     seconds = 0.0

@@ -136,14 +136,14 @@ def _name(recipe: str, keys: dict[str, Any]) -> str:
 
 def _timed(recipe: str, keys: dict[str, Any], text: str, seconds: list[float]) -> dict[str, Any]:
     from shardwise.config import check_layout, load_config
-    from shardwise_plan.calibration_fit import undisturbed
+    from shardwise_plan.calibration_fit import undisturbed_seconds
     from shardwise_plan.device_specs import Cluster, parse_device
     from shardwise_plan.step_time import step_time
 
     config = load_config(recipe, _overrides(keys))
     time = step_time(config, check_layout(config, 2), Cluster(parse_device("here", text, "here.yaml"), 1, 2))
     assert time is not None
-    own = {"undisturbed": undisturbed(seconds), "median": median(seconds), "predicted": time.total}
+    own = {"undisturbed": undisturbed_seconds(seconds), "median": median(seconds), "predicted": time.total}
     return {"name": _name(recipe, keys), **own, "parts": dict(time.rows()), "seconds": seconds}
 
 
@@ -155,13 +155,15 @@ def _held(recipe: str, world: int, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _trainer(recipe: str, overrides: list[str]) -> Any:
     from shardwise.config import load_config
-    from shardwise.data.formats.common import random_text
+    from shardwise.data.formats.prepared_data import random_tokens
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
     config = load_config(recipe, overrides)
     return build_trainer(
-        config, Mesh(**config.parallel.degrees), random_text(config.model.vocab_size, 128, config.train.sequence_length)
+        config,
+        Mesh(**config.parallel.degrees),
+        random_tokens(config.model.vocab_size, 128, config.train.sequence_length),
     )
 
 

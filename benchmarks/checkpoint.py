@@ -33,7 +33,7 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
     import torch
 
     from shardwise.config import config_from_sections
-    from shardwise.data.formats.common import PreparedText
+    from shardwise.data.formats.prepared_data import PreparedText
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.train.build import build_trainer
 
@@ -48,13 +48,15 @@ def trainer_of(overrides: dict[str, Any]) -> Any:
 
 
 def saver_of(trainer: Any, folder: str, buffer_bytes: int | None = None) -> Any:
-    from shardwise.checkpoint.save import Keeping, Saver
+    from shardwise.checkpoint.save import KeptCheckpoints, Saver
     from shardwise.checkpoint.storage.root import Root
 
     group = trainer.mesh.host_group("checkpoint")
     parts = (trainer.model, trainer.optimizer, trainer.config, trainer.mesh, group)
     described: dict[str, Any] = {"layout": {}, "data": {}, "versions": {}}
-    return Saver(Root.of(folder), *parts, described=described, buffer_bytes=buffer_bytes, keeping=Keeping(last=1))
+    return Saver(
+        Root.of(folder), *parts, described=described, buffer_bytes=buffer_bytes, keeping=KeptCheckpoints(last=1)
+    )
 
 
 PLACE: dict[str, Any] = {"samples": 0, "position": 0, "tokens": 0, "schedule": {}, "rng": {}}
@@ -157,7 +159,7 @@ def loading(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
     """On one rank: seconds and bytes of loading at another layout."""
     import time
 
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
     from shardwise.checkpoint.storage.root import Root
     from shardwise.distributed import collectives
 
@@ -166,7 +168,7 @@ def loading(folder: str, overrides: dict[str, Any]) -> dict[str, Any]:
     collectives.barrier(trainer.mesh.world)
     start = time.perf_counter()
     manifest = read_manifest(where, trainer.mesh.world)
-    restored = restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh)
+    restored = restore_checkpoint(where, manifest, trainer.model, trainer.optimizer, trainer.mesh)
     return {"seconds": time.perf_counter() - start, "bytes": restored.bytes_read}
 
 

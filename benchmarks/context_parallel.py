@@ -63,7 +63,7 @@ def train(
     from measure import PeakMemory
 
     from shardwise.config import check_layout
-    from shardwise.data.formats.common import random_text
+    from shardwise.data.formats.prepared_data import random_tokens
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.estimates.memory import expected_memory
     from shardwise.models import attention
@@ -83,7 +83,7 @@ def train(
         return y
 
     attention.AttentionCore.forward = timed  # type: ignore[method-assign]
-    text = random_text(config.model.vocab_size, steps * batch + 1, length, pairs=False)
+    text = random_tokens(config.model.vocab_size, steps * batch + 1, length, pairs=False)
     memory = PeakMemory()
     trainer = build_trainer(config, mesh, text)
     estimate = expected_memory(config, check_layout(config, mesh.world.size))

@@ -44,10 +44,10 @@ def _documents() -> list[str]:
     if named := os.environ.get("BENCH_TEXT"):
         return [text for text in _HEADING.split(Path(named).read_text(encoding="utf-8")) if text.strip()]
     from shardwise.config import DataConfig
-    from shardwise.data.reading.text_sources import open_source
+    from shardwise.data.reading.text_sources import open_text_source
 
     texts, parts = [], []
-    for piece in open_source(DataConfig(dataset="python")).pieces():
+    for piece in open_text_source(DataConfig(dataset="python")).pieces():
         parts.append(piece.text)
         if piece.ends_document:
             texts.append("".join(parts))

@@ -104,14 +104,14 @@ def open_sparse(folder: Path) -> dict[str, float]:
 
 def index(folder: Path) -> dict[str, float]:
     """From the files to the first batch of an epoch."""
-    from shardwise.data.reading.megatron_files import Documents, IndexedFile
+    from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
     from shardwise.data.samples.causal import DocumentBatches
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def first_batch() -> None:
         file = IndexedFile.open(str(folder / "many"))
-        documents = Documents(file, 0, file.num_documents, 50_257)
+        documents = MegatronDocuments(file, 0, file.num_documents, 50_257)
         DocumentBatches(documents, 1024, 1).global_batch(0, 8)
 
     seconds = _seconds(first_batch)
@@ -120,12 +120,12 @@ def index(folder: Path) -> dict[str, float]:
 
 def loader(folder: Path) -> dict[str, float]:
     """Tokens a second of one thread, by length of a sample; from the page cache, in random order."""
-    from shardwise.data.reading.megatron_files import Documents, IndexedFile
+    from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
     from shardwise.data.samples.causal import DocumentBatches
 
     file = IndexedFile.open(str(folder / "tokens"))
     np.asarray(file.tokens).sum()  # into the page cache
-    documents = Documents(file, 0, file.num_documents, 50_257)
+    documents = MegatronDocuments(file, 0, file.num_documents, 50_257)
     found = {}
     for length in LENGTHS:
         batches = DocumentBatches(documents, length, 1)
@@ -141,13 +141,13 @@ def loader(folder: Path) -> dict[str, float]:
 def shards(folder: Path) -> dict[str, float]:
     """Rows a second of one thread from shards that were compressed, once they are unpacked."""
     from shardwise.config import load_config
-    from shardwise.data.formats.common import make_batches
-    from shardwise.data.open_data import prepare
+    from shardwise.data.formats.prepared_data import make_batches
+    from shardwise.data.open_data import prepare_data
 
     keys = (f"data.path={folder / 'shards'}", "model.vocab_size=30522", "train.sequence_length=128")
     config = load_config("bert-tiny", [*keys, "model.max_position_embeddings=128"])
-    unpacking = _seconds(lambda: prepare(config))
-    batches = make_batches(config, prepare(config), "train")
+    unpacking = _seconds(lambda: prepare_data(config))
+    batches = make_batches(config, prepare_data(config), "train")
     assert batches is not None
     rows, start = 0, time.perf_counter()
     while time.perf_counter() - start < 3.0:

@@ -35,11 +35,11 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     """
     import torch
 
-    from shardwise.data.formats.common import random_text
+    from shardwise.data.formats.prepared_data import random_tokens
     from shardwise.distributed import devices
     from shardwise.distributed.mesh import Mesh, join
     from shardwise.estimates.device_peaks import peak_flops
-    from shardwise.models.parameter_counts import flops_per_token
+    from shardwise.models.flops import flops_per_token
     from shardwise.train.build import build_trainer
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints each of its starts and stops
@@ -47,7 +47,7 @@ def train(tensor: int, rounds: int, shapes: Sequence[str] = (), device: str | No
     mesh = Mesh(tensor=tensor, device=device)
     config = fitting(mesh, shapes)
     length, batch = config.train.sequence_length, config.train.global_batch
-    trainer = build_trainer(config, mesh, random_text(config.model.vocab_size, 8 * batch + 1, length))
+    trainer = build_trainer(config, mesh, random_tokens(config.model.vocab_size, 8 * batch + 1, length))
     for _ in range(WARMUP):
         trainer.step()
     seconds = []

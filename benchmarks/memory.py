@@ -91,7 +91,7 @@ def measure(overrides: list[str], steps: int) -> dict[str, Any]:
 def _train(config: Config, mesh: Mesh, steps: int) -> Trainer:
     import numpy as np
 
-    from shardwise.data.formats.common import PreparedText
+    from shardwise.data.formats.prepared_data import PreparedText
     from shardwise.train.build import build_trainer
 
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 2**16).astype(np.uint16)

@@ -22,7 +22,7 @@ def train(layout: str, batch: int, optimizer: str, steps: int, cache: str) -> An
     import torch
 
     from shardwise.config import load_config
-    from shardwise.data.open_data import prepare
+    from shardwise.data.open_data import prepare_data
     from shardwise.distributed import mesh
     from shardwise.train.build import build_trainer
 
@@ -31,7 +31,7 @@ def train(layout: str, batch: int, optimizer: str, steps: int, cache: str) -> An
     config = load_config("llama-small", keys)
     mesh.join()
     trainer = build_trainer(
-        config, mesh.Mesh(tensor=config.parallel.tensor, device="cpu"), prepare(config, Path(cache))
+        config, mesh.Mesh(tensor=config.parallel.tensor, device="cpu"), prepare_data(config, Path(cache))
     )
     yield 0.0
     for _ in range(steps):

@@ -104,15 +104,15 @@ def write(folder: str) -> None:
 def many(folder: str, length: str) -> dict[str, float]:
     """Seconds and bytes of memory to pack these documents into the files of the cache."""
     from shardwise.config import load_config
-    from shardwise.data.formats.packed import key_of, open_packed
+    from shardwise.data.formats.packing_cache import open_packed_samples, packing_key
+    from shardwise.data.request import DataRequest
 
     bounds = np.load(Path(folder) / "bounds.npy", mmap_mode="r")
     keys = [f"train.sequence_length={length}", f"model.max_position_embeddings={length}"]
-    config = load_config("llama3-tiny", keys)
-    root = Path(folder) / length
+    request = DataRequest.of(load_config("llama3-tiny", keys), Path(folder) / length)
 
     def packed() -> Any:
-        return open_packed(root, key_of("many", config), {"train": lambda: np.asarray(bounds)}, config, "many", None)
+        return open_packed_samples(request, "many", packing_key("many", request), {"train": lambda: np.asarray(bounds)})
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
@@ -124,7 +124,7 @@ def many(folder: str, length: str) -> dict[str, float]:
     return {
         "seconds": seconds,
         "bytes": memory,
-        "file_bytes": sum(path.stat().st_size for path in root.rglob("train.*.bin")),
+        "file_bytes": sum(path.stat().st_size for path in request.root.rglob("train.*.bin")),
         "open_seconds": time.perf_counter() - start,
         "padding": 1 - facts.targets / facts.places,
     }
@@ -160,7 +160,7 @@ def reading() -> dict[str, float]:
 def training(dataset: str) -> list[dict[str, float]]:
     """Processor seconds for each target in steps of each packing, which take turns."""
     from shardwise.config import load_config
-    from shardwise.data.open_data import prepare
+    from shardwise.data.open_data import prepare_data
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
@@ -168,7 +168,7 @@ def training(dataset: str) -> list[dict[str, float]]:
     trainers = {}
     for name, keys in PACKINGS.items():
         config = load_config("llama3-tiny", [f"data.dataset={dataset}", *TRAINING, *keys])
-        trainers[name] = build_trainer(config, mesh, prepare(config))
+        trainers[name] = build_trainer(config, mesh, prepare_data(config))
         trainers[name].step()
     turns = []
     for _ in range(10):

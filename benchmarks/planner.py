@@ -22,7 +22,7 @@ import published
 from published import Row
 
 from shardwise.estimates.memory import memory_by_rank
-from shardwise_plan.device_seconds import fitted
+from shardwise_plan.device_seconds import shipped_constants
 
 RESULT = Path(__file__).parent / "results" / "planner.md"
 _LEAST_IN_SET = 8
@@ -178,7 +178,10 @@ def report() -> str:
     for one in everything:
         by_source[source_name(one.row)].append(one)
     never = [one for one in everything if role(one.row) != "fit"]
-    constants = [(one.name.replace("_", " "), f"{getattr(fitted(), one.name):g}") for one in fields(fitted())]
+    constants = [
+        (one.name.replace("_", " "), f"{getattr(shipped_constants(), one.name):g}")
+        for one in fields(shipped_constants())
+    ]
     head = ("source", "rows", "mean", "median", "P90", "worst", "bias")
     lines = [
         "# Predicted and published step times",

@@ -26,7 +26,7 @@ def train(recipe: str, cache: str, mode: str, rounding: str | None = None) -> An
     import torch
 
     from shardwise.config import load_config
-    from shardwise.data.open_data import prepare
+    from shardwise.data.open_data import prepare_data
     from shardwise.distributed.mesh import Mesh
     from shardwise.train.build import build_trainer
 
@@ -41,7 +41,7 @@ def train(recipe: str, cache: str, mode: str, rounding: str | None = None) -> An
     ]
     keys += [f"precision.mode={mode}", *([f"precision.rounding={rounding}"] if rounding else [])]
     config = load_config(recipe, keys)
-    trainer = build_trainer(config, Mesh(device="cpu"), prepare(config, Path(cache)))
+    trainer = build_trainer(config, Mesh(device="cpu"), prepare_data(config, Path(cache)))
     yield 0.0
     for _ in range(STEPS):
         start = time.perf_counter()

@@ -122,7 +122,8 @@ def live_memory(name: str, folder: str) -> int:
 def run(rounds: int) -> Report:
     import contestants
 
-    from shardwise.models.parameter_counts import flops_per_token, parameter_count
+    from shardwise.models.flops import flops_per_token
+    from shardwise.models.parameter_counts import parameter_count
 
     labels = {name: label for name, (label, _) in contestants.CONTESTANTS.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in labels}

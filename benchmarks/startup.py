@@ -304,17 +304,17 @@ class _SimulatedJob:
         return [sent[rank] for rank in range(self.world)]
 
     def merge(self, gathered: list[Any]) -> tuple[Any, Any]:
-        from shardwise.checkpoint.format.verify import untiled
+        from shardwise.checkpoint.format.verify import untiled_tensors
         from shardwise.checkpoint.format.writing import tensor_entries
 
         entries = [entry for of_rank, _ in gathered for entry in of_rank]
         tensors = tensor_entries(entries, [file for _, files in gathered for file in files])
-        problems = untiled(tensors)
+        problems = untiled_tensors(tensors)
         assert not problems, problems[0]
         return entries, tensors
 
     def text(self, entries: Any, tensors: Any) -> str:
-        from shardwise.checkpoint.format.manifest import Manifest, too_large
+        from shardwise.checkpoint.format.manifest import Manifest, manifest_size_problem
 
         described: dict[str, Any] = {key: {} for key in ("config", "layout", "schedule", "data", "rng", "versions")}
         counts = dict.fromkeys(("step", "samples", "position", "tokens"), 0)
@@ -322,7 +322,7 @@ class _SimulatedJob:
         text = Manifest(
             **described, **counts, created="", optimizer=optimizer, files=tuple(entries), tensors=tensors
         ).to_json()
-        assert too_large(text) is None, too_large(text)
+        assert manifest_size_problem(text) is None, manifest_size_problem(text)
         return text
 
     def fill(self, folder: Path) -> None:

@@ -27,7 +27,7 @@ import json, resource, sys, time
 from pathlib import Path
 from shardwise_watch.json_lines import last_lines
 from shardwise_watch.run import RunView
-from shardwise_watch.summary import snapshot
+from shardwise_watch.run_snapshot import snapshot
 from shardwise.runs.folder import json_text
 
 path, ranks = Path(sys.argv[1]), int(sys.argv[2])

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import published
 
-from shardwise_plan.device_seconds import CONSTANTS, Constants
+from shardwise_plan.device_seconds import CONSTANTS, DeviceConstants
 from shardwise_plan.step_time import stage_works
 
 FITTED = ("matmul", "depth", "memory", "host", "step", "wait", "update")
-START = Constants(
+START = DeviceConstants(
     matmul=0.9, depth=200, memory=0.75, fused_attention=0.516, host=2e-5, step=5e-3, start=2.8e-5, wait=1e-3, node=0.76,
     network=0.94, update=0.7, overlap=0.8,
 )  # fmt: skip
@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 _WEIGHT = 5  # of a time of a layer, in rows
 
 
-def error(constants: Constants, rows: Sequence[published.Row]) -> float:
+def error(constants: DeviceConstants, rows: Sequence[published.Row]) -> float:
     """The mean of |log(predicted / measured)|."""
     errors = [(1.0, math.log(row.predicted(constants).total / row.measured)) for row in rows]
     for sequence, recompute, forward, backward in published.LAYER_TIMES:
@@ -51,7 +51,9 @@ def error(constants: Constants, rows: Sequence[published.Row]) -> float:
     return sum(weight * abs(one) for weight, one in errors) / sum(weight for weight, _ in errors)
 
 
-def improved(best: Constants, least: float, rows: Sequence[published.Row], step: float) -> tuple[Constants, float]:
+def improved(
+    best: DeviceConstants, least: float, rows: Sequence[published.Row], step: float
+) -> tuple[DeviceConstants, float]:
     """One round: each constant in turn, up and down."""
     for name in FITTED:
         for factor in (1 + step, 1 / (1 + step)):
@@ -65,7 +67,7 @@ def improved(best: Constants, least: float, rows: Sequence[published.Row], step:
     return best, least
 
 
-def fit(rows: Sequence[published.Row]) -> tuple[Constants, float]:
+def fit(rows: Sequence[published.Row]) -> tuple[DeviceConstants, float]:
     """The constants, and their error."""
     best, least = START, error(START, rows)
     for step in STEPS:

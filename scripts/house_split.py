@@ -32,11 +32,12 @@ PATTERNS = {
         "cli/evaluate.py", "checkpoint/importing/*", "cli/checkpoint/import_.py",
     ),
     "data": (
-        "data/reading/*", "data/tokens/*", "data/prepare/*", "data/cache.py", "data/describe.py",
+        "data/reading/*", "data/tokens/*", "data/prepare/*", "data/cache.py", "data/preview.py",
         "data/formats/text.py", "data/formats/chat.py", "data/formats/datasets.py", "data/formats/hdf5.py",
-        "data/formats/stream.py", "data/formats/packed.py", "data/formats/inspecting.py", "data/evaluation_tasks.py",
-        "data/held_out.py", "cli/data/*", "data/samples/streaming.py", "data/samples/sentence_pairs.py",
-        "data/samples/sentences.py", "data/samples/conversations.py",
+        "data/formats/streamed_text.py", "data/formats/packing_cache.py", "data/formats/inspections.py",
+        "data/evaluation_tasks.py",
+        "data/held_out.py", "cli/data/*", "data/samples/text_stream.py", "data/samples/sentence_pairs.py",
+        "data/samples/sentences.py", "data/samples/chat_batches.py",
     ),
 }  # fmt: skip
 """Patterns of a part that has a package are not used."""

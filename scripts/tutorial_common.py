@@ -101,7 +101,7 @@ def random_trainer(config: Config, mesh: Mesh) -> Trainer:
     """A trainer on random tokens, for what does not depend on the text. Sentence pairs where the model takes pairs."""
     import numpy as np
 
-    from shardwise.data.formats.common import PreparedText
+    from shardwise.data.formats.prepared_data import PreparedText
     from shardwise.data.rows import Sentences
     from shardwise.data.tokens.tokenizer import PairTokens
     from shardwise.train.build import build_trainer

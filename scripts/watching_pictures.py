@@ -23,8 +23,8 @@ from pathlib import Path
 
 import aiohttp
 
-from shardwise_watch.screen.app import Top
-from shardwise_watch.screen.frame import Reader
+from shardwise_watch.screen.app import TopScreen
+from shardwise_watch.screen.frame import FrameReader
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 RECIPE = "llama-small"
@@ -80,7 +80,7 @@ def several(folder: Path) -> Path:
 
 async def screen(run: Path) -> str:
     """The screen of `top` as SVG."""
-    app = Top(Reader(run).read, 0.2)
+    app = TopScreen(FrameReader(run).read, 0.2)
     async with app.run_test(size=SIZE) as pilot:
         await pilot.pause(4)
         return app.export_screenshot(title="shardwise top")

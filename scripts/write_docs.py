@@ -24,7 +24,7 @@ from scripts import environment_variables
 from shardwise.config import Config, UserModelConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.other_names import FORMULAS, OTHER_NAMES, WITHOUT_KEY
-from shardwise_use import readers
+from shardwise_use import other_readers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -296,19 +296,23 @@ def devices_page() -> str:
 def readers_page() -> str:
     """docs/readers.md, with what each program refuses or computes otherwise, of each family and key."""
     head, rest = READERS.read_text(encoding="utf-8").split("<!-- readers:begin -->\n")
-    record = readers.record()
+    record = other_readers.reader_record()
     lines = ["Families that a program of `--for` refuses:", ""]
     for name, reader in record["readers"].items():
-        told = [family for family, keys in record["lines"].items() if "says" in keys[readers.PLAIN].get(name, {})]
+        told = [family for family, keys in record["lines"].items() if "says" in keys[other_readers.PLAIN].get(name, {})]
         lines.append(f"- `{name}` ({reader['title']} {reader['version']}): {', '.join(told) or 'none'}")
     by_key: dict[str, dict[str, list[str]]] = {}
     for family, of_family in record["lines"].items():
-        able = [name for name in record["readers"] if readers.is_right(of_family[readers.PLAIN].get(name))]
+        able = [
+            name
+            for name in record["readers"]
+            if other_readers.is_computed_right(of_family[other_readers.PLAIN].get(name))
+        ]
         for key, of_key in of_family.items():
             found = {name: of_key.get(name) for name in able}
             refused = ", ".join(name for name, result in found.items() if result and "says" in result)
             others = ", ".join(
-                _off(name, r) for name, r in found.items() if r and "by" in r and not readers.is_right(r)
+                _off(name, r) for name, r in found.items() if r and "by" in r and not other_readers.is_computed_right(r)
             )
             if refused or others:
                 untried = ", ".join(name for name, result in found.items() if not result)

@@ -11,10 +11,10 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.config import load_config
 from shardwise.config.sections import CheckpointConfig
-from shardwise_plan.device_specs import Reliability, cluster
+from shardwise_plan.device_specs import Reliability, parse_cluster
 from shardwise_plan.goodput import Calendar, calendar
 from shardwise_plan.plan import Plan
-from shardwise_plan.search import search
+from shardwise_plan.search import search_layouts
 
 ROOT = Path(__file__).parents[1]
 PAGE, START_UP = ROOT / "docs" / "scale.md", ROOT / "benchmarks" / "results" / "startup.md"
@@ -53,7 +53,7 @@ def fastest(recipe: str, overrides: Sequence[str], nodes: int) -> Plan | None:
     for recompute in ("selective", "full"):
         given = [*overrides, *KEPT, f"train.recompute={recompute}"]
         config, fixed = load_config(recipe, given), {one.partition("=")[0] for one in given}
-        plans = search(config, cluster("h100:8", nodes), best=1, fixed=fixed).plans
+        plans = search_layouts(config, parse_cluster("h100:8", nodes), best=1, fixed=fixed).plans
         if plans:
             return plans[0]
     return None

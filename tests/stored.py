@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.safetensors import DTYPES, header
+from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Root
@@ -74,7 +74,7 @@ def write_checkpoint(
     def write(path: str, parts: list[tuple[str, str, str, Box]]) -> None:
         """`parts`: (name in the file, state, canonical name, box)."""
         named = [(label, stored[state][name].dtype, box.size) for label, state, name, box in parts]
-        head, offsets, total = header(named, {"format": "pt"})
+        head, offsets, total = safetensors_header(named, {"format": "pt"})
         writer = ChunkedWriter(folder / path, total, path)
         writer.write(head)
         for (_, state, name, box), offset in zip(parts, offsets, strict=True):

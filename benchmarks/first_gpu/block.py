@@ -11,7 +11,7 @@ from first_gpu.session import Figures, Session, weights_drawn_on_device
 from first_gpu.timing import host_ms, tflops, timed
 from first_gpu.training import Setting
 from shardwise.config import Config
-from shardwise.data.formats.common import make_batches
+from shardwise.data.formats.prepared_data import make_batches
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.linear import weights_of

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.base.errors import RAISED
 from shardwise.config import Config, load_config
-from shardwise.data.formats.common import PreparedData, random_text
+from shardwise.data.formats.prepared_data import PreparedData, random_tokens
 from shardwise.distributed import devices, placement
 
 Figures = dict[str, Any]
@@ -233,7 +233,7 @@ class Session:
 
     @cached_property
     def text(self) -> PreparedData:
-        return random_text(self.sizes.vocabulary, 8 * self.sizes.micro_batches[-1] + 1, self.sizes.sequence)
+        return random_tokens(self.sizes.vocabulary, 8 * self.sizes.micro_batches[-1] + 1, self.sizes.sequence)
 
     def random(self, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Normal numbers on the device."""

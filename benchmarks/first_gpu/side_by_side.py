@@ -12,7 +12,7 @@ from first_gpu.session import Figures, Session
 from first_gpu.training import Setting, steps_of
 from shardwise.distributed import devices
 from shardwise.estimates.device_peaks import peak_flops
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.models.flops import flops_per_token
 
 TITLE = "Beside another program"
 NOTE = (

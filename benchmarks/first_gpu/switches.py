@@ -13,7 +13,7 @@ from first_gpu.timing import timed
 from first_gpu.training import Setting, steps_of
 from shardwise.config import Config, check_layout, load_config
 from shardwise.layers.loss import chunk_losses, linear_cross_entropy
-from shardwise_plan.device_specs import cluster
+from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
 
 TITLE = "Switches"
@@ -47,7 +47,7 @@ def _by_update_in_backward(config: Config, step: StepTime) -> float:
 
 
 def _by_cuda_graphs(config: Config, step: StepTime) -> float:
-    on = cluster("h200:1")
+    on = parse_cluster("h200:1")
     program = replace(shardwise_traits(config, on), graphs=True)
     graphs = step_time(config, check_layout(config, 1), on, program)
     assert graphs is not None
@@ -64,7 +64,7 @@ SWITCHES = (
 
 def predicted(config: Config, names: tuple[str, ...]) -> float:
     """The gain of some switches together: speed over that without them, less 1."""
-    step = step_time(config, check_layout(config, 1), cluster("h200:1"))
+    step = step_time(config, check_layout(config, 1), parse_cluster("h200:1"))
     assert step is not None
     return step.total / (step.total - sum(s.saved(config, step) for s in SWITCHES if s.name in names)) - 1
 

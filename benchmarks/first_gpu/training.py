@@ -17,11 +17,11 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
-from shardwise.models.parameter_counts import flops_per_token
+from shardwise.models.flops import flops_per_token
 from shardwise.train.build import build_trainer
 from shardwise.train.feed import Feed
 from shardwise.train.trainer import Trainer
-from shardwise_plan.device_specs import cluster
+from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.step_time import step_time
 
 TITLE = "Training"
@@ -168,5 +168,5 @@ def _expected_ms(session: Session, config: Config) -> float | None:
     name = next((name for name in _KNOWN if name in devices.name(session.device)), None)
     if name is None:
         return None
-    time_of_step = step_time(config, check_layout(config, 1), cluster(f"{name.lower()}:1"))
+    time_of_step = step_time(config, check_layout(config, 1), parse_cluster(f"{name.lower()}:1"))
     return None if time_of_step is None else 1000 * time_of_step.total

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.parsing import instances
+from shardwise.base.parsing import record_instances
 from shardwise.runs.folder import JsonLines
 
 How = Literal["finished", "stopped", "time limit", "preempted", "ended by SLURM", "lost node", "failed", "cancelled"]
@@ -126,7 +126,7 @@ def _history_file(run_path: Path) -> Path:
 
 def history(run_path: Path) -> list[AttemptEnding]:
     """Read the recorded endings of a run's jobs; a line that a crash cut short is left out."""
-    return instances(AttemptEnding, _history_file(run_path))
+    return record_instances(AttemptEnding, _history_file(run_path))
 
 
 def record(run_path: Path, ending: AttemptEnding) -> None:

@@ -14,12 +14,12 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import instances
+from shardwise.base.parsing import record_instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
-from shardwise.estimates.memory_choice import fitted
+from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
@@ -54,7 +54,7 @@ def record(run_path: Path, job: str, kind: str) -> None:
 
 def submitted(run_path: Path) -> list[Submitted]:
     """Read the jobs that were submitted for a run, in their order."""
-    return instances(Submitted, run_path / _JOBS)
+    return record_instances(Submitted, run_path / _JOBS)
 
 
 def _commit_text() -> str | None:
@@ -179,7 +179,9 @@ def check_memory(config: Config, layout: Layout, gres: str | None) -> None:
     """Refuse a job's layout that needs more memory than the device that `gres` names has, by a ConfigError."""
     device = _device_memory(gres)
     if device is not None:
-        config = fitted(config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})")
+        config = fitted_to_memory(
+            config, layout, device * (1 - RESERVED), accelerator=True, device=f"launch.gres ({gres})"
+        )
     memory = _memory_of_rank(config, layout, accelerator=True)
     if device is not None and memory is not None and memory > device:
         raise ConfigError(too_large_text(memory, device, "the device of launch.gres"))

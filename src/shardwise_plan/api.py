@@ -11,9 +11,9 @@ from shardwise.base.errors import ConfigError, count_problems, keys_renamed, lis
 from shardwise.base.registered import provided
 from shardwise.config import Config
 from shardwise.config.stand_in import config_as_given
-from shardwise_plan.device_specs import cluster
+from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.layout_choices import FIXABLE
-from shardwise_plan.search import Search, search
+from shardwise_plan.search import Search, search_layouts
 
 
 def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: Collection[str] = ()) -> Search:
@@ -55,12 +55,12 @@ def plan(config: Config, device: str, nodes: int = 1, *, best: int = 10, fixed: 
     if problems:
         raise ConfigError(problems)
     with keys_renamed({"--device": "device", "--nodes": "nodes"}):
-        devices = cluster(device, int(nodes))
+        devices = parse_cluster(device, int(nodes))
     if not config.model.is_own:
-        return search(config, devices, best=best, fixed=fixed)
+        return search_layouts(config, devices, best=best, fixed=fixed)
     fixed = set(fixed)
     sized, _ = provided("sized_own")(config, fixed)
-    result = search(sized, devices, best=best, fixed=fixed)
+    result = search_layouts(sized, devices, best=best, fixed=fixed)
     result.plans = [
         replace(plan, config=config_as_given(plan.config), like=plan.config.known_shapes) for plan in result.plans
     ]

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from shardwise.config import DTYPE_BYTES, Config, DtypeName, FamilyConfig, Layout, Matmul, Recompute
 from shardwise.config.routing import Routing
 from shardwise.models.parameter_counts import LocalWidths
-from shardwise_plan.device_seconds import RankGroup, group
+from shardwise_plan.device_seconds import LinkedRanks, linked_ranks
 from shardwise_plan.device_specs import Cluster, Device
 from shardwise_plan.program_traits import ProgramTraits
 
 _ROUTING_KERNELS = 20  # scores, the choice, the order of rows, and their sum, beside those of an MLP
 
 
-class Weight(NamedTuple):
+class _Weight(NamedTuple):
     """Equal weights `[outputs, inputs]`, so many of them, and the rows that each is multiplied with."""
 
     outputs: int
@@ -27,7 +27,7 @@ class Weight(NamedTuple):
     number: int = 1
 
 
-class RowExchange(NamedTuple):
+class _RowExchange(NamedTuple):
     """The work of a pass that brings each token to the experts that its router chooses; a dense block has none.
 
     Attributes:
@@ -35,30 +35,26 @@ class RowExchange(NamedTuple):
         moved_bytes: bytes that are read and written to put rows in the order of their experts, and to sum them.
         sent_bytes: bytes of all rows that a rank sends to the ranks of `group`; as many come back.
         group: ranks that divide the experts among them.
-        kernels: number of kernels.
     """
 
-    scores: Weight = Weight(0, 0, 0)
+    scores: _Weight = _Weight(0, 0, 0)
     moved_bytes: int = 0
     sent_bytes: float = 0.0
-    group: RankGroup = RankGroup(1, 1)
+    group: LinkedRanks = LinkedRanks(1, 1)
     kernels: int = 0
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """All that the time of a block depends on, for one micro-batch on one rank.
+    """Sizes on which the predicted time of a block depends, for one micro-batch on one rank.
 
     Attributes:
-        model: configuration of the model.
         local: widths of one rank's part.
         batch: B.
         length: S.
         tensor_group: the t ranks that share each token.
         sequence_parallel: True if activations are cut along the sequence too.
         dtype: dtype of parameters and activations.
-        gradient: dtype of gradients.
-        recompute: kind of recompute.
         regathers: True if inputs that sequence parallelism gathered are gathered again in the backward pass.
         matmul: format of the products of weights, if it is not `dtype`.
         context_group: the c ranks that share each sample.
@@ -71,16 +67,16 @@ class BlockShape:
     local: LocalWidths
     batch: int
     length: int
-    tensor_group: RankGroup
+    tensor_group: LinkedRanks
     sequence_parallel: bool
     dtype: DtypeName
     gradient: DtypeName
     recompute: Recompute
     regathers: bool
     matmul: Matmul | None
-    context_group: RankGroup
+    context_group: LinkedRanks
     passes_keys: bool
-    expert_group: RankGroup
+    expert_group: LinkedRanks
     routing: Routing | None = None
 
     @staticmethod
@@ -94,16 +90,16 @@ class BlockShape:
             local=LocalWidths.on(layout, model, config.vocab_multiple(layout.tensor)),
             batch=config.train.micro_batch,
             length=config.train.sequence_length,
-            tensor_group=group(layout.tensor, 1, cluster.per_node),
+            tensor_group=linked_ranks(layout.tensor, 1, cluster.per_node),
             sequence_parallel=layout.sequence_parallel,
             dtype=precision.parameter,
             gradient=precision.gradient,
             recompute="none" if is_left_to_compiler and config.recompute == "selective" else config.recompute,
             regathers=config.regathers,
             matmul=config.precision.matmul,
-            context_group=group(layout.context, layout.tensor, cluster.per_node),
+            context_group=linked_ranks(layout.context, layout.tensor, cluster.per_node),
             passes_keys=config.passes_keys,
-            expert_group=group(layout.expert, layout.tensor, cluster.per_node),
+            expert_group=linked_ranks(layout.expert, layout.tensor, cluster.per_node),
         )
 
     @property
@@ -120,7 +116,7 @@ class BlockShape:
         return self.length // self.context_group.ranks
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[_Weight, ...]:
         """Those of QKV, of the output projection, and of the MLP's first and last layers, or of a rank's experts'.
 
         Loads are balanced. A shared expert comes last.
@@ -129,18 +125,18 @@ class BlockShape:
         tokens = self.tokens
         matrices = 2 if self.model.gated else 1
         attention = (
-            Weight(self.local.query + 2 * self.local.key_value, hidden, tokens),
-            Weight(hidden, self.local.query, tokens),
+            _Weight(self.local.query + 2 * self.local.key_value, hidden, tokens),
+            _Weight(hidden, self.local.query, tokens),
         )
         if self.routing is None:
             width = self.local.intermediate
-            return (*attention, Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens))
+            return (*attention, _Weight(width * matrices, hidden, tokens), _Weight(hidden, width, tokens))
         width = self.model.expert_width // self.tensor
         local_experts = self.routing.experts // self.expert_group.ranks
         rows = -(-self.rows // local_experts)
-        experts = (Weight(width * matrices, hidden, rows, local_experts), Weight(hidden, width, rows, local_experts))
+        experts = (_Weight(width * matrices, hidden, rows, local_experts), _Weight(hidden, width, rows, local_experts))
         width = self.model.shared_expert_width // self.tensor
-        shared = (Weight(width * matrices, hidden, tokens), Weight(hidden, width, tokens)) if width else ()
+        shared = (_Weight(width * matrices, hidden, tokens), _Weight(hidden, width, tokens)) if width else ()
         return (*attention, *experts, *shared)
 
     @property
@@ -148,17 +144,17 @@ class BlockShape:
         """T·k: rows of a rank's experts, of balanced loads."""
         return 0 if self.routing is None else self.tokens * self.routing.per_token
 
-    def exchange(self, program: ProgramTraits) -> RowExchange:
+    def exchange(self, program: ProgramTraits) -> _RowExchange:
         """Return the work that the block's router adds to a pass."""
         if self.routing is None:
-            return RowExchange()
+            return _RowExchange()
         hidden = self.model.hidden_size
         ranks = self.expert_group.ranks
         # Where ranks divide the experts, rows are put in the order of these once more.
         moves = 2 + 2 * (ranks > 1)
         visits = self.routing.visits(ranks) if program.travels_once else self.routing.per_token
-        return RowExchange(
-            Weight(self.routing.experts, hidden, self.x_elements // hidden),
+        return _RowExchange(
+            _Weight(self.routing.experts, hidden, self.x_elements // hidden),
             moves * self.a * (self.rows + self.tokens) * hidden,
             self.a * self.tokens * visits * hidden,
             self.expert_group,

@@ -12,11 +12,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from shardwise.config import Config, Layout, check_layout, load_config
+from shardwise.config import Config, check_layout, load_config
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
 from shardwise_plan import device_seconds
-from shardwise_plan.device_seconds import Constants, constants_of
-from shardwise_plan.device_specs import CONSTANTS, Cluster, Device, dump, figure, load_device, parse_device
+from shardwise_plan.device_seconds import DeviceConstants, device_constants
+from shardwise_plan.device_specs import (
+    CONSTANTS,
+    Cluster,
+    Device,
+    device_yaml,
+    load_device,
+    parse_device,
+    sourced_figure,
+)
 from shardwise_plan.step_time import step_time
 
 _FITTED = (
@@ -36,17 +44,17 @@ _LEAST_LATENCY = 1e-7
 _MEASURED = "measured"
 
 
-def device_file(measurements: Measurements, today: datetime.date) -> str:
-    """Return the YAML text of this machine's device, with the source of each figure."""
+def measured_device_file(measurements: Measurements, today: datetime.date) -> str:
+    """Return the device file that a calibration of this machine gives, with the source of each figure."""
     software = f"torch {measurements.torch}, {measurements.threads} thread(s), {measurements.ranks} rank(s)"
     source = f"{_MEASURED} {today.isoformat()}: {software}"
     values = _values(measurements, source)
-    device = parse_device("measured", dump(values), "the measured device")
-    constants = fitted_constants(measurements, device)
+    device = parse_device("measured", device_yaml(values), "the measured device")
+    constants = _fitted_constants(measurements, device)
     mean_error = _mean(abs, measurements, device, constants)
     fit = f"fitted to {len(measurements.steps)} miniature trainings, mean error {mean_error:.0%}"
-    fitted = {f"constants.{name}": figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
-    return dump(values | fitted)
+    fitted = {f"constants.{name}": sourced_figure(getattr(constants, name), f"{source}; {fit}") for name in _FITTED}
+    return device_yaml(values | fitted)
 
 
 def _figures(measurements: Measurements) -> dict[str, float]:
@@ -75,12 +83,12 @@ def _figures(measurements: Measurements) -> dict[str, float]:
 def _values(measurements: Measurements, source: str) -> dict[str, Any]:
     is_cpu = measurements.type == "cpu"
     alone = "assumption: not measured, as there was one rank"
-    link = {"node_link.gb_per_second": figure(1.0, alone), "node_link.latency_us": figure(100.0, alone)}
-    measured = {name: figure(value, source) for name, value in _figures(measurements).items()}
+    link = {"node_link.gb_per_second": sourced_figure(1.0, alone), "node_link.latency_us": sourced_figure(100.0, alone)}
+    measured = {name: sourced_figure(value, source) for name, value in _figures(measurements).items()}
     values: dict[str, Any] = {
         "name": "A rank of this machine's CPU" if is_cpu else measurements.device,
         "type": "cpu" if is_cpu else "accelerator",
-        "matmul_share": figure(1.0, "the rates are already those of matrix products"),
+        "matmul_share": sourced_figure(1.0, "the rates are already those of matrix products"),
         "processors": {"value": measurements.processors, "source": f"torch {measurements.torch}"},
         "devices_per_node": {"value": measurements.ranks, "source": "the ranks that measured"},
         **link,
@@ -90,23 +98,23 @@ def _values(measurements: Measurements, source: str) -> dict[str, Any]:
     }
     assumed = "assumption: as within the machine; not measured, as there was one"
     for name in ("gb_per_second", "latency_us"):
-        values[f"network.{name}"] = figure(values[f"node_link.{name}"]["value"], assumed)
+        values[f"network.{name}"] = sourced_figure(values[f"node_link.{name}"]["value"], assumed)
     return values
 
 
-def fitted_constants(measurements: Measurements, device: Device) -> Constants:
+def _fitted_constants(measurements: Measurements, device: Device) -> DeviceConstants:
     """Return the constants that predict steps and matrix products best, from a start that single operations give."""
     similar_device = load_device("cpu" if measurements.type == "cpu" else "h100")
-    start = replace(constants_of(similar_device), **_START, host=measurements.launch)
+    start = replace(device_constants(similar_device), **_START, host=measurements.launch)
 
-    def badness(tried: Constants) -> float:
+    def badness(tried: DeviceConstants) -> float:
         # Squares: by sizes, a search of one constant at a time would stop early.
         return _mean(lambda log: log * log, measurements, device, tried) + _PULL * _distance(tried, start)
 
-    return searched(start, badness)
+    return _coordinate_search(start, badness)
 
 
-def searched(start: Constants, badness: Callable[[Constants], float]) -> Constants:
+def _coordinate_search(start: DeviceConstants, badness: Callable[[DeviceConstants], float]) -> DeviceConstants:
     """Return the constants that a coordinate search finds: each in turn is multiplied and divided by a factor."""
     best = start
     least = badness(start)
@@ -129,12 +137,14 @@ def searched(start: Constants, badness: Callable[[Constants], float]) -> Constan
     return best
 
 
-def _mean(size: Callable[[float], float], measurements: Measurements, device: Device, constants: Constants) -> float:
+def _mean(
+    size: Callable[[float], float], measurements: Measurements, device: Device, constants: DeviceConstants
+) -> float:
     """Return the mean size of log(predicted / measured) of miniatures, which count more, and of matrix products."""
     cluster = Cluster(device, 1, measurements.ranks)
     logs = []
-    for probe, measured in zip(probes(measurements.ranks), measurements.steps, strict=True):
-        time = step_time(probe.config(), probe.layout(measurements.ranks), cluster, constants=constants)
+    for config, measured in zip(calibration_trainings(measurements.ranks), measurements.steps, strict=True):
+        time = step_time(config, check_layout(config, measurements.ranks), cluster, constants=constants)
         assert time is not None
         logs.append((float(_STEPS_WEIGHT), math.log(time.total / measured)))
     for (m, n, k), measured in zip(measurements.shapes, measurements.products["float32"], strict=True):
@@ -143,14 +153,14 @@ def _mean(size: Callable[[float], float], measurements: Measurements, device: De
     return sum(weight * size(log) for weight, log in logs) / sum(weight for weight, _ in logs)
 
 
-def _distance(constants: Constants, start: Constants) -> float:
+def _distance(constants: DeviceConstants, start: DeviceConstants) -> float:
     pairs = [(getattr(constants, name), getattr(start, name)) for name in _FITTED]
     # A constant of 0 has no logarithm, and stays at 0 under factors.
     return sum(abs(math.log(value / first)) for value, first in pairs if value > 0 and first > 0) / len(_FITTED)
 
 
-def rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
-    """Return the measured figures in short lines."""
+def measured_rows(measurements: Measurements) -> Sequence[tuple[str, str]]:
+    """Return the figures that a calibration measured in short lines."""
     figures = _figures(measurements)
     lines = [
         ("matrix products, float32", f"{figures['float32_tflops']:.3g} TFLOP/s"),
@@ -172,73 +182,48 @@ _GPT = ("model.hidden_size=96", "model.intermediate_size=384", "train.sequence_l
 _LLAMA = ("model.hidden_size=96", "model.intermediate_size=256", "train.sequence_length=32")
 _FIXED = ("optimizer.zero=1", "train.global_batch=16", "train.eval_every=0", "train.steps=100000")
 _ONE_RANK = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.sequence=false")
-_WIDE = ("model.hidden_size=256", "model.intermediate_size=704", "model.num_hidden_layers=4", "train.micro_batch=4")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A miniature training that is timed: a shipped recipe with other sizes and another layout.
-
-    Attributes:
-        recipe: name of the shipped recipe.
-        keys: keys that differ from the recipe, as on the command line.
-    """
-
-    recipe: str
-    keys: tuple[str, ...]
-
-    def config(self) -> Config:
-        return _config(self)
-
-    def layout(self, world: int) -> Layout:
-        return check_layout(self.config(), world)
+_WIDE = ("model.hidden_size=256", "model.intermediate_size=704")
+_SCHEDULE = f"parallel.schedule={DEFAULT_SCHEDULE}"
 
 
 @cache
-def _config(probe: Probe) -> Config:
-    return load_config(probe.recipe, [*_FIXED, *probe.keys])
+def calibration_trainings(world: int) -> tuple[Config, ...]:
+    """Return the miniature trainings that a calibration times on `world` ranks: shipped recipes with other sizes.
 
-
-def probes(world: int) -> list[Probe]:
-    """Return miniatures for `world` ranks: two families, two depths and widths, and a cut along each axis."""
+    They have two families, two depths and widths, and a cut along each axis.
+    """
+    two, four, six = (f"model.num_hidden_layers={layers}" for layers in (2, 4, 6))
+    of_two, of_four = (f"train.micro_batch={samples}" for samples in (2, 4))
     miniatures = [
-        Probe("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=2", "train.micro_batch=4")),
-        Probe("llama2-tiny", (*_ONE_RANK, *_LLAMA, "model.num_hidden_layers=6", "train.micro_batch=2")),
-        Probe("llama2-tiny", (*_ONE_RANK, *_WIDE, "train.sequence_length=64", "train.recompute=full")),
-        Probe("gpt3-tiny", (*_ONE_RANK, *_GPT, "model.num_hidden_layers=6", "train.micro_batch=4", "optimizer.zero=0")),
+        ("llama2-tiny", *_ONE_RANK, *_LLAMA, two, of_four),
+        ("llama2-tiny", *_ONE_RANK, *_LLAMA, six, of_two),
+        ("llama2-tiny", *_ONE_RANK, *_WIDE, four, of_four, "train.sequence_length=64", "train.recompute=full"),
+        ("gpt3-tiny", *_ONE_RANK, *_GPT, six, of_four, "optimizer.zero=0"),
     ]
     if world % 2 == 0:
         tensor = ("parallel.tensor=2", "parallel.pipeline=1")
-        pipeline = (
-            "parallel.tensor=1",
-            "parallel.pipeline=2",
-            "parallel.sequence=false",
-            f"parallel.schedule={DEFAULT_SCHEDULE}",
-        )
+        pipeline = ("parallel.tensor=1", "parallel.pipeline=2", "parallel.sequence=false", _SCHEDULE)
         miniatures += [
-            Probe("llama2-tiny", (*_LLAMA, *tensor, "model.num_hidden_layers=6", "train.micro_batch=4")),
-            Probe("gpt3-tiny", (*_GPT, *tensor, "parallel.sequence=true", "model.num_hidden_layers=4")),
-            Probe("llama2-tiny", (*_LLAMA, *pipeline, "model.num_hidden_layers=6", "train.micro_batch=2")),
-            Probe("gpt3-tiny", (*_GPT, *pipeline, "model.num_hidden_layers=4", "train.micro_batch=4")),
+            ("llama2-tiny", *_LLAMA, *tensor, six, of_four),
+            ("gpt3-tiny", *_GPT, *tensor, "parallel.sequence=true", four),
+            ("llama2-tiny", *_LLAMA, *pipeline, six, of_two),
+            ("gpt3-tiny", *_GPT, *pipeline, four, of_four),
         ]
-    return miniatures
+    return tuple(load_config(recipe, [*_FIXED, *keys]) for recipe, *keys in miniatures)
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """Return the first decile of some durations: other work on a machine can only make them longer."""
+def undisturbed_seconds(seconds: Sequence[float]) -> float:
+    """Return the first decile of the durations of a measurement: other work on a machine can only make them longer."""
     return sorted(seconds)[(len(seconds) - 1) // 10]
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """Figures that the ranks measured together, in seconds and bytes.
+    """Figures of a calibration that the ranks measured together, in seconds and bytes.
 
     Attributes:
-        device: name of the device.
         type: torch's name of its kind.
-        torch: version of torch.
         threads: threads of torch on each rank.
-        ranks: number of ranks.
         memory: bytes of one device.
         processors: units of a device that each take a tile of a matrix product.
         shapes: (m, n, k) of the matrix products.
@@ -246,7 +231,7 @@ class Measurements:
         copied: bytes that a copy reads and writes, and its seconds.
         launch: seconds from the start of a kernel to that of the next.
         sums: (bytes, seconds) of all-reduces over all ranks; none on one rank.
-        steps: seconds of a step of each of `probes`.
+        steps: seconds of a step of each of `calibration_trainings`.
     """
 
     device: str

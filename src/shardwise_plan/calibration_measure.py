@@ -8,13 +8,19 @@ from functools import partial
 import psutil
 import torch
 
-from shardwise.config import DtypeName
-from shardwise.data.formats.common import random_text
+from shardwise.config import Config, DtypeName
+from shardwise.data.formats.prepared_data import random_tokens
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train.build import build_trainer
 from shardwise.train.trainer import Trainer
-from shardwise_plan.calibration_fit import LARGE_PRODUCTS, PRODUCTS, Measurements, Probe, probes, undisturbed
+from shardwise_plan.calibration_fit import (
+    LARGE_PRODUCTS,
+    PRODUCTS,
+    Measurements,
+    calibration_trainings,
+    undisturbed_seconds,
+)
 
 _COPIED = 2**26
 """Elements of a copy: far more than caches hold."""
@@ -32,13 +38,13 @@ _MOST_SECONDS = 0.4
 _DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16")
 
 
-def measured(world: Group, device: torch.device) -> Measurements:
-    """Measure this machine on all its ranks; the slowest rank counts. Collective."""
+def measure_machine(world: Group, device: torch.device) -> Measurements:
+    """Measure the speeds of this machine for the planner on all its ranks; the slowest rank counts. Collective."""
     shapes = [*PRODUCTS, *(LARGE_PRODUCTS if device.type != "cpu" else ())]
     products = {name: [_product(shape, name, device) for shape in shapes] for name in _DTYPES}
     source = torch.zeros(_COPIED, device=device)
     target = torch.empty_like(source)
-    (copy_seconds,) = _slowest([typical(lambda: target.copy_(source), device)], world)
+    (copy_seconds,) = _slowest([_typical_seconds(lambda: target.copy_(source), device)], world)
     (launch_seconds,) = _slowest([_launch(torch.zeros(8, device=device), device)], world)
     # Arguments are computed in this order on all ranks, as some are collective.
     measurements = Measurements(
@@ -55,13 +61,15 @@ def measured(world: Group, device: torch.device) -> Measurements:
         copied=(2.0 * source.nbytes, copy_seconds),
         launch=launch_seconds,
         sums=[] if world.size == 1 else _sums(world, device),
-        steps=_steps(probes(world.size), world),
+        steps=_steps(calibration_trainings(world.size), world),
     )
     collectives.barrier(world)
     return measurements
 
 
-def typical(call: Callable[[], object], device: torch.device, *, most: float = _MOST_SECONDS, least: int = 5) -> float:
+def _typical_seconds(
+    call: Callable[[], object], device: torch.device, *, most: float = _MOST_SECONDS, least: int = 5
+) -> float:
     """Return the seconds of an undisturbed call.
 
     Args:
@@ -81,11 +89,10 @@ def typical(call: Callable[[], object], device: torch.device, *, most: float = _
         seconds.append(devices.seconds_between(start, end))
         if sum(seconds) > 10 * most and len(seconds) > 1:
             break
-    return undisturbed(seconds)
+    return undisturbed_seconds(seconds)
 
 
 def _product(shape: Sequence[int], dtype: str, device: torch.device) -> float:
-    """Return the seconds of a product [m, k] × [k, n]."""
     m, n, k = shape
     torch_dtype = getattr(torch, dtype)
     a = torch.ones((m, k), dtype=torch_dtype, device=device)
@@ -98,7 +105,7 @@ def _product(shape: Sequence[int], dtype: str, device: torch.device) -> float:
         for _ in range(repeats):
             torch.mm(a, b, out=out)
 
-    return typical(repeated, device) / repeats
+    return _typical_seconds(repeated, device) / repeats
 
 
 def _launch(tensor: torch.Tensor, device: torch.device) -> float:
@@ -108,24 +115,23 @@ def _launch(tensor: torch.Tensor, device: torch.device) -> float:
         for _ in range(1000):
             tensor.add_(1)
 
-    return typical(thousand, device) / 1000
+    return _typical_seconds(thousand, device) / 1000
 
 
 def _sums(world: Group, device: torch.device) -> list[tuple[float, float]]:
-    """Return (bytes, seconds) of all-reduces."""
     tensors = {size: torch.zeros(size // 4, device=device) for size in _SUM_BYTES}
     seconds: dict[int, list[float]] = {size: [] for size in _SUM_BYTES}
     for _ in range(_SUMS):
         for size, tensor in tensors.items():
             collectives.barrier(world)
             all_reduce = partial(collectives.all_reduce_, tensor, world)
-            seconds[size].append(typical(all_reduce, device, most=0, least=1))
-    return [(float(size), _slowest([undisturbed(repeated)], world)[0]) for size, repeated in seconds.items()]
+            seconds[size].append(_typical_seconds(all_reduce, device, most=0, least=1))
+    return [(float(size), _slowest([undisturbed_seconds(repeated)], world)[0]) for size, repeated in seconds.items()]
 
 
-def _steps(miniatures: Sequence[Probe], world: Group) -> list[float]:
+def _steps(miniatures: Sequence[Config], world: Group) -> list[float]:
     """Return the seconds of a step of each miniature; they take turns."""
-    trainers = [_trainer(probe) for probe in miniatures]
+    trainers = [_trainer(config) for config in miniatures]
     for miniature in trainers:
         for _ in range(_WARM_UP):
             miniature.step()
@@ -133,15 +139,14 @@ def _steps(miniatures: Sequence[Probe], world: Group) -> list[float]:
     for _ in range(_ROUNDS):
         for miniature, step_seconds in zip(trainers, seconds, strict=True):
             step_seconds += [miniature.step().seconds for _ in range(_STEPS)]
-    return _slowest([undisturbed(step_seconds) for step_seconds in seconds], world)
+    return _slowest([undisturbed_seconds(step_seconds) for step_seconds in seconds], world)
 
 
-def _trainer(probe: Probe) -> Trainer:
+def _trainer(miniature: Config) -> Trainer:
     """Build a miniature training on random tokens. Collective."""
-    config = probe.config()
-    mesh = Mesh(**config.parallel.degrees, grains=config.grains)
-    text = random_text(config.model.vocab_size, 256, config.train.sequence_length)
-    return build_trainer(config, mesh, text)
+    mesh = Mesh(**miniature.parallel.degrees, grains=miniature.grains)
+    text = random_tokens(miniature.model.vocab_size, 256, miniature.train.sequence_length)
+    return build_trainer(miniature, mesh, text)
 
 
 def _slowest(seconds: Sequence[float], world: Group) -> list[float]:

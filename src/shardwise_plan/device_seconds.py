@@ -1,6 +1,6 @@
 """Seconds of single operations on a device: matrix products, passes over memory, collectives and messages.
 
-`Constants` holds what no data sheet tells. `scripts/fit_planner.py` fits them, and writes them to `constants.json`.
+`DeviceConstants` holds what no data sheet tells. `scripts/fit_planner.py` fits them and writes `constants.json`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _TREE = 0.85
 
 
 @dataclass(frozen=True)
-class Constants:
-    """The constants that are fitted.
+class DeviceConstants:
+    """Fitted constants of the formulas that predict seconds on a device.
 
     Attributes:
         matmul: the part of the best published rate of matrix products that those of a training reach.
@@ -65,20 +65,20 @@ class Constants:
 
 
 @cache
-def fitted() -> Constants:
-    """Return the constants as they were fitted."""
-    return Constants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
+def shipped_constants() -> DeviceConstants:
+    """Return the constants of predicted seconds as they were fitted."""
+    return DeviceConstants(**json.loads(CONSTANTS.read_text(encoding="utf-8")))
 
 
 @cache
-def constants_of(device: Device) -> Constants:
-    """Return the fitted constants, with those that were measured on the device."""
-    return replace(fitted(), **dict(device.constants))
+def device_constants(device: Device) -> DeviceConstants:
+    """Return the fitted constants of predicted seconds, with those that were measured on the device."""
+    return replace(shipped_constants(), **dict(device.constants))
 
 
 @lru_cache(maxsize=2**14)
-def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
-    """Return the seconds of `batch` products [m, k] × [k, n], which processors or memory limit.
+def matmul(device: Device, c: DeviceConstants, peak: float, m: int, n: int, k: int, batch: int = 1) -> float:
+    """Predict the seconds of `batch` products [m, k] × [k, n], which processors or memory limit.
 
     A product is cut into tiles, and the device's processors compute them in whole waves, a tile each.
 
@@ -102,35 +102,30 @@ def matmul(device: Device, c: Constants, peak: float, m: int, n: int, k: int, ba
     return max(seconds, memory_seconds)
 
 
-def passes(device: Device, c: Constants, size: float) -> float:
-    """Return the seconds of operations that read and write so many bytes."""
+def memory_passes(device: Device, c: DeviceConstants, size: float) -> float:
+    """Predict the seconds of operations that read and write so many bytes."""
     return size / (device.memory_bandwidth * c.memory)
 
 
-def strided_passes(device: Device, c: Constants, elements: float, size: float) -> float:
-    """Return the seconds of kernels over parts of rows: they write so many elements, and move `size` bytes."""
-    return max(elements / (device.processors * _STRIDED_RATE), passes(device, c, size))
+def strided_passes(device: Device, c: DeviceConstants, elements: float, size: float) -> float:
+    """Predict the seconds of kernels over parts of rows: they write so many elements, and move `size` bytes."""
+    return max(elements / (device.processors * _STRIDED_RATE), memory_passes(device, c, size))
 
 
 @dataclass(frozen=True)
-class RankGroup:
-    """Ranks that communicate.
-
-    Attributes:
-        ranks: number of ranks.
-        inside: number of them in one node.
-    """
+class LinkedRanks:
+    """Ranks of a planned cluster that communicate over its links: their number, and that of those inside a node."""
 
     ranks: int
     inside: int
 
 
-def group(ranks: int, stride: int, per_node: int) -> RankGroup:
-    """Return the group of ranks that are `stride` apart, on nodes with `per_node` of them."""
-    return RankGroup(ranks, min(ranks, max(1, per_node // stride)))
+def linked_ranks(ranks: int, stride: int, per_node: int) -> LinkedRanks:
+    """Return the ranks of a planned cluster that are `stride` apart, on nodes with `per_node` of them."""
+    return LinkedRanks(ranks, min(ranks, max(1, per_node // stride)))
 
 
-def _ring(device: Device, c: Constants, ranks: RankGroup) -> tuple[float, float]:
+def _ring(device: Device, c: DeviceConstants, ranks: LinkedRanks) -> tuple[float, float]:
     """Return the bandwidth of a ring over these ranks, and the latency of its longest step.
 
     A ring goes through each of its nodes once, and through all network links of the ranks that it has there.
@@ -145,8 +140,10 @@ def _ring(device: Device, c: Constants, ranks: RankGroup) -> tuple[float, float]
     return network, link.latency
 
 
-def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, reduces_all: bool = False) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
+def collective(
+    device: Device, c: DeviceConstants, ranks: LinkedRanks, size: float, *, reduces_all: bool = False
+) -> float:
+    """Predict the seconds of an all-gather or a reduce-scatter of `size` bytes in all, or of an all-reduce.
 
     A ring sends (n-1)/n of the bytes in n-1 steps, an all-reduce twice. A tree all-reduces in 2·log₂ n steps; NCCL
     builds trees between nodes only.
@@ -165,8 +162,8 @@ def collective(device: Device, c: Constants, ranks: RankGroup, size: float, *, r
     return start + min(ring, tree)
 
 
-def all_to_all(device: Device, c: Constants, ranks: RankGroup, size: float) -> float:
-    """Return the seconds in which each rank sends `size` bytes, its own part included, to all ranks alike.
+def all_to_all(device: Device, c: DeviceConstants, ranks: LinkedRanks, size: float) -> float:
+    """Predict the seconds in which each rank sends `size` bytes, its own part included, to all ranks alike.
 
     Parts for ranks of its node go over the node's links, and meanwhile those for others over the network.
     """
@@ -181,8 +178,8 @@ def all_to_all(device: Device, c: Constants, ranks: RankGroup, size: float) -> f
     return start + max(inside, size * (n - ranks.inside) / n / (link.bandwidth * c.network) + link.latency)
 
 
-def overlapped(device: Device, ranks: RankGroup, seconds: float, exposed: float) -> float:
-    """Return what collectives of so many seconds add to the computation beside them, of which a part is exposed.
+def overlapped(device: Device, ranks: LinkedRanks, seconds: float, exposed: float) -> float:
+    """Predict what collectives of so many seconds add to the computation beside them, of which a part is exposed.
 
     Behind the rest, the computation has fewer processors.
     """
@@ -192,8 +189,8 @@ def overlapped(device: Device, ranks: RankGroup, seconds: float, exposed: float)
     return exposed + (seconds - exposed) * channels / device.processors
 
 
-def message(device: Device, c: Constants, size: float, *, inside: bool) -> float:
-    """Return the seconds of a message of `size` bytes to another rank, inside a node or between nodes."""
+def message(device: Device, c: DeviceConstants, size: float, *, inside: bool) -> float:
+    """Predict the seconds of a message of `size` bytes to another rank, inside a node or between nodes."""
     if inside:
         return size / (device.node.bandwidth * c.node) + device.node.latency
     network = device.require_network()

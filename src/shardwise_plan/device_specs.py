@@ -7,7 +7,6 @@ one direction; GB are 10^9 bytes. A user's file with `base: h100` takes all othe
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -104,7 +103,7 @@ _TYPES = ("cpu", _CUDA, "accelerator")
 
 @dataclass(frozen=True)
 class Reliability:
-    """The failures of a cluster of such devices, and what a failure and a checkpoint cost.
+    """The assumed failures of a planned cluster, and what a failure and a checkpoint cost.
 
     The defaults are assumptions. Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100
     (arXiv:2407.21783, section 3.3.4), which is 0.17 for each device and year; OPT-175B had about 105 restarts in two
@@ -132,7 +131,7 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Link:
-    """A link from a device to another one.
+    """A planned device's link to another one: bandwidth, latency and topology.
 
     Attributes:
         bandwidth: bytes a second in one direction.
@@ -147,7 +146,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The device that one rank computes with.
+    """The figures of a device to plan for, with which one rank computes.
 
     Attributes:
         key: name that the user gave.
@@ -277,11 +276,11 @@ class Cluster:
 
 
 def device_names() -> list[str]:
-    """The devices that are described here."""
+    """The names of the devices whose files the planner has."""
     return sorted(path.stem for path in DEVICE_FILES.glob("*.yaml"))
 
 
-def cluster(text: str, nodes: int = 1) -> Cluster:
+def parse_cluster(text: str, nodes: int = 1) -> Cluster:
     """The cluster that `--device NAME[:N]` and `--nodes` name: N devices on each node, by default a whole machine's."""
     match = re.fullmatch(r"(.+?)(?::(\d{1,9}))?", text)
     if match is None:
@@ -297,7 +296,7 @@ def cluster(text: str, nodes: int = 1) -> Cluster:
 
 
 def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
-    """A row if the devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
+    """A row of a plan if devices of that name, or SLURM's resources such as `neuron:16`, may refuse pipeline stages."""
     if pipeline == 1 or not re.search(r"neuron|trainium|\btrn\d", device, re.IGNORECASE):
         return []
     text = (
@@ -308,7 +307,7 @@ def pipeline_warnings(device: str, pipeline: int) -> list[tuple[str, str]]:
 
 
 def load_device(name: str) -> Device:
-    """The device of that name, or of that YAML file.
+    """The planner's device of that name, or of that YAML file.
 
     Raises:
         ConfigError: there is no such device or file, or the file is wrong.
@@ -325,7 +324,7 @@ def load_device(name: str) -> Device:
     return _shipped(_shipped_key(name))
 
 
-def shipped_text(name: str) -> str:
+def shipped_device_text(name: str) -> str:
     """The file of a device of that name, as it is shipped; ConfigError: there is no such device."""
     return (DEVICE_FILES / f"{_shipped_key(name)}.yaml").read_text(encoding="utf-8")
 
@@ -345,7 +344,7 @@ def _shipped_key(name: str) -> str:
 
 @cache
 def _shipped(key: str) -> Device:
-    return parse_device(key, shipped_text(key), f"{key}.yaml")
+    return parse_device(key, shipped_device_text(key), f"{key}.yaml")
 
 
 def parse_device(device_key: str, text: str, where: str) -> Device:
@@ -358,12 +357,14 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     has_network = any(key in flat for key in _NETWORK)
     needed = [key for key, figure in FIGURES.items() if figure.is_needed]
     needed += [*_TEXTS, *(_NETWORK if has_network else ())]
-    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS}
-    problems = [_unknown_key(key, value, where) for key, value in flat.items() if key not in known]
+    known = {*FIGURES, *_TEXTS, *_NETWORK, *_OTHER_KEYS, *_LINKS}
+    link = "must be a mapping with gb_per_second, latency_us and topology"
+    problems = [f"{where}: {key} ({flat[key]}) {link}" for key in _LINKS if key in flat]
+    problems += [f"{where}: {key} is no figure of a device: leave it out" for key in flat if key not in known]
     problems += [f"{where}: {key} is missing" for key in needed if key not in flat]
     kind = flat.get("type", "accelerator")
     problems += [] if kind in _TYPES else [f"{where}: type ({kind}) must be {listing(_TYPES, 'or')}"]
-    fields: dict[str, dict[str, Any]] = defaultdict(dict)
+    fields: dict[str, dict[str, Any]] = {owner: {} for owner in ("", "node", "network", "constants", "reliability")}
     for key, figure in FIGURES.items():
         if key not in flat:
             continue
@@ -396,12 +397,6 @@ def parse_device(device_key: str, text: str, where: str) -> Device:
     )
 
 
-def _unknown_key(key: str, value: Any, where: str) -> str:
-    if key in _LINKS:
-        return f"{where}: {key} ({value}) must be a mapping with gb_per_second, latency_us and topology"
-    return f"{where}: {key} is no figure of a device: leave it out"
-
-
 def _value(entry: Any) -> Any:
     """The value of a figure, which may have a source beside it."""
     return entry.get("value") if isinstance(entry, dict) else entry
@@ -414,7 +409,7 @@ def _with_base(flat: dict[str, Any], device_key: str, where: str) -> dict[str, A
     changes = {key: value for key, value in flat.items() if key != "base"}
     name = str(flat["base"])
     try:
-        base = _with_base(_flat(shipped_text(name), name), name, name)
+        base = _with_base(_flat(shipped_device_text(name), name), name, name)
     except ConfigError as error:
         raise ConfigError([f"{where}: base: {problem}" for problem in error.problems]) from None
     if not changes.keys() <= _BESIDE_STEPS:
@@ -438,19 +433,19 @@ def _flat(text: str, where: str) -> dict[str, Any]:
 # ---- files that are written
 
 
-def described(device: Device, constants: Mapping[str, float], source: str) -> str:
-    """The text of a device with other constants, which have this source; its own ones stay where none replaces them."""
+def changed_device_text(device: Device, constants: Mapping[str, float], source: str) -> str:
+    """The file of a device with other constants, which have this source; its own ones stay where none replaces them."""
     flat = {key: value for key, value in device.figures.items() if key not in _COMPARED}
-    flat |= {f"constants.{name}": figure(value, source) for name, value in constants.items()}
-    return dump(flat)
+    flat |= {f"constants.{name}": sourced_figure(value, source) for name, value in constants.items()}
+    return device_yaml(flat)
 
 
-def figure(value: float, source: str) -> dict[str, Any]:
-    """A figure to four digits, with its source."""
+def sourced_figure(value: float, source: str) -> dict[str, Any]:
+    """A figure of a device file to four digits, with its source."""
     return {"value": float(f"{value:.4g}"), "source": source}
 
 
-def dump(flat: Mapping[str, Any]) -> str:
+def device_yaml(flat: Mapping[str, Any]) -> str:
     """Figures by the keys of `FIGURES` as a device file, each on a line."""
     nested: dict[str, Any] = {}
     for key, value in flat.items():
@@ -460,7 +455,7 @@ def dump(flat: Mapping[str, Any]) -> str:
     return f"# Written by shardwise. Rates are those of one rank and one direction; GB are 10^9 bytes.\n{text}"
 
 
-def require_suffix(path: Path, option: str) -> None:
+def require_device_suffix(path: Path, option: str) -> None:
     """Refuse a name by which `--device` would not know a file; ConfigError: it has another ending than .yaml."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{option} ({path}) must end in .yaml, by which --device knows a file")

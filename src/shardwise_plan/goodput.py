@@ -23,11 +23,9 @@ _MOST_EXPONENT = 50.0
 
 @dataclass(frozen=True)
 class Calendar:
-    """The time of a training on the calendar, in seconds.
+    """The planned time of a training on the calendar, in seconds, with checkpoints and failures.
 
     Attributes:
-        steps: all steps.
-        evaluations: all evaluations.
         interval: work between two checkpoints.
         is_given: True if the recipe gives the interval; otherwise it is that which costs least.
         stall: wait of the training for a checkpoint, while it is copied to the host.
@@ -59,7 +57,7 @@ class Calendar:
 
 
 def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
-    """Return the time on the calendar of a training whose steps take `step_seconds` on average.
+    """Predict the time on the calendar of a training whose steps take `step_seconds` on average.
 
     A checkpoint is copied to the host, for which training waits, and is stored while it goes on. A failure costs the
     work since the last checkpoint that was stored, a restart, and reading the checkpoint. The expected time is Daly's
@@ -78,7 +76,7 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     between = 1 / failures if failures else math.inf
     work = steps + evaluations
     given = _given_interval(config.checkpoint, step_seconds)
-    interval = min(work, given if given is not None else best_interval(stall, write, between))
+    interval = min(work, given if given is not None else best_checkpoint_interval(stall, write, between))
     # The store is read once, and a checkpoint that is being stored does not count yet.
     restart = reliability.restart + write
     attempts = work / interval
@@ -94,7 +92,7 @@ def calendar(config: Config, cluster: Cluster, step_seconds: float) -> Calendar:
     return Calendar(steps, evaluations, interval, is_given, stall, write, between, restart, seconds)
 
 
-def best_interval(stall: float, write: float, between_failures: float) -> float:
+def best_checkpoint_interval(stall: float, write: float, between_failures: float) -> float:
     """Return the work between two checkpoints that costs least (Young, 1974; Daly, 2006), and at least a minute.
 
     Args:
@@ -106,7 +104,6 @@ def best_interval(stall: float, write: float, between_failures: float) -> float:
 
 
 def _given_interval(checkpoint: CheckpointConfig, step_seconds: float) -> float | None:
-    """Return the seconds between checkpoints that the recipe gives; None if it gives none."""
     intervals = [checkpoint.every * step_seconds] if checkpoint.every else []
     if "every_minutes" in checkpoint.model_fields_set and checkpoint.every_minutes:
         intervals.append(checkpoint.every_minutes * 60)

@@ -16,8 +16,8 @@ from shardwise.config import Config, Frequency, Layout, ParallelConfig, Recomput
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE, SCHEDULES
 from shardwise.config.stand_in import StandIn, config_as_given
+from shardwise_plan.data_stages import check_other_stages
 from shardwise_plan.device_specs import Device
-from shardwise_plan.run_stages import check_other_stages
 
 # The default comes first: among layouts that take equally long, the first is preferred.
 _SCHEDULES: tuple[Schedule, ...] = (
@@ -37,8 +37,8 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The keys that a layout sets."""
+class LayoutChoice:
+    """The keys that a layout of the search sets."""
 
     tensor: int
     sequence: bool
@@ -56,10 +56,10 @@ class Choice:
     expert: int = 1
 
     @staticmethod
-    def of(config: Config, layout: Layout) -> Choice:
+    def of(config: Config, layout: Layout) -> LayoutChoice:
         """Return the choice that a configuration has made."""
         parallel = config.parallel
-        return Choice(
+        return LayoutChoice(
             **{axis.degree: getattr(layout, axis.degree) for axis in CHOSEN_DEGREES},
             sequence=layout.sequence_parallel,
             schedule=parallel.schedule,
@@ -126,8 +126,8 @@ class Choice:
         return ", ".join([*words, f"micro-batch {self.micro_batch}", f"recompute {self.recompute}", sharding])
 
 
-def compiled(config: Config, device: Device) -> Config:
-    """Return the configuration with compiled blocks on CUDA, unless its recipe chooses, or its layout must not."""
+def with_compiled_blocks(config: Config, device: Device) -> Config:
+    """Return the configuration to plan with compiled blocks on CUDA, unless its recipe chooses or its layout cannot."""
     is_able = not (config.splits_backward or config.parallel.tensor_overlap or config.regathers or config.passes_keys)
     is_able = is_able and config.known_shapes.any_routing is None
     if "enabled" in config.compile.model_fields_set or not (device.is_cuda and is_able):
@@ -135,15 +135,15 @@ def compiled(config: Config, device: Device) -> Config:
     return config.with_keys(compile={"enabled": True})
 
 
-def choices(
+def layout_choices(
     config: Config,
     world: int,
     per_node: int,
     fixed: Collection[str] = (),
     refused: Counter[str] | None = None,
     looked: Callable[[int], object] = int,
-) -> Iterator[tuple[list[list[Choice]], Layout]]:
-    """Yield every layout on `world` devices, with lists of shardings, of each of which the first that fits is taken.
+) -> Iterator[tuple[list[list[LayoutChoice]], Layout]]:
+    """Yield every layout to search on `world` devices, with lists of shardings, whose first that fits is taken.
 
     Tensor parallelism stays within a node, unless the recipe's own degree is larger.
 
@@ -189,7 +189,7 @@ def choices(
 
 
 def number_of_choices(config: Config, world: int, per_node: int, fixed: Collection[str]) -> int:
-    """Return the number of choices of degrees and schedule that are tried."""
+    """Return the number of choices of degrees and schedule that a search tries."""
     return sum(1 for _ in _degrees(config, world, per_node, fixed))
 
 
@@ -242,16 +242,16 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
             yield zero, None
 
 
-def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[_Value]) -> Sequence[_Value]:
+def _values(fixed: Collection[str], key: str, recipes: _Value, tried: Sequence[_Value]) -> Sequence[_Value]:
     """Return the recipe's value of a key that is fixed, or else the values that are tried."""
-    return [recipes] if key in fixed else others
+    return [recipes] if key in fixed else tried
 
 
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.
 _LEAST_CHUNK = 1024
 
 
-def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[partial[Choice]]:
+def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) -> Iterator[partial[LayoutChoice]]:
     """Yield choices of degrees that divide the world and the model, which the other keys complete.
 
     `check_layout` has further rules.
@@ -274,7 +274,9 @@ def _degrees(config: Config, world: int, per_node: int, fixed: Collection[str]) 
                 for schedule, virtual in _schedules(parallel, model.num_hidden_layers, pipeline, fixed):
                     for sequence in sequences:
                         for expert in experts:
-                            yield partial(Choice, tensor, sequence, context, pipeline, schedule, virtual, expert=expert)
+                            yield partial(
+                                LayoutChoice, tensor, sequence, context, pipeline, schedule, virtual, expert=expert
+                            )
 
 
 def _contexts(recipes: int, length: int, ranks: int, fixed: Collection[str]) -> Sequence[int]:

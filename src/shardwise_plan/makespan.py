@@ -43,7 +43,7 @@ def makespan(
     message: float,
     recompute: Recompute,
 ) -> float:
-    """Return the time from the first forward pass to the end of the last backward pass; `timeline` ends then.
+    """Predict the time from the first forward pass to the end of the last backward pass; `timeline` ends then.
 
     All arguments are those of `timeline`.
     """
@@ -51,7 +51,7 @@ def makespan(
     if parallel.pipeline == 1 or (isinstance(order, AlternatingOrder) and order.lead is None):
         return _end_of_forward_then_backward(micro_batches, stages, message)
     if isinstance(order, AlternatingOrder | VShapedOrder):
-        return _LevelSimulation(program(parallel, micro_batches, recompute), stages, message).end()
+        return _LevelSimulation(level_program(parallel, micro_batches, recompute), stages, message).end()
     return timeline(parallel, micro_batches, stages, message, recompute).makespan
 
 
@@ -73,7 +73,7 @@ class _LevelSimulation:
     at the end of the one before plus one number, each further period adds that number again: they are not simulated.
     """
 
-    def __init__(self, program: LevelProgram, stages: Sequence[StageTimes], message: float) -> None:
+    def __init__(self, program: _LevelProgram, stages: Sequence[StageTimes], message: float) -> None:
         forward, backward, weight = np.array([(stage.forward, stage.backward, stage.weight) for stage in stages]).T
         # In the order of the numbers of `program.passes`: forward, whole backward, backward for the input alone, none.
         durations = np.concatenate([forward, backward, backward - weight, [0.0]])
@@ -143,7 +143,7 @@ class _LevelSimulation:
 
 
 @dataclass(frozen=True)
-class LevelProgram:
+class _LevelProgram:
     """A step by level and rank, with S stages. Only one period of its repeated middle is written down.
 
     Attributes:
@@ -169,7 +169,7 @@ class LevelProgram:
 
 
 @dataclass(frozen=True)
-class PassLevels:
+class _PassLevels:
     """Levels of the passes of each stage and micro-batch.
 
     Attributes:
@@ -187,8 +187,8 @@ class PassLevels:
     steady: int
 
 
-def program(parallel: ParallelConfig, micro_batches: int, recompute: Recompute) -> LevelProgram:
-    """Return the levels of a step on at least two ranks whose forward passes do not all come first."""
+def level_program(parallel: ParallelConfig, micro_batches: int, recompute: Recompute) -> _LevelProgram:
+    """Return the levels of a step to simulate, on at least two ranks whose forward passes do not all come first."""
     p = parallel.pipeline
     m = micro_batches
     if _has_rounds(parallel):
@@ -206,7 +206,7 @@ def _has_rounds(parallel: ParallelConfig) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _program(parallel: ParallelConfig, m: int, period: int, repeats: int, whole_backward: bool) -> LevelProgram:
+def _program(parallel: ParallelConfig, m: int, period: int, repeats: int, whole_backward: bool) -> _LevelProgram:
     p = parallel.pipeline
     v = parallel.stages_per_rank
     stages = p * v
@@ -250,11 +250,11 @@ def _program(parallel: ParallelConfig, m: int, period: int, repeats: int, whole_
     # A rank does a forward and a backward pass for each micro-batch and stage of the period.
     body = range(levels.steady, levels.steady + 2 * v * period)
     needs = tuple((reach - age) * (p + 1) + source_rank)
-    return LevelProgram(rank_of_stage, passes, needs, weights, late, reach, body, repeats)
+    return _LevelProgram(rank_of_stage, passes, needs, weights, late, reach, body, repeats)
 
 
-def pass_levels(parallel: ParallelConfig, micro_batches: int, period: int) -> PassLevels:
-    """Return the levels of the passes of a step.
+def pass_levels(parallel: ParallelConfig, micro_batches: int, period: int) -> _PassLevels:
+    """Return the levels of the passes of a step to simulate.
 
     period: micro-batches of a round, of a schedule that has rounds.
     """
@@ -265,7 +265,7 @@ def pass_levels(parallel: ParallelConfig, micro_batches: int, period: int) -> Pa
     return _alternating_levels(parallel, order, micro_batches, period if _has_rounds(parallel) else micro_batches)
 
 
-def _alternating_levels(parallel: ParallelConfig, order: AlternatingOrder, m: int, q: int) -> PassLevels:
+def _alternating_levels(parallel: ParallelConfig, order: AlternatingOrder, m: int, q: int) -> _PassLevels:
     """Return the levels of `AlternatingOrder`.
 
     A rank begins `lead` levels after the one before it. From then on it has forward passes on every second level, and
@@ -294,10 +294,10 @@ def _alternating_levels(parallel: ParallelConfig, order: AlternatingOrder, m: in
     split = np.full(backward.shape, order.defers_weights)
     # The level of backward pass p of the first rank, which begins its backward passes last.
     steady = 2 * ((v - 1) * slots + lead * (p - 1) + p) + 1
-    return PassLevels(forward, backward, split, weight_stage, steady)
+    return _PassLevels(forward, backward, split, weight_stage, steady)
 
 
-def _v_shaped_levels(p: int, m: int, splits_every_backward: bool) -> PassLevels:
+def _v_shaped_levels(p: int, m: int, splits_every_backward: bool) -> _PassLevels:
     """Return the levels of `VShapedOrder`: see `_zero_bubble_v` and `_dual_pipe_v` in `action_order.py`.
 
     A micro-batch needs a level for each stage, so stage s can begin on level s. The pipeline fills until level `start`.
@@ -335,7 +335,7 @@ def _v_shaped_levels(p: int, m: int, splits_every_backward: bool) -> PassLevels:
         weight_stage = _weights_of_split_passes(s, k, r, is_outbound, p, m, padded)
     else:
         split, weight_stage = _weights_of_partly_split_passes(s, k, r, is_outbound, p, m, early)
-    return PassLevels(forward, backward, split, weight_stage, steady)
+    return _PassLevels(forward, backward, split, weight_stage, steady)
 
 
 def _weights_of_split_passes(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardwise_plan import device_seconds
-from shardwise_plan.device_seconds import Constants, RankGroup
+from shardwise_plan.device_seconds import DeviceConstants, LinkedRanks
 from shardwise_plan.device_specs import Device
 
 TensorOverlap = Literal["pieces", "symmetric_memory", "user_buffers"]
@@ -30,12 +30,9 @@ _SUM_PROCESSORS = 16
 
 @dataclass(frozen=True)
 class TensorCollectives:
-    """The collectives of a block over tensor parallelism.
+    """The predicted seconds of a block's collectives over tensor parallelism.
 
     Attributes:
-        device: the device.
-        constants: its constants.
-        group: the ranks.
         gathered: bytes of an input that is gathered.
         summed: bytes of an output, or of the gradient of an input, that is summed.
         sequence_parallel: True if inputs are gathered and sums scattered; otherwise sums are all-reduced.
@@ -43,8 +40,8 @@ class TensorCollectives:
     """
 
     device: Device
-    constants: Constants
-    group: RankGroup
+    constants: DeviceConstants
+    group: LinkedRanks
     gathered: float
     summed: float
     sequence_parallel: bool
@@ -123,7 +120,7 @@ class TensorCollectives:
 
 
 def ring_seconds(computed: float, sent: float, ranks: int) -> float:
-    """Return the seconds beyond those of a computation whose operand goes round a ring of ranks beside it."""
+    """Predict the seconds beyond those of a computation whose operand goes round a ring of ranks beside it."""
     if ranks == 1:
         return 0.0
     return (ranks - 1) * max(0.0, sent / (ranks - 1) - computed / ranks)

@@ -10,8 +10,8 @@ from shardwise.estimates import memory
 from shardwise.models.own_shapes import own_shapes
 
 
-def sized_own(config: Config, fixed: set[str]) -> tuple[Config, str]:
-    """The configuration with a family's model, and what was counted of the own one, as a sentence.
+def own_model_stand_in(config: Config, fixed: set[str]) -> tuple[Config, str]:
+    """The configuration to plan with a family's model in place of the user's own, and what was counted of that one.
 
     Keys that its class does not take are put into `fixed`.
 
@@ -23,7 +23,7 @@ def sized_own(config: Config, fixed: set[str]) -> tuple[Config, str]:
     fixed |= {axis.key for axis in CHOSEN_DEGREES if axis is not TENSOR}
     fixed |= set() if shapes.is_cut else {"parallel.tensor", "parallel.sequence"}
     fixed |= set() if shapes.recomputes else {"train.recompute"}
-    return memory.sized_own(config, shapes, True), (
+    return memory.memory_stand_in(config, shapes, True), (
         f"{config.model.family} was built without data: {shapes.parameters:,} parameters, {shapes.token_flops:.4g} "
         f"FLOPs per token, {units.size(shapes.saved_bytes)} of activations (train.micro_batch="
         f"{config.train.micro_batch}); times are those of a Llama of the same width, depth and matrices"

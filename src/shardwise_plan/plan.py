@@ -8,14 +8,14 @@ from functools import cached_property
 
 from shardwise.config import Config, FamilyConfig, Layout
 from shardwise.estimates.memory import RESERVED, MemoryEstimate, expected_memory
-from shardwise.estimates.memory_choice import fitted
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization
+from shardwise.estimates.memory_choice import fitted_to_memory
+from shardwise.models.flops import flops_per_token, model_flops_utilization
 from shardwise.pipeline.timeline import Timeline
+from shardwise_plan.data_stages import stages_with_layout
 from shardwise_plan.device_specs import Cluster, Device
 from shardwise_plan.goodput import Calendar, calendar
-from shardwise_plan.layout_choices import Choice
-from shardwise_plan.run_stages import stages_with_layout
-from shardwise_plan.step_time import StepTime, step_time, timeline_of
+from shardwise_plan.layout_choices import LayoutChoice
+from shardwise_plan.step_time import StepTime, predicted_timeline, step_time
 
 TIGHT = 0.1
 """Share of a device's memory that must be free for a layout that surely fits."""
@@ -37,7 +37,7 @@ class Plan:
         like: family's model from which a model of the user's own is predicted.
     """
 
-    choice: Choice
+    choice: LayoutChoice
     config: Config
     layout: Layout
     cluster: Cluster
@@ -124,7 +124,7 @@ class Plan:
 
     def timeline(self) -> Timeline:
         """Return the passes of a step on each pipeline rank."""
-        return timeline_of(self.sized, self.layout, self.cluster)
+        return predicted_timeline(self.sized, self.layout, self.cluster)
 
     def on(self, device: Device) -> Plan:
         """Return the same layout on other devices, whose memory is not asked again."""
@@ -134,8 +134,8 @@ class Plan:
         return replace(self, cluster=cluster, time=time)
 
 
-def distinct(plans: Sequence[Plan]) -> list[int]:
-    """Return the indices of the plans that differ from each faster one by more than details.
+def distinct_plans(plans: Sequence[Plan]) -> list[int]:
+    """Return the indices of the plans that differ from each faster plan by more than details.
 
     Details are the schedule, its stages, the micro-batch, recompute and sequence parallelism, where the times differ by
     at most 4%. A plan whose memory is not tight is listed beside a faster one whose memory is.
@@ -153,13 +153,13 @@ def distinct(plans: Sequence[Plan]) -> list[int]:
     return indices
 
 
-def predicted(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
+def predict_layout(config: Config, layout: Layout, cluster: Cluster) -> Plan | None:
     """Return the prediction for a given layout, whether or not it fits; None for a model of your own."""
     device = cluster.device
     room = device.memory * (1 - RESERVED)
-    config = fitted(config, layout, room, accelerator=device.is_accelerator, device=device.name)
+    config = fitted_to_memory(config, layout, room, accelerator=device.is_accelerator, device=device.name)
     time = step_time(config, layout, cluster)
     memory = expected_memory(config, layout, cluster.device.is_accelerator)
     if time is None or memory is None:
         return None
-    return Plan(Choice.of(config, layout), config, layout, cluster, time, memory)
+    return Plan(LayoutChoice.of(config, layout), config, layout, cluster, time, memory)

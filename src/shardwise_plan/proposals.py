@@ -18,7 +18,7 @@ _FAILURES = 2.0
 _FREED_PARTS = 1.1
 
 
-def objective_of(plan: Plan, objective: Objective) -> float:
+def objective_value(plan: Plan, objective: Objective) -> float:
     """Return what a plan needs of the objective, the less the better.
 
     Raises:
@@ -46,7 +46,6 @@ class Proposal:
 
     Attributes:
         names: what it is, such as `fastest`.
-        plan: the plan.
         reason: why it is proposed, as a part of a sentence.
     """
 
@@ -59,7 +58,7 @@ class Proposal:
         return listing(self.names)
 
 
-def recommended(plans: Sequence[Plan]) -> Plan:
+def recommended_plan(plans: Sequence[Plan]) -> Plan:
     """Return the first of the plans that leaves a tenth of the memory free; the first one where none does."""
     return next((plan for plan in plans if not plan.is_tight), plans[0])
 
@@ -90,7 +89,7 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
         "fastest": (fastest, shortest),
         "cheapest": (cheapest, "the fewest device-hours"),
         "most robust": (
-            min(candidates, key=lambda plan: all_worse(plan).calendar.seconds),
+            min(candidates, key=lambda plan: _all_worse(plan).calendar.seconds),
             f"{room} shortest time if network, matrix products, devices and steps with ZeRO-2 or ZeRO-3 are all worse "
             "than assumed",
         ),
@@ -107,19 +106,11 @@ def proposals(plans: Sequence[Plan]) -> list[Proposal]:
 
 
 def _doubt(plan: Plan) -> str:
-    """Return the warning of a proposal whose memory is nearly full; empty if much is free."""
     return f"; it leaves {units.size(plan.headroom)}, which may not suffice" if plan.is_tight else ""
 
 
 @dataclass(frozen=True)
-class Sensitivity:
-    """The time of a plan if an assumption is wrong.
-
-    Attributes:
-        assumption: what is different.
-        seconds: time on the calendar.
-    """
-
+class _Sensitivity:
     assumption: str
     seconds: float
 
@@ -156,14 +147,13 @@ _CHANGES: tuple[tuple[str, Callable[[Plan], Plan]], ...] = (
 )
 
 
-def sensitivities(plan: Plan) -> list[Sensitivity]:
+def sensitivities(plan: Plan) -> list[_Sensitivity]:
     """Return the times of a plan if one assumption is wrong, and if all are."""
-    single = [Sensitivity(name, changed(plan).calendar.seconds) for name, changed in _CHANGES]
-    return [*single, Sensitivity("all of these", all_worse(plan).calendar.seconds)]
+    single = [_Sensitivity(name, changed(plan).calendar.seconds) for name, changed in _CHANGES]
+    return [*single, _Sensitivity("all of these", _all_worse(plan).calendar.seconds)]
 
 
-def all_worse(plan: Plan) -> Plan:
-    """Return a plan with all assumptions wrong."""
+def _all_worse(plan: Plan) -> Plan:
     for _, changed in _CHANGES:
         plan = changed(plan)
     return plan

@@ -17,13 +17,13 @@ from functools import partial
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout
 from shardwise.estimates.memory import RESERVED
-from shardwise.estimates.memory_choice import candidates, first_that_fits
+from shardwise.estimates.memory_choice import first_fitting_candidate, memory_candidates
+from shardwise_plan.data_stages import stages_with_layout
 from shardwise_plan.device_specs import Cluster
-from shardwise_plan.layout_choices import Choice, choices, compiled
+from shardwise_plan.layout_choices import LayoutChoice, layout_choices, with_compiled_blocks
 from shardwise_plan.plan import Plan
-from shardwise_plan.run_stages import stages_with_layout
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_times, model_seconds, step_time
+from shardwise_plan.step_time import least_step_times, model_seconds, step_time
 
 _ROUNDING = 1e-9
 """Relative rounding error of a bound: it adds up the seconds of a step in another order than the step's time does."""
@@ -33,7 +33,7 @@ ACTIVATIONS_TOO_LARGE = "activations do not fit beside parameters, gradients and
 
 @dataclass
 class Search:
-    """The result of a search.
+    """The layouts that a search found, and how many it dropped.
 
     Attributes:
         plans: fastest layouts that fit, fastest first.
@@ -49,21 +49,21 @@ class Search:
     refused: Counter[str] = field(default_factory=Counter)
     too_large: Counter[str] = field(default_factory=Counter)
     equal: int = 0
-    smallest: tuple[Choice, float] | None = None
+    smallest: tuple[LayoutChoice, float] | None = None
 
     @property
     def slower(self) -> int:
         """Number of layouts that are slower than all listed ones; some of them may not fit."""
         return self.valid - sum(self.too_large.values()) - len(self.plans) - self.equal
 
-    def drop(self, reason: str, choice: Choice, size: float) -> None:
+    def drop(self, reason: str, choice: LayoutChoice, size: float) -> None:
         """Note a layout that does not fit."""
         self.too_large[reason] += 1
         if self.smallest is None or size < self.smallest[1]:
             self.smallest = (choice, size)
 
 
-def search(
+def search_layouts(
     config: Config,
     cluster: Cluster,
     *,
@@ -87,7 +87,7 @@ def search(
     result = asked.result
     # A bound comes before a plan with the same seconds. A layout's number keeps the order of `choices` among equals.
     bounded: list[tuple[float, bool, int, Plan | Iterator[float | Plan]]] = []
-    for lists, layout in choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused, looked):
+    for lists, layout in layout_choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused, looked):
         for shardings in lists:
             result.valid += 1
             kept = asked.that_may_fit(shardings, layout)
@@ -124,7 +124,7 @@ class _Asked:
         self._least_memory = LeastMemory(config, cluster)
         self._seconds: dict[tuple[object, ...], float] = {}
 
-    def that_may_fit(self, shardings: list[Choice], layout: Layout) -> list[Choice]:
+    def that_may_fit(self, shardings: list[LayoutChoice], layout: Layout) -> list[LayoutChoice]:
         """Return the shardings that a bound of their memory cannot rule out.
 
         Shardings that follow one which may fit are kept: they are asked in this order.
@@ -140,7 +140,7 @@ class _Asked:
             self.result.drop(ACTIVATIONS_TOO_LARGE, *min(with_activations, key=lambda pair: pair[1]))
         return kept
 
-    def work_seconds(self, choice: Choice, layout: Layout) -> float:
+    def work_seconds(self, choice: LayoutChoice, layout: Layout) -> float:
         """Return a bound of the step's time: the work of the average pipeline rank, without any wait and the update.
 
         The fastest of what is left to the memory counts, and the choice's stage of ZeRO must be the lowest.
@@ -154,19 +154,19 @@ class _Asked:
         micro_batches = self.config.train.global_batch // (choice.micro_batch * layout.data)
         return (1 - _ROUNDING) * micro_batches / layout.pipeline * self._seconds[key]
 
-    def plan(self, shardings: list[Choice], layout: Layout) -> Iterator[float | Plan]:
+    def plan(self, shardings: list[LayoutChoice], layout: Layout) -> Iterator[float | Plan]:
         """Yield closer and closer bounds of the step's time, then the plan of the first sharding that fits."""
         for simulated in (False, True):
-            of_sharding = partial(least_times, layout=layout, cluster=self._cluster, simulated=simulated)
+            of_sharding = partial(least_step_times, layout=layout, cluster=self._cluster, simulated=simulated)
             yield (1 - _ROUNDING) * min(
                 min(of_sharding([config, *(choice.sharded(config) for choice in shardings[1:])]))
                 for config in self._candidates(shardings[0], layout)
             )
-        needed: list[tuple[Choice, float]] = []
+        needed: list[tuple[LayoutChoice, float]] = []
         estimated = partial(short_step_memory, layout=layout, cluster=self._cluster, limit=self._limit)
         for choice in shardings:
-            config = compiled(choice.applied(self.config), self._cluster.device)
-            chosen, memory = first_that_fits(config, layout, estimated, self._limit)
+            config = with_compiled_blocks(choice.applied(self.config), self._cluster.device)
+            chosen, memory = first_fitting_candidate(config, layout, estimated, self._limit)
             choice = replace(choice, regathers=chosen.regathers, passes_keys=chosen.passes_keys)
             further_stages = [stage for stage in stages_with_layout(chosen, layout) if stage is not chosen]
             memory = max([memory, *map(estimated, further_stages)], key=lambda estimate: estimate.total)
@@ -178,5 +178,5 @@ class _Asked:
             needed.append((choice, float(memory.total)))
         self.result.drop(ACTIVATIONS_TOO_LARGE, *min(needed, key=lambda pair: pair[1]))
 
-    def _candidates(self, choice: Choice, layout: Layout) -> Iterator[Config]:
-        return candidates(compiled(choice.applied(self.config), self._cluster.device), layout)
+    def _candidates(self, choice: LayoutChoice, layout: Layout) -> Iterator[Config]:
+        return memory_candidates(with_compiled_blocks(choice.applied(self.config), self._cluster.device), layout)

@@ -8,14 +8,15 @@ from functools import partial
 
 from shardwise.config import DTYPE_BYTES, Config, Layout, Schedule
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.estimates.activations import kept_and_work
-from shardwise.estimates.memory import MemoryEstimate, memory_of, messages_of_a_micro_batch
-from shardwise.estimates.memory_choice import candidates
+from shardwise.estimates.activations import activation_bytes
+from shardwise.estimates.memory import MemoryEstimate, estimated_memory, messages_of_a_micro_batch
+from shardwise.estimates.memory_choice import memory_candidates
 from shardwise.estimates.rank_workload import RankWorkload
+from shardwise.estimates.step_peak import blocks_in_flight
 from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
-from shardwise.pipeline.partition import blocks_in_flight, stage_plan
+from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
-from shardwise_plan.layout_choices import Choice, compiled
+from shardwise_plan.layout_choices import LayoutChoice, with_compiled_blocks
 
 
 class LeastMemory:
@@ -30,7 +31,7 @@ class LeastMemory:
         self._kept: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[object, ...], float] = {}
 
-    def __call__(self, choice: Choice, layout: Layout) -> float:
+    def __call__(self, choice: LayoutChoice, layout: Layout) -> float:
         """Return the bytes that the first pipeline rank needs at least: its blocks' state, and what they keep.
 
         Embedding and head, gradients of activations and messages are left out, which only add to it.
@@ -42,7 +43,7 @@ class LeastMemory:
         blocks = blocks_in_flight(choice.schedule, layout.pipeline, stages, micro_batches)
         return self.state(choice, layout, sum(stages)) + blocks * self._kept_by_a_block(choice, layout)
 
-    def state(self, choice: Choice, layout: Layout, blocks: int | None = None) -> float:
+    def state(self, choice: LayoutChoice, layout: Layout, blocks: int | None = None) -> float:
         """Return the bytes of the state of so many blocks, by default of those of an average pipeline rank.
 
         Some rank has at least the average, and embedding and head, which are left out, only add to it.
@@ -71,7 +72,7 @@ class LeastMemory:
         self._states[key] = parameters + gradients + (0 if self._offloads else kept)
         return self._states[key]
 
-    def _blocks_of_first_rank(self, choice: Choice, layout: Layout) -> tuple[int, ...]:
+    def _blocks_of_first_rank(self, choice: LayoutChoice, layout: Layout) -> tuple[int, ...]:
         """Return the number of blocks of each stage of the first pipeline rank."""
         key = (choice.pipeline, choice.schedule, choice.virtual)
         if key not in self._first_stages:
@@ -79,16 +80,16 @@ class LeastMemory:
             self._first_stages[key] = tuple(len(stage.layers) for stage in plan if stage.rank == 0)
         return self._first_stages[key]
 
-    def _kept_by_a_block(self, choice: Choice, layout: Layout) -> int:
+    def _kept_by_a_block(self, choice: LayoutChoice, layout: Layout) -> int:
         """Return what a block keeps for a micro-batch's backward pass, with the choices that keep least."""
         key = (layout.inside_a_stage, choice.micro_batch, choice.recompute, choice.splits_backward)
         if key not in self._kept:
-            config = compiled(choice.applied(self._config), self._device)
+            config = with_compiled_blocks(choice.applied(self._config), self._device)
             sizes = []
-            for candidate in candidates(config, layout):
+            for candidate in memory_candidates(config, layout):
                 accelerator = self._device.is_accelerator
                 (workload,) = RankWorkload.of_ranks(candidate, layout, accelerator, only={0})
-                sizes += [kept_and_work(workload, layer)[0] for layer in set(workload.first_alike.values())]
+                sizes += [activation_bytes(workload, layer)[0] for layer in set(workload.first_alike.values())]
             self._kept[key] = min(sizes)
         return self._kept[key]
 
@@ -129,7 +130,7 @@ def short_step_memory(config: Config, layout: Layout, cluster: Cluster, limit: f
     workloads = RankWorkload.of_ranks(short_config, layout, accelerator, only=ranks)
     estimates: list[MemoryEstimate] = []
     for workload in sorted(workloads, key=lambda workload: -workload.layers):
-        memory = memory_of(workload, limit)
+        memory = estimated_memory(workload, limit)
         messages = (micro_batches - shorter) * messages_of_a_micro_batch(workload)
         estimates.append(replace(memory, pipeline=memory.pipeline + messages))
         if estimates[-1].total > limit:

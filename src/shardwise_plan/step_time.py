@@ -26,9 +26,9 @@ from shardwise.models.parameter_counts import (
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline
-from shardwise_plan import block_seconds, device_seconds
+from shardwise_plan import device_seconds, pass_seconds
 from shardwise_plan.block_shape import BlockShape
-from shardwise_plan.device_seconds import Constants, RankGroup, constants_of, group
+from shardwise_plan.device_seconds import DeviceConstants, LinkedRanks, device_constants, linked_ranks
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.makespan import makespan
 from shardwise_plan.program_traits import ProgramTraits
@@ -57,7 +57,6 @@ class StepTime:
 
     Attributes:
         matmul: matrix products of blocks, forward and backward, without recompute.
-        attention: attention core.
         memory_bound: norms, activations, dropout and sums, which memory limits.
         accumulation: additions of the gradients of blocks' weights to those of earlier micro-batches.
         launch: waits of the device for the host.
@@ -112,11 +111,10 @@ class StepTime:
         return ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for share, part in parts if share >= _LEAST_SHARE)
 
 
-class StageWork(NamedTuple):
+class _StageWork(NamedTuple):
     """The work of a stage on one micro-batch.
 
     Attributes:
-        stage: the stage.
         block: seconds of each of its blocks, on average.
         ends: seconds of the embedding and of the head, if the stage has them.
         times: seconds of its passes.
@@ -124,8 +122,8 @@ class StageWork(NamedTuple):
     """
 
     stage: Stage
-    block: block_seconds.PassSeconds
-    ends: tuple[block_seconds.PassSeconds, ...]
+    block: pass_seconds.PassSeconds
+    ends: tuple[pass_seconds.PassSeconds, ...]
     times: StageTimes
     action: float = 0.0
 
@@ -135,9 +133,9 @@ def step_time(
     layout: Layout,
     cluster: Cluster,
     program: ProgramTraits | None = None,
-    constants: Constants | None = None,
+    constants: DeviceConstants | None = None,
 ) -> StepTime | None:
-    """Return the time of one step. None for a model of your own.
+    """Predict the time of one step. None for a model of your own.
 
     Args:
         config: the whole configuration.
@@ -155,7 +153,7 @@ def step_time(
     # The parts are those of one rank, and all that it does not work is bubble, so that they sum to the makespan.
     works = [work for work in inputs.works if work.stage.rank == longest]
     forward, backward, recompute = (
-        block_seconds.summed((getattr(work.block, name), len(work.stage.layers)) for work in works)
+        pass_seconds.weighted_seconds((getattr(work.block, name), len(work.stage.layers)) for work in works)
         for name in ("forward", "backward", "recompute")
     )
     model_work = forward.plus(backward).plus(recompute, -1)  # a backward pass contains the recompute
@@ -180,15 +178,17 @@ def step_time(
     )
 
 
-def _counting_seconds(m: int, settings: OptimizerConfig, layout: Layout, works: Sequence[StageWork]) -> float:
+def _counting_seconds(m: int, settings: OptimizerConfig, layout: Layout, works: Sequence[_StageWork]) -> float:
     """Return the seconds of forward passes that only count rows of experts, with the fill of a pipeline."""
     if not settings.counts_rows_first(m, layout.pipeline):
         return 0.0
     return (m + layout.pipeline - 1) * sum(work.times.forward for work in works)
 
 
-def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster, *, simulated: bool = False) -> list[float]:
-    """Return seconds that no sharding can beat: those of the passes, and the update.
+def least_step_times(
+    configs: Sequence[Config], layout: Layout, cluster: Cluster, *, simulated: bool = False
+) -> list[float]:
+    """Predict seconds that no sharding can beat: those of the passes, and the update.
 
     The configurations differ only in how data parallelism is sharded. Passes that are not simulated take as long as
     those of the rank that ends last, at least (`_StepInputs.passes`).
@@ -199,13 +199,13 @@ def least_times(configs: Sequence[Config], layout: Layout, cluster: Cluster, *, 
 
 
 def model_seconds(config: Config, layout: Layout, cluster: Cluster) -> float:
-    """Return the seconds of both passes of a micro-batch through all stages, but for messages."""
-    works = stage_works(config, layout, cluster, shardwise_traits(config, cluster), constants_of(cluster.device))
+    """Predict the seconds of both passes of a micro-batch through all stages, but for messages."""
+    works = stage_works(config, layout, cluster, shardwise_traits(config, cluster), device_constants(cluster.device))
     return sum(work.times.forward + work.times.backward for work in works)
 
 
-def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
-    """Return the timeline of a step, with the times that `step_time` adds up."""
+def predicted_timeline(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
+    """Return the predicted timeline of a step, with the times that `step_time` adds up."""
     inputs = _StepInputs.of(config, layout, cluster)
     stages = [work.times for work in inputs.works]
     micro_batches = layout.accumulation(config.train)
@@ -213,7 +213,7 @@ def timeline_of(config: Config, layout: Layout, cluster: Cluster) -> Timeline:
 
 
 def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
-    """Return the traits of this package's training there."""
+    """Return the traits of this package's training on a planned device."""
     model = config.known_shapes
     on_accelerator = cluster.device.is_accelerator
     # A fused kernel drops probabilities by masks of its own, which only an accelerator's has.
@@ -243,22 +243,24 @@ def shardwise_traits(config: Config, cluster: Cluster) -> ProgramTraits:
 
 
 def stage_works(
-    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: Constants
-) -> list[StageWork]:
-    """Return the work of each stage, in the order of the model."""
+    config: Config, layout: Layout, cluster: Cluster, program: ProgramTraits, constants: DeviceConstants
+) -> list[_StageWork]:
+    """Predict the work of each stage, in the order of the model."""
     model = config.known_shapes
     shape = BlockShape.of(config, layout, cluster, program)
     arguments = cluster.device, constants, program
-    embedding, head = block_seconds.embedding(shape, *arguments), block_seconds.head(shape, *arguments)
+    embedding, head = pass_seconds.embedding_seconds(shape, *arguments), pass_seconds.head_seconds(shape, *arguments)
     action = constants.action if layout.pipeline > 1 else 0.0
-    works: list[StageWork] = []
-    alike: dict[tuple[object, ...], StageWork] = {}
+    works: list[_StageWork] = []
+    alike: dict[tuple[object, ...], _StageWork] = {}
     for stage in stage_plan(config, layout):
         kinds = kinds_of_blocks(model, stage.layers)
         key = (stage.is_first, stage.is_last, kinds)
         if key not in alike:
-            blocks = [(block_seconds.block(replace(shape, routing=routing), *arguments), n) for routing, n in kinds]
-            block = blocks[0][0] if len(blocks) == 1 else block_seconds.mean(blocks)
+            blocks = [
+                (pass_seconds.block_seconds(replace(shape, routing=routing), *arguments), n) for routing, n in kinds
+            ]
+            block = blocks[0][0] if len(blocks) == 1 else pass_seconds.mean_pass_seconds(blocks)
             ends = (*(embedding,) * stage.is_first, *(head,) * stage.is_last)
             layers = len(stage.layers)
             times = StageTimes(
@@ -266,13 +268,13 @@ def stage_works(
                 layers * block.backward.total + sum(end.backward.total for end in ends) + action,
                 layers * block.weight + sum(end.weight for end in ends),
             )
-            alike[key] = StageWork(stage, block, ends, times, action)
-        works.append(StageWork(stage, *alike[key][1:]))
+            alike[key] = _StageWork(stage, block, ends, times, action)
+        works.append(_StageWork(stage, *alike[key][1:]))
     return works
 
 
 def _most_elements(
-    model: FamilyConfig, local: LocalWidths, layout: Layout, works: Sequence[StageWork], *, block_matrices: bool
+    model: FamilyConfig, local: LocalWidths, layout: Layout, works: Sequence[_StageWork], *, block_matrices: bool
 ) -> Counter[int]:
     """Return the parameters of the pipeline rank that has most: the embedding or the head makes it an outer one.
 
@@ -297,9 +299,9 @@ class _StepInputs:
     layout: Layout
     cluster: Cluster
     program: ProgramTraits
-    constants: Constants
+    constants: DeviceConstants
     precision: Precision
-    works: list[StageWork]
+    works: list[_StageWork]
     parts: Counter[int]
     matrices: Counter[int]
 
@@ -309,10 +311,10 @@ class _StepInputs:
         layout: Layout,
         cluster: Cluster,
         program: ProgramTraits | None = None,
-        constants: Constants | None = None,
+        constants: DeviceConstants | None = None,
     ) -> _StepInputs:
         program = program or shardwise_traits(config, cluster)
-        constants = constants or constants_of(cluster.device)
+        constants = constants or device_constants(cluster.device)
         precision = config.precision.resolved(cluster.device.is_accelerator)
         works = stage_works(config, layout, cluster, program, constants)
         model = config.known_shapes
@@ -363,7 +365,7 @@ class _StepInputs:
         # Neighbouring stages are on one node if two pipeline ranks, with all ranks of their stages, fit there.
         inside = layout.tensor * layout.replicas * 2 <= self.cluster.per_node
         if self.program.splits_messages and not layout.sequence_parallel and layout.tensor > 1:
-            ranks = group(layout.tensor, 1, self.cluster.per_node)
+            ranks = linked_ranks(layout.tensor, 1, self.cluster.per_node)
             part = device_seconds.message(device, self.constants, size / layout.tensor, inside=inside)
             return part + device_seconds.collective(device, self.constants, ranks, float(size))
         parts = layout.tensor if layout.sequence_parallel else 1
@@ -432,7 +434,7 @@ class _StepInputs:
             iterations += layers * count * sum(device_seconds.matmul(device, c, peak, *sizes) for sizes in products)
         elements = layers * sum(math.prod(shape) * count for shape, count in shapes.items())
         sent = device_seconds.collective(
-            device, c, group(ranks, 1, self.cluster.per_node), DTYPE_BYTES[width] * elements / ranks
+            device, c, linked_ranks(ranks, 1, self.cluster.per_node), DTYPE_BYTES[width] * elements / ranks
         )
         return max(muon.ns_steps * iterations / ranks, 2 * sent)
 
@@ -440,16 +442,16 @@ class _StepInputs:
     def _shard_ranks(self) -> int:
         return self.config.shard_ranks(self.layout.replicas)
 
-    def _shard_group(self, divided: int = 1) -> RankGroup:
+    def _shard_group(self, divided: int = 1) -> LinkedRanks:
         """Ranks over which ZeRO cuts tensors of a kind that so many neighbours divide among them."""
         ranks = max(1, self._shard_ranks // divided)
-        return group(ranks, self.layout.tensor * divided, self.cluster.per_node)
+        return linked_ranks(ranks, self.layout.tensor * divided, self.cluster.per_node)
 
-    def _copies_group(self, divided: int = 1) -> RankGroup:
+    def _copies_group(self, divided: int = 1) -> LinkedRanks:
         """Ranks that own the same part of the gradients."""
         shards = max(1, self._shard_ranks // divided)
         copies = self.layout.replicas // divided // shards
-        return group(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
+        return linked_ranks(copies, self.layout.tensor * divided * shards, self.cluster.per_node)
 
     def _collective(self, sizes: Mapping[int, float], *, cut: bool = True, reduces_all: bool = False) -> float:
         """Return the seconds of collectives of so many bytes of each part, over its shards or over its copies."""

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from shardwise.config import DTYPE_BYTES, Precision
-from shardwise.config.optimizer import OptimizerConfig
+from shardwise.config import DTYPE_BYTES, OptimizerConfig, Precision
 
 _FLOAT32 = 4
 _WORD_BYTES = 8
@@ -27,7 +26,7 @@ def update_bytes(
     frees_gradients: bool,
     values: int | None = None,
 ) -> float:
-    """Return the bytes of a step on a rank: norm of the gradients, update, rounded weights, and zeroed gradients.
+    """Predict the memory traffic of a rank's update: norm of the gradients, update, rounded weights, zeroed gradients.
 
     Args:
         precision: dtypes, resolved.

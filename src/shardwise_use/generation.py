@@ -1,6 +1,6 @@
 """Generation of text by a causal language model, token by token, at any layout.
 
-`generate` yields tokens, a `Sampler` draws each from the logits, and a `Detokenizer` turns them into text.
+`generate_tokens` yields tokens, a `TokenSampler` draws each from the logits, and a `_Detokenizer` makes text of them.
 
 Legend, per rank: S tokens read at once, V vocabulary.
 
@@ -23,14 +23,14 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
 from shardwise.config.layout import pipeline_rank_of
-from shardwise.data.formats.common import PreparedData
+from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.layers.units import stages_of
-from shardwise.models.blocks import KeyValueCache, Stages, gives_losses
+from shardwise.layers.units import unit_roots
+from shardwise.models.blocks import KeyValueCache, gives_losses
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.stages import relay
+from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.rank_agreement import agree_to_stop
 
 PREFILL_CHUNK = 1024
@@ -38,25 +38,25 @@ PREFILL_CHUNK = 1024
 
 
 @runtime_checkable
-class Generator(Protocol):
-    """A causal language model; a user's own model needs no other method."""
+class GenerativeModel(Protocol):
+    """A causal language model that generates text; a user's own model needs no other method."""
 
     def logits(self, ids_SB: Tensor, *x: Tensor) -> Tensor:
         """Token ids `[S, B]` → `[S, B, V]`, on every rank; x is the output of an earlier pipeline stage."""
         ...
 
 
-def generate(
-    model: Generator | Stages,
+def generate_tokens(
+    model: GenerativeModel | Stages,
     mesh: Mesh,
     prompt: Sequence[int],
     max_tokens: int,
-    sampler: Sampler,
+    sampler: TokenSampler,
     *,
     stop: Collection[int] = (),
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
-    reader: Reader | None = None,
+    reader: TokenReader | None = None,
 ) -> Iterator[int]:
     """Yield tokens that follow `prompt`: `max_tokens`, or up to the first that is in `stop`, which is included.
 
@@ -76,7 +76,7 @@ def generate(
     tokens = list(prompt)
     if reader is None:
         # One less, as the model never reads the last token.
-        reader = open_reader(model, mesh, len(tokens) + max_tokens - 1, chunk=chunk, parallel=parallel)
+        reader = open_token_reader(model, mesh, len(tokens) + max_tokens - 1, chunk=chunk, parallel=parallel)
     # The pipeline rank of the last stage, which has the logits.
     source = 0 if parallel is None else pipeline_rank_of(parallel, parallel.pipeline * parallel.stages_per_rank - 1)
     for _ in range(max_tokens):
@@ -93,25 +93,25 @@ def generate(
             return
 
 
-class Reader(Protocol):
-    """Reads tokens by a model, on each rank."""
+class TokenReader(Protocol):
+    """Reads tokens by a model that generates text, on each rank."""
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
         """Logits `[V]` of the token that follows `tokens`; None on a rank that lacks the last stage."""
         ...
 
 
-def open_reader(
-    model: Generator | Stages,
+def open_token_reader(
+    model: GenerativeModel | Stages,
     mesh: Mesh,
     room: int,
     *,
     chunk: int = PREFILL_CHUNK,
     parallel: ParallelConfig | None = None,
-) -> Reader:
-    """The reader of a model: with a cache of keys and values for `room` tokens, where the model can have one."""
+) -> TokenReader:
+    """The reader of a model that generates text, with a cache for `room` tokens if possible."""
     module = cast(nn.Module, model)
-    if isinstance(stages_of(module)[0], CausalLM):
+    if isinstance(unit_roots(module)[0], CausalLM):
         return _Cached(module, mesh, room, chunk, parallel)
     return _Uncached(module, mesh, parallel)
 
@@ -124,7 +124,7 @@ class _Cached:
         self._mesh = mesh
         self._chunk = chunk
         self._parallel = parallel
-        self._caches = {part: KeyValueCache(room) for part in stages_of(model)}
+        self._caches = {part: KeyValueCache(room) for part in unit_roots(model)}
         self._known: list[int] = []
 
     def next_logits(self, tokens: list[int]) -> Tensor | None:
@@ -151,13 +151,12 @@ class _Cached:
                 logits_BV = out
             return out
 
-        with whole_sequences(self._model):
+        with without_sequence_parallelism(self._model):
             relay(self._model, self._parallel, self._mesh, compute, [(len(ids), 1) for ids in chunks])
         return None if logits_BV is None else logits_BV[0].float()
 
 
 def _common_length(known: list[int], tokens: list[int]) -> int:
-    """The number of first tokens that both texts have."""
     # The usual case: one text continues the other.
     if tokens[: len(known)] == known:
         return len(known)
@@ -167,8 +166,6 @@ def _common_length(known: list[int], tokens: list[int]) -> int:
 
 
 class _Uncached:
-    """Reads all tokens again for each new one."""
-
     def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig | None = None) -> None:
         self._model = model
         self._mesh = mesh
@@ -182,7 +179,7 @@ class _Uncached:
 
         def compute(part: nn.Module, x: Tensor | None, number: int) -> Tensor:
             nonlocal logits_SBV
-            assert isinstance(part, Generator), "the caller has refused other models"
+            assert isinstance(part, GenerativeModel), "the caller has refused other models"
             out = part.logits(ids_S.unsqueeze(1), *([] if x is None else [x]))
             logits_SBV = out if gives_losses(part) else None
             return out
@@ -195,8 +192,8 @@ class _Uncached:
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Switch sequence and context parallelism off inside: one token cannot be cut. The weights stay the same."""
+def without_sequence_parallelism(model: nn.Module) -> Iterator[None]:
+    """Generate text inside without sequence and context parallelism: one token cannot be cut. The weights stay."""
     switches = [
         (module, name)
         for module in model.modules()
@@ -212,7 +209,7 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
             setattr(module, name, True)
 
 
-class Sampler:
+class TokenSampler:
     """Draws tokens from `softmax(logits / temperature)`, cut to the likeliest.
 
     A draw is `argmax(log p + g)`, where g has one number from a Gumbel distribution for each token of the vocabulary
@@ -278,7 +275,7 @@ _CONTEXT = 8
 """Tokens that are decoded together: a character of UTF-8 has at most 4 bytes, so at most 4 tokens."""
 
 
-class Detokenizer:
+class _Detokenizer:
     """The text that tokens add to a prompt, piece by piece.
 
     A character whose bytes lie in several tokens is shown with the last of them. The text of a token may depend on the
@@ -311,16 +308,7 @@ class Detokenizer:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to continue, with the settings of the continuation.
-
-    Attributes:
-        ids: tokens of the text.
-        max_tokens: new tokens at most.
-        stop: ids that end the continuation.
-        temperature: temperature of `Sampler`.
-        top_p: sum of the kept probabilities of `Sampler`.
-        seed: seed of `Sampler`.
-    """
+    """A text to continue, with the settings of the continuation."""
 
     ids: Sequence[int]
     max_tokens: int
@@ -331,15 +319,13 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A continuation.
+class Continuation:
+    """The continuation of a prompt.
 
     Attributes:
         text: the new text, without the token that ends it.
         tokens: all new ids, with the one that ends the text.
         end: `eos` if an id of `Prompt.stop` ended the text, `stopped` if somebody did, else `max_tokens`.
-        prefill_seconds: time until the first token.
-        decode_seconds: time for the tokens after the first.
     """
 
     text: str
@@ -349,23 +335,23 @@ class Answer:
     decode_seconds: float
 
 
-def answer(
-    model: Generator | Stages,
+def answer_prompt(
+    model: GenerativeModel | Stages,
     mesh: Mesh,
     prompt: Prompt,
     tokenizer: Tokenizer,
     write: Callable[[str], None],
     *,
     parallel: ParallelConfig | None = None,
-    reader: Reader | None = None,
+    reader: TokenReader | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> Answer:
-    """Continue a prompt as `generate` does; `write` gets each piece of text at once.
+) -> Continuation:
+    """Continue a prompt as `generate_tokens` does; `write` gets each piece of text at once.
 
     is_stopped: called after each token, on all ranks; True ends the continuation.
     """
-    sampler = Sampler(prompt.temperature, prompt.top_p, prompt.seed)
-    detokenizer = Detokenizer(tokenizer, prompt.ids)
+    sampler = TokenSampler(prompt.temperature, prompt.top_p, prompt.seed)
+    detokenizer = _Detokenizer(tokenizer, prompt.ids)
     pieces: list[str] = []
     tokens: list[int] = []
 
@@ -376,7 +362,7 @@ def answer(
     end: Literal["eos", "stopped", "max_tokens"] = "max_tokens"
     start = time.perf_counter()
     first = start
-    drawn = generate(
+    drawn = generate_tokens(
         model, mesh, prompt.ids, prompt.max_tokens, sampler, stop=prompt.stop, parallel=parallel, reader=reader
     )
     for token in drawn:
@@ -392,7 +378,7 @@ def answer(
             break
     decode_seconds = time.perf_counter() - first
     show(detokenizer.finish())
-    return Answer("".join(pieces), tuple(tokens), end, first - start, decode_seconds)
+    return Continuation("".join(pieces), tuple(tokens), end, first - start, decode_seconds)
 
 
 _PROMPT_TOKENS = 16
@@ -400,7 +386,7 @@ _PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class SampleText:
+class _SampleText:
     """The outcome of `draw_sample`.
 
     Attributes:
@@ -420,7 +406,7 @@ def draw_sample(
     reason_to_stop: Callable[[], str | None],
     *,
     in_step: bool = False,
-) -> SampleText:
+) -> _SampleText:
     """Let the trained model continue a prompt, until any rank is asked to stop; collective over the mesh.
 
     There is no text where `log.sample_tokens` is 0, without a tokenizer, and for a model that gives no logits of the
@@ -430,9 +416,9 @@ def draw_sample(
     log = config.log
     stopped_by = None
     if data.tokenizer_path is None or not log.sample_tokens:
-        return SampleText()
-    if not config.model.causal or not isinstance(model, Generator | Stages):
-        return SampleText()
+        return _SampleText()
+    if not config.model.causal or not isinstance(model, GenerativeModel | Stages):
+        return _SampleText()
 
     def continues(*, is_complete: bool = False) -> bool:
         nonlocal stopped_by
@@ -444,9 +430,9 @@ def draw_sample(
     if mesh.replicas.rank and not in_step:
         while continues():
             pass
-        return SampleText(None, stopped_by)
+        return _SampleText(None, stopped_by)
     if not continues():
-        return SampleText(None, stopped_by)
+        return _SampleText(None, stopped_by)
     tokenizer = Tokenizer.load(data.tokenizer_path)
     model.eval()
     if log.sample_prompt:
@@ -455,19 +441,19 @@ def draw_sample(
         ids = data.beginning("eval" if data.count("eval") else "train", _PROMPT_TOKENS)
     window = config.train.sequence_length
     seed = config.train.seed
-    drawn = continue_text(
+    drawn = _continue_text(
         model, mesh, ids, log.sample_tokens, window=window, seed=seed, parallel=config.parallel, continues=continues
     )
     if stopped_by is not None:
-        return SampleText(None, stopped_by)
+        return _SampleText(None, stopped_by)
     # The other replicas wait for this last answer.
     continues(is_complete=True)
     # The prompt of the configuration may hold a secret.
-    return SampleText(None if mesh.replicas.rank else redacted(tokenizer.decode(ids + drawn)))
+    return _SampleText(None if mesh.replicas.rank else redacted(tokenizer.decode(ids + drawn)))
 
 
-def continue_text(
-    model: Generator | Stages,
+def _continue_text(
+    model: GenerativeModel | Stages,
     mesh: Mesh,
     prompt: list[int],
     count: int,
@@ -483,17 +469,16 @@ def continue_text(
     Args:
         window: tokens that the model reads at most, as in its training; once they are full, it continues from the last
             half of them.
-        parallel: how a model in pipeline stages is cut.
         continues: called after each token; once it returns False there are no more.
     """
-    sampler = Sampler(temperature, seed=seed)
+    sampler = TokenSampler(temperature, seed=seed)
     tokens = list(prompt)
     context_length = window
     while len(tokens) < len(prompt) + count:
         context = tokens[-context_length:]
         # The model reads no token after the last one that it draws, so one more than the free places fits.
         new_tokens = min(len(prompt) + count - len(tokens), window - len(context) + 1)
-        for token in generate(model, mesh, context, new_tokens, sampler, parallel=parallel):
+        for token in generate_tokens(model, mesh, context, new_tokens, sampler, parallel=parallel):
             tokens.append(token)
             if not continues():
                 return tokens[len(prompt) :]

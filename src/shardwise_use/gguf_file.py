@@ -27,14 +27,14 @@ from shardwise.base.parsing import json_object
 from shardwise.base.progress import progress
 from shardwise.base.registered import optional_library
 from shardwise.checkpoint.format.export_checkpoint import Export
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, special_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.writing import StreamedWeight, require_room
+from shardwise.checkpoint.format.writing import StreamedWeight, require_disk_room
 from shardwise.checkpoint.storage.root import Buffer, Root
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
-from shardwise_use.gguf_tokenizer import Vocabulary, vocabulary
-from shardwise_use.sparse_models import add_gguf_keys, without_number
+from shardwise_use.gguf_tokenizer import GGUFVocabulary, gguf_vocabulary
+from shardwise_use.sparse_models import add_gguf_keys, without_expert_number
 
 _ARCHITECTURES = {
     "gpt": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2",
@@ -52,7 +52,7 @@ _IN_FLOAT32 = ("ffn_gate_inp.weight", "position_embd.weight")
 
 
 class GGUFExport:
-    """An export into one file, planned before anything is written.
+    """An export of a model into one GGUF file, planned before anything is written.
 
     Args:
         folder, dtype: as those of `Export`; vectors and routers stay in float32.
@@ -95,7 +95,7 @@ class GGUFExport:
             raise ConfigError(f"{path} exists already: choose another name, or remove it")
         parent = Root.of(path.parent)
         parent.make()
-        require_room(parent, self.nbytes, f"writing {path.name}")
+        require_disk_room(parent, self.nbytes, f"writing {path.name}")
         partial_path = path.with_name(f".{path.name}.partial")
         try:
             with progress(f"writing {path.name}", self.nbytes) as advance:
@@ -144,7 +144,7 @@ class GGUFExport:
         tensors: dict[str, StreamedWeight] = {}
         numbered: dict[str, dict[int, StreamedWeight]] = {}
         for weight in self.export.weights:
-            plain, number = without_number(weight.name.replace("_correction_bias", "_correction.bias"))
+            plain, number = without_expert_number(weight.name.replace("_correction_bias", "_correction.bias"))
             name = names.get_name(plain, try_suffixes=(".weight", ".bias"))
             if name is None:
                 raise ConfigError(f"llama.cpp's architecture {self.architecture} has no tensor for {weight.name}")
@@ -165,7 +165,6 @@ class GGUFExport:
         return list(tensors.values())
 
     def _tensor(self, weight: StreamedWeight, name: str) -> StreamedWeight:
-        """A weight under its new name, in the dtype and the order that llama.cpp wants."""
         if len(weight.shape) == 1 or name.endswith(_IN_FLOAT32):
             weight = self._in_float32[weight.name]
         change = self._change(weight.name, name)
@@ -196,11 +195,7 @@ class GGUFExport:
 
     @cached_property
     def _rotary(self) -> tuple[npt.NDArray[np.float32] | None, float]:
-        """llama.cpp's divisors of the angle of each pair, None where it computes them, and the factor on the angles.
-
-        Raises:
-            ConfigError: it has none for this scaling in this architecture.
-        """
+        """llama.cpp's divisors of the angle of each pair, if it needs some, and the factor on the angles."""
         model: Any = self.model
         scaling = getattr(model, "rope_scaling", None)
         kind = (scaling or {}).get("rope_type", "default")
@@ -222,7 +217,6 @@ class GGUFExport:
     # ---- keys
 
     def _add_model(self, writer: Any) -> None:
-        """Add the keys of the architecture, from the facts of the model."""
         model = self.model
         writer.add_name(f"{model.family} trained with shardwise, step {self.export.step:,}")
         writer.add_context_length(model.max_position_embeddings)
@@ -271,10 +265,10 @@ class GGUFExport:
 
     # ---- tokenizer
 
-    def _vocabulary(self) -> Vocabulary | None:
+    def _vocabulary(self) -> GGUFVocabulary | None:
         if TOKENIZER not in self._files:
             return None
-        return vocabulary(json_object(self._files[TOKENIZER], TOKENIZER), self.model.vocab_size)
+        return gguf_vocabulary(json_object(self._files[TOKENIZER], TOKENIZER), self.model.vocab_size)
 
     def _add_tokenizer(self, writer: Any) -> None:
         if self.vocabulary is None:
@@ -290,14 +284,14 @@ class GGUFExport:
         tokenizer = FilesBesideWeights("the checkpoint", {}, self._files).tokenizer()
         assert tokenizer is not None
         described = self.export.described
-        ends = [*flat_ids({END_ID: described.get(END_ID)}), *filter(None, [tokenizer.end_of_document_id])]
+        ends = [*special_ids({END_ID: described.get(END_ID)}), *filter(None, [tokenizer.end_of_document_id])]
         if not ends:
             raise ConfigError("the tokenizer must have a token that ends a text: llama.cpp would take token 11 for it")
         writer.add_eos_token_id(ends[0])
         if len(ends) > 1:
             writer.add_eot_token_id(ends[1])
         begin = tokenizer.begin_of_text
-        begins = flat_ids({BEGIN_ID: described.get(BEGIN_ID)})
+        begins = special_ids({BEGIN_ID: described.get(BEGIN_ID)})
         begin_id = tokenizer.token_id(begin) if begin is not None else next(iter(begins), ends[0])
         writer.add_bos_token_id(begin_id)
         writer.add_add_bos_token(begin is not None)
@@ -311,7 +305,6 @@ class GGUFExport:
 
 
 def _changed(weight: StreamedWeight, change: _Change) -> Iterator[Buffer]:
-    """The bytes of a weight that is in memory as a whole, in another order or with other values."""
     values = np.frombuffer(b"".join(weight.read()), DTYPES[weight.dtype]).reshape(weight.shape)
     yield np.ascontiguousarray(change(values)).tobytes()
 
@@ -332,5 +325,4 @@ def _by_kind(values: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
 
 
 def _plus_one(values: npt.NDArray[Any], factor: np.float32) -> npt.NDArray[Any]:
-    """The factors of a norm that multiplies by 1 + its weight."""
     return (values + np.float32(1)) * factor

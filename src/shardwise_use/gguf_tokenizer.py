@@ -29,18 +29,16 @@ _BY_EXPRESSION = {
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GGUFVocabulary:
     """A tokenizer as a GGUF file has it.
 
     Attributes:
         model: `gpt2` (bytes and merges) or `llama` (pieces with scores).
         pre: name of the rule that splits text, for `gpt2`.
         tokens: the tokens in the order of their ids, as many as the model has rows.
-        types: the type of each.
         merges: pairs with a space between them, for `gpt2`.
         scores: the score of each token, for `llama`.
         has_space_prefix: true if a space is put before a text.
-        notes: sentences for the user.
     """
 
     model: str
@@ -53,16 +51,8 @@ class Vocabulary:
     notes: tuple[str, ...] = ()
 
 
-def vocabulary(described: Mapping[str, Any], vocab_size: int) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json`.
-
-    Args:
-        described: the file.
-        vocab_size: rows of the model's embedding; ids without a token get one that no text has.
-
-    Raises:
-        ConfigError: llama.cpp has no tokenizer that gives the same ids.
-    """
+def gguf_vocabulary(described: Mapping[str, Any], vocab_size: int) -> GGUFVocabulary:
+    """The GGUF vocabulary of a `tokenizer.json`; ConfigError: llama.cpp has none that gives the same ids."""
     model = described["model"]
     if model.get("type", "BPE") != "BPE":
         raise _refused(f"it is of type {model['type']}, and only BPE is written")
@@ -83,14 +73,14 @@ def vocabulary(described: Mapping[str, Any], vocab_size: int) -> Vocabulary:
     pairs = [tuple(pair.split(" ", 1) if isinstance(pair, str) else pair) for pair in model["merges"]]
     if model.get("byte_fallback"):
         scores, has_prefix = _pieces(described, ids, pairs, types)
-        return Vocabulary("llama", "default", tokens, types, scores=scores, has_space_prefix=has_prefix)
+        return GGUFVocabulary("llama", "default", tokens, types, scores=scores, has_space_prefix=has_prefix)
     notes: tuple[str, ...] = ()
     if (normalizer := described["normalizer"]) is not None:
         if normalizer != {"type": "NFC"}:
             raise _refused(f"it rewrites text ({normalizer['type']}) before it splits it")
         notes = ("llama.cpp does not bring text into Unicode's form NFC, as this tokenizer does",)
     pre = _splitting_rule(described["pre_tokenizer"], bool(model.get("ignore_merges")))
-    return Vocabulary("gpt2", pre, tokens, types, [" ".join(pair) for pair in pairs], notes=notes)
+    return GGUFVocabulary("gpt2", pre, tokens, types, [" ".join(pair) for pair in pairs], notes=notes)
 
 
 def _splitting_rule(pre_tokenizer: Mapping[str, Any] | None, ignores_merges: bool) -> str:

@@ -1,4 +1,8 @@
-"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer."""
+"""The work of one rank in `shardwise evaluate` and `shardwise generate`, from joining the job to the answer.
+
+Each `run_…` raises a ConfigError where the folder has another model, or what is asked does not fit it, a DamageError
+where a checkpoint's bytes do not match their checksums, and a RunError where memory ran out.
+"""
 
 from __future__ import annotations
 
@@ -14,75 +18,58 @@ from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, ParallelConfig, check_layout
-from shardwise.data.evaluation_sets import byte_counts
-from shardwise.data.formats.common import make_evaluation
-from shardwise.data.open_data import prepare
+from shardwise.data.evaluation_sets import vocabulary_byte_counts
+from shardwise.data.formats.prepared_data import make_evaluation_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import Part
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh, join, leave
-from shardwise.models.blocks import Stages
-from shardwise.pipeline.stages import build_stages
+from shardwise.pipeline.stages import Stages, build_stages
 from shardwise.train.evaluation_losses import Evaluation, evaluate
-from shardwise_use.generation import Answer, Generator, Prompt, answer
+from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answer_prompt
 
 
 def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> Evaluation:
-    """Evaluate the model of a folder on one part of the data, on every rank.
-
-    Raises:
-        ConfigError: the data have nothing to predict, or the folder has another model. DamageError: a checkpoint's
-        bytes do not match their checksums. RunError: memory ran out.
-    """
-    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
+    """Evaluate the model of a folder on one part of the data, on every rank."""
+    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
-        data = prepare(config, any_size=True)
-        batches = make_evaluation(config, data, part)
+        data = prepare_data(config, any_size=True)
+        batches = make_evaluation_batches(config, data, part)
         if batches is None:
             least = "2 samples" if config.model.objectives != ("lm",) else "2 tokens"
             raise DataError(
                 f"the {part} part of the data ({data.count(part):,} tokens at data.split={config.data.split}) must "
                 f"hold at least {least}: give more text, another data.split, or --part all"
             )
-        model = load_model(config, weights, mesh)
-        bytes_V = byte_counts(config.model, data.tokenizer_path)
+        model = _load_model(config, weights, mesh)
+        bytes_V = vocabulary_byte_counts(config.model, data.tokenizer_path)
         return evaluate(model, batches, mesh, config.train.micro_batch, shown, config.parallel, bytes_V)
 
 
 def run_generation(
     config: Config, weights: Root, tokenizer: Tokenizer, prompt: Prompt, write: Callable[[str], None]
-) -> Answer:
-    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once.
-
-    Raises:
-        ConfigError: the folder has another model, or one that gives no logits. DamageError: a checkpoint's bytes do
-        not match their checksums. RunError: memory ran out.
-    """
-    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
+) -> Continuation:
+    """Let the model of a folder continue a prompt, on every rank; `write` gets each piece of text at once."""
+    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
         model = load_generator(config, weights, mesh)
-        return answer(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
+        return answer_prompt(model, mesh, prompt, tokenizer, write, parallel=config.parallel)
 
 
-def run_tasks(config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]) -> dict[str, Any] | None:
-    """Score the model of a folder on `evaluation.tasks`, on every rank.
-
-    Returns:
-        The results, as `lm_eval` returns them; None on all ranks but 0.
-
-    Raises:
-        ConfigError: a task cannot be scored, or the folder has another model. DamageError: a checkpoint's bytes do not
-        match their checksums. RunError: memory ran out.
-    """
+def run_evaluation_tasks(
+    config: Config, weights: Root, tokenizer: Tokenizer, stops: frozenset[int]
+) -> dict[str, Any] | None:
+    """Score the model of a folder on `evaluation.tasks`, on every rank; rank 0 gets the results of `lm_eval`."""
     # It imports lm_eval, an extra.
     from shardwise_use.task_evaluation import BOOTSTRAPS, evaluate_tasks
 
-    with joined_mesh(config.parallel, config.train.micro_batch) as mesh:
-        model = load_model(config, weights, mesh)
+    with join_mesh(config.parallel, config.train.micro_batch) as mesh:
+        model = _load_model(config, weights, mesh)
         return evaluate_tasks(config, model, mesh, tokenizer, stops, bootstraps=BOOTSTRAPS)
 
 
 @contextmanager
-def joined_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
+def join_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
     """Join the job and give its mesh; inside, an out-of-memory error becomes a sentence."""
     join()
     mesh = Mesh(**parallel.degrees)
@@ -100,16 +87,15 @@ def joined_mesh(parallel: ParallelConfig, micro_batch: int) -> Iterator[Mesh]:
     leave()
 
 
-def load_generator(config: Config, weights: Root, mesh: Mesh) -> Generator | Stages:
-    """The model of `load_model`; ConfigError: it gives no logits."""
-    model = load_model(config, weights, mesh)
-    if not isinstance(model, Generator | Stages):
+def load_generator(config: Config, weights: Root, mesh: Mesh) -> GenerativeModel | Stages:
+    """A loaded model that generates text; ConfigError: it gives no logits."""
+    model = _load_model(config, weights, mesh)
+    if not isinstance(model, GenerativeModel | Stages):
         raise ConfigError(f"model.family ({config.model.family}) has no logits(ids): it cannot continue a text")
     return model
 
 
-def load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
-    """The model at this layout, in the dtype of `precision.mode`, with the weights of a folder."""
+def _load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     path = str(weights.local().resolve() if weights.is_local else weights)
     # A run that still trains may save between the looks of two ranks for its newest checkpoint.
     folders = sorted(set(collectives.all_gather_objects(path, mesh.world)))

@@ -36,22 +36,22 @@ TORCHTITAN_NAMES = {
     f"mlp.experts.{name}_proj": f"moe.routed_experts.inner_experts.{stacked}"
     for name, stacked in (("gate", "w1_EFD"), ("down", "w2_EDF"), ("up", "w3_EFD"))
 }
-"""Canonical modules `without_number` → torchtitan's tensors of all experts."""
+"""Canonical modules `without_expert_number` → torchtitan's tensors of all experts."""
 TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
-def without_number(name: str) -> tuple[str, int | None]:
+def without_expert_number(name: str) -> tuple[str, int | None]:
     """A canonical name without the number of its expert, and this number; None where it is of no expert."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 
 
-def in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
-    """The parameter of transformers 5 that has a weight: a name, its shape up to this weight, and the weight's place.
+def place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
 
     The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
     """
-    plain, number = without_number(name)
+    plain, number = without_expert_number(name)
     if number is None:
         return name, shape, ()
     layer_experts, leaf, _ = plain.rsplit(".", 2)
@@ -60,8 +60,8 @@ def in_fused(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], t
     return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)
 
 
-def refuse_divided(folder: Path, file: str) -> None:
-    """Raise ConfigError for a file of ranks that divide experts among them."""
+def refuse_divided_experts(folder: Path, file: str) -> None:
+    """Raise ConfigError for an imported file of ranks that divide experts among them."""
     if _DIVIDED_FILES.fullmatch(file):
         raise ConfigError(f"{folder} is of a model with experts ({file}): save it again as torch_dist")
 
@@ -72,7 +72,7 @@ def refuse_divided(folder: Path, file: str) -> None:
 def megatron_section(
     section: dict[str, Any], args: Mapping[str, Any], biases: Mapping[str, bool], require: Callable[..., None]
 ) -> dict[str, Any]:
-    """The keys of a model with gates, which with experts is a Qwen3-MoE, whose heads have norms, or a Mixtral.
+    """The keys of a Megatron-LM model with gates; with experts it is a Qwen3-MoE, whose heads have norms, or a Mixtral.
 
     `biases` are keys that neither of the two has. `require` is called with a model and with (name, value, value that
     the model needs), …, and raises ConfigError where these differ.
@@ -97,20 +97,20 @@ def megatron_section(
 
 def megatron_module(name: str, config: FamilyConfig) -> tuple[str, str, int]:
     """The beginning of the role of a layer's module, its name as a module of an MLP, and the width of this MLP."""
-    plain, number = without_number(name)
+    plain, number = without_expert_number(name)
     if number is None:
         return "", name, config.intermediate_size
     return f"experts.{number}.", f"mlp.{plain.rpartition('.')[2]}", config.expert_width
 
 
 def megatron_orders(args: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The roles of a layer's experts in the order of its modules: one by one, and grouped."""
+    """The roles of the experts of a Megatron-LM layer in the order of its modules: one by one, and grouped."""
     each = [(f"experts.{expert}.fc1", f"experts.{expert}.fc2") for expert in range(args.get("num_experts") or 0)]
     return [*chain(*each)], [*chain(*zip(*each, strict=True))]
 
 
 def megatron_balance(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys of the balance of loads, and sentences on what has no counterpart."""
+    """The keys of Megatron-LM's balance of expert loads, and sentences on what has no counterpart."""
     if not args.get("num_experts"):
         return {}, []
     names = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
@@ -133,7 +133,7 @@ def megatron_balance(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def add_gguf_keys(writer: Any, gguf: Any, model: Any) -> None:
-    """Add the keys of a model's experts, if it has any, to a file that the package `gguf` writes."""
+    """Add the keys of a model's experts, if it has any, to a GGUF file."""
     routing = model.any_routing
     if routing is None:
         return

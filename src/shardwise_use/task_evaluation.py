@@ -22,24 +22,19 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
-from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_input, without_bars
+from shardwise.data.evaluation_tasks import ContinuationSettings, find_tasks, longest_task_input, quiet_libraries
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.blocks import Stages
-from shardwise_use.generation import Generator
+from shardwise.pipeline.stages import Stages
+from shardwise_use.generation import GenerativeModel
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 
 BOOTSTRAPS = 100_000
 """The number of resamples of `lm_eval`."""
 
 
-class ShardedLM(TemplateLM):  # type: ignore[misc]
-    """A model as `lm_eval` calls it, on rank 0.
-
-    Args:
-        model: model that answers the requests.
-        longest: tokens that it reads at most.
-    """
+class _ShardedLM(TemplateLM):  # type: ignore[misc]
+    """A model as `lm_eval` calls it, on rank 0."""
 
     def __init__(self, model: TaskModel, longest: int) -> None:
         super().__init__()
@@ -136,8 +131,6 @@ def evaluate_tasks(
 
     Args:
         model: the whole model or this rank's stages.
-        tokenizer: tokenizer of the model, on every rank.
-        stop: ids that end a continuation.
         in_step: True if all replicas of the model must make the same passes (`TaskModel`).
         bootstraps: resamples for the standard errors of metrics that have no formula for it; 0: no standard errors.
 
@@ -148,7 +141,7 @@ def evaluate_tasks(
         ConfigError: the model does not predict the next token; a task cannot be found, or needs something else.
     """
     family = config.model
-    if not family.causal or not isinstance(model, Generator | Stages):
+    if not family.causal or not isinstance(model, GenerativeModel | Stages):
         raise ConfigError(
             f"model.family ({family.family}) must be a causal language model with evaluation.tasks, which need logits "
             "of the next token"
@@ -158,14 +151,14 @@ def evaluate_tasks(
     settings = config.evaluation
 
     def score() -> dict[str, Any]:
-        with _own_random_numbers(), without_bars():
+        with _own_random_numbers(), quiet_libraries():
             tasks = find_tasks(settings).load(list(settings.tasks))
             for task in tasks["tasks"].values():
                 if task.get_config("num_fewshot") is None:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
             results: dict[str, Any] = evaluate(
-                ShardedLM(answering, longest_input(config.model, config.train)),
+                _ShardedLM(answering, longest_task_input(config.model, config.train)),
                 tasks,
                 limit=settings.limit,
                 bootstrap_iters=bootstraps,

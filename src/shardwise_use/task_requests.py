@@ -22,11 +22,11 @@ from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.random_bits import hashed
-from shardwise.layers.units import stages_of
-from shardwise.models.blocks import Stages, gives_losses
+from shardwise.layers.units import unit_roots
+from shardwise.models.blocks import gives_losses
 from shardwise.models.causal import CausalLM
-from shardwise.pipeline.stages import relay
-from shardwise_use.generation import Generator, Sampler, generate, whole_sequences
+from shardwise.pipeline.stages import Stages, relay
+from shardwise_use.generation import GenerativeModel, TokenSampler, generate_tokens, without_sequence_parallelism
 
 _Result = TypeVar("_Result")
 _NO_REQUESTS: Sequence[Any] = ()
@@ -36,24 +36,14 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """Tokens of which the last are scored.
-
-    Attributes:
-        tokens: ids, at least one more than `targets`. The model reads all but the last.
-        targets: number of the last tokens that are scored.
-    """
+    """A request of an evaluation task: ids of which the last `targets` are scored; the model reads all but the last."""
 
     tokens: Sequence[int]
     targets: int
 
 
-class Score(NamedTuple):
-    """The score of a request.
-
-    Attributes:
-        log_probability: sum of the logarithms of the targets' probabilities, each given all tokens before it.
-        is_likeliest: true if each target is the model's likeliest token.
-    """
+class TokenScore(NamedTuple):
+    """The score of a request of an evaluation task: the log-probability of its targets, and if each is likeliest."""
 
     log_probability: float
     is_likeliest: bool
@@ -61,15 +51,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A prompt to continue.
-
-    Attributes:
-        prompt: ids of the prompt.
-        max_tokens: new tokens at most.
-        until: texts, each of which ends the continuation where it is complete.
-        temperature: temperature of `Sampler`.
-        top_p, top_k: likeliest tokens that `Sampler` keeps.
-    """
+    """A request of an evaluation task: a prompt to continue, up to the first text of `until` that is complete."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -81,13 +63,10 @@ class TextRequest:
 
 @dataclass(eq=False)
 class TaskModel:
-    """A causal model at any layout, without dropout, that answers requests.
+    """A causal model at any layout, without dropout, that answers requests of evaluation tasks.
 
     Attributes:
         model: the whole model or this rank's stages.
-        mesh: mesh of the ranks.
-        parallel: settings by which the model is cut.
-        tokenizer: tokenizer of the model, on every rank.
         stop: ids that end a continuation.
         batch: requests that a replica scores at once. It changes no score: padding follows the tokens, and a causal
             model does not see what follows a token.
@@ -106,14 +85,7 @@ class TaskModel:
         self.in_step = self.in_step or self.mesh.passes_in_step
 
     def while_others_answer(self, work: Callable[[], _Result]) -> _Result | None:
-        """Do some work on rank 0, whose calls of `scores` and `texts` all ranks answer. Collective.
-
-        Returns:
-            What `work` returns; None on all other ranks.
-
-        Raises:
-            ConfigError: that of `work`, on every rank.
-        """
+        """Do some work on rank 0, whose requests all ranks answer, and return its result there. Collective."""
         world = self.mesh.world
         problems: list[str] = []
         result = None
@@ -126,10 +98,10 @@ class TaskModel:
         else:
             while requests := collectives.broadcast_object(_NO_REQUESTS, world):
                 self._answer(requests)
-        collectives.agree(problems, world)
+        collectives.raise_on_all_ranks(problems, world)
         return result
 
-    def scores(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def scores(self, requests: Sequence[ScoreRequest]) -> list[TokenScore]:
         """The scores of requests, in their order; called on rank 0 within `while_others_answer`."""
         return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
@@ -141,14 +113,13 @@ class TaskModel:
         return self._answer(collectives.broadcast_object(requests, self.mesh.world)) if requests else []
 
     def _answer(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests of one kind. Collective."""
         # Requests have any length, and a compiled graph has one.
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             if isinstance(requests[0], ScoreRequest):
                 return self._answer_scores(requests)
             return self._answer_texts(requests)
 
-    def _answer_scores(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def _answer_scores(self, requests: Sequence[ScoreRequest]) -> list[TokenScore]:
         mesh = self.mesh
         # Requests of about one length make a batch with little padding; the longest first, as they need most memory.
         order = sorted(range(len(requests)), key=lambda number: -len(requests[number].tokens))
@@ -169,7 +140,7 @@ class TaskModel:
                     return out
                 log_p_N, likeliest_N = part.lm_head.scores(out[batch.places_N, batch.columns_N], batch.targets_N)
             else:
-                assert isinstance(part, Generator), "the caller has refused other models"
+                assert isinstance(part, GenerativeModel), "the caller has refused other models"
                 # A model of the user's own may cut the sequence into equal parts.
                 padding = -len(batch.ids_SB) % mesh.tp.size
                 out = part.logits(pad(batch.ids_SB, (0, 0, 0, padding)), *([] if x is None else [x]))
@@ -186,13 +157,13 @@ class TaskModel:
                 scores_R2[batches[number]] = zeros_B2.index_add(0, columns_N, terms_N2)
             return out
 
-        parts = 1 if isinstance(stages_of(self.model)[0], CausalLM) else mesh.tp.size
+        parts = 1 if isinstance(unit_roots(self.model)[0], CausalLM) else mesh.tp.size
         shapes = [(-(-(len(requests[batch[0]].tokens) - 1) // parts) * parts, len(batch)) for batch in batches]
-        with whole_sequences(self.model):
+        with without_sequence_parallelism(self.model):
             relay(self.model, self.parallel, mesh, compute, shapes)
         sums_R2 = devices.to_device(scores_R2.to(devices.widest_dtype(mesh.device)), mesh.device)
         sums = collectives.all_reduce_(collectives.all_reduce_(sums_R2, mesh.replicas), mesh.pp).tolist()
-        return [Score(log_probability, misses == 0) for log_probability, misses in sums]
+        return [TokenScore(log_probability, misses == 0) for log_probability, misses in sums]
 
     def _answer_texts(self, requests: Sequence[TextRequest]) -> list[str]:
         if self.in_step:
@@ -205,10 +176,10 @@ class TaskModel:
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(requests))]
 
     def _continue(self, request: TextRequest, number: int) -> str:
-        assert isinstance(self.model, Generator | Stages), "the caller has refused other models"
-        sampler = Sampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
+        assert isinstance(self.model, GenerativeModel | Stages), "the caller has refused other models"
+        sampler = TokenSampler(request.temperature, request.top_p, hashed(_SEED, number), top_k=request.top_k)
         tokens: list[int] = []
-        for token in generate(
+        for token in generate_tokens(
             self.model, self.mesh, request.prompt, request.max_tokens, sampler, stop=self.stop, parallel=self.parallel
         ):
             tokens.append(token)

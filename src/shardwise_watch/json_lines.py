@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of
+from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import event_bytes
 
 _START = b"{" + event_bytes("start")
@@ -27,7 +27,7 @@ _STEPS_AT_THE_END = 64
 
 
 class GrowingFile:
-    """A file of JSON lines that another process appends to.
+    """A file of a run's JSON lines that is read while another process appends to it.
 
     Args:
         all_steps: True if `new` returns all steps. Otherwise it returns the last ones, and the last one before each
@@ -111,4 +111,4 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         # A crash, or a full disk, cuts a line short.
         with contextlib.suppress(ValueError):
-            yield record_of(line, orjson.loads)
+            yield record_of_json(line, orjson.loads)

@@ -203,7 +203,6 @@ def _later(former: float, new: float) -> float:
 
 
 def _add_waits(lost: dict[str, float], start: _RunStart) -> None:
-    """Add the seconds that a start lost to waits and compilation."""
     lost["compile"] += start.compiling
     for cause in _WAITS:
         lost[cause] += start.waited(cause)

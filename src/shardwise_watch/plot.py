@@ -8,7 +8,8 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.registered import optional_library
-from shardwise_watch import overlay
+from shardwise_watch import curve_points
+from shardwise_watch.curve_points import Points
 from shardwise_watch.report.chart import time_ticks
 from shardwise_watch.run import open_run
 from shardwise_watch.step_metrics import STEP_METRICS
@@ -31,31 +32,31 @@ STYLE: dict[str, Any] = {
 
 def plot_runs(paths: Sequence[Path], metric: str, x: str, smoothing: float, log: str | None, axes: Any) -> Any:
     """Draw a metric of runs on matplotlib's axes, which are returned (`shardwise.Run.plot`)."""
-    overlay.require_choices(x, smoothing, log, {"x": "x", "smoothing": "smoothing", "scale": "log"})
-    metrics = {each.name: each for each in STEP_METRICS}
+    curve_points.require_curve_options(x, smoothing, log, {"x": "x", "smoothing": "smoothing", "scale": "log"})
+    metrics = {step_metric.name: step_metric for step_metric in STEP_METRICS}
     if metric not in metrics:
         near = nearest_name(str(metric), metrics, cutoff=0.5)
         raise ConfigError(f"metric ({metric!r}) must be {f'{near}, or ' if near else ''}one of {listing(metrics)}")
     folders = [path.resolve() for path in paths]
-    overlay.require_distinct(paths, folders)
+    curve_points.require_distinct_runs(paths, folders)
     names = [folder.name for folder in folders]
     curves = {}
     for path, folder in zip(paths, folders, strict=True):
         # Runs of one name are told apart by their folders.
         name = folder.name if names.count(folder.name) == 1 else str(path)
-        curves[name] = overlay.points_of(open_run(path, all_steps=True).series, metric, x)
+        curves[name] = curve_points.metric_points(open_run(path, all_steps=True).series, metric, x)
         if not curves[name]:
             raise ConfigError(f"{path} must record {metric} by {x}, and no step of it has a finite value")
     if axes is None:
         pyplot = optional_library("matplotlib.pyplot", "Run.plot needs", "plot")
         axes = pyplot.subplots(layout="constrained")[1]
     draw_curves(axes, curves, smoothing)
-    finish(axes, metrics[metric].title or metric, x, log)
+    finish_axes(axes, metrics[metric].title or metric, x, log)
     return axes
 
 
 def draw_curves(
-    axes: Any, curves: Mapping[str, overlay.Points], smoothing: float = 0.0, *, first: int | None = None, broad: int = 0
+    axes: Any, curves: Mapping[str, Points], smoothing: float = 0.0, *, first: int | None = None, broad: int = 0
 ) -> None:
     """Draw curves by their labels; behind a smoothed one its values, pale.
 
@@ -65,7 +66,7 @@ def draw_curves(
     """
     if first is None:
         first = sum(not str(line.get_label()).startswith("_") for line in axes.lines)
-    shown = overlay.smoothed(curves, smoothing)
+    shown = curve_points.smoothed_curves(curves, smoothing)
     for number, (name, points) in enumerate(curves.items()):
         look = {
             "color": COLOURS[(first + number) % len(COLOURS)],
@@ -78,7 +79,7 @@ def draw_curves(
         axes.plot([*shown[name]], [*shown[name].values()], **look, label=name or None, linewidth=width, alpha=alpha)
 
 
-def finish(axes: Any, title: str, x: str, log: str | None) -> None:
+def finish_axes(axes: Any, title: str, x: str, log: str | None) -> None:
     """Write the titles, the ticks and the legend of axes on which curves are drawn."""
     if "x" in (log or ""):
         axes.set_xscale("log")

@@ -15,8 +15,8 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import reason_of
 from shardwise.runs.events import number
 from shardwise_watch.run import STATES, RunView
+from shardwise_watch.run_snapshot import run_snapshot
 from shardwise_watch.step_metrics import STEP_METRICS
-from shardwise_watch.summary import snapshot
 
 
 class _Metric(NamedTuple):
@@ -92,8 +92,8 @@ class RunCollector:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         with self._refresh_lock:
             self._run.refresh()
-            run_snapshot = snapshot(self._run)
-        yield from _families(run_snapshot)
+            snapshot = run_snapshot(self._run)
+        yield from _families(snapshot)
 
 
 def serve(run: RunView, port: int, host: str) -> None:

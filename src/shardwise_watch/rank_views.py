@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.runs.events import number
-from shardwise_watch.step_metrics import mean
+from shardwise_watch.step_metrics import mean_of_known
 
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 20
@@ -17,7 +17,7 @@ SILENT_STEPS = 20
 
 @dataclass(frozen=True)
 class RankView:
-    """Facts of a rank.
+    """Facts of a rank, as those who watch a run see them.
 
     Attributes:
         pid: process id on its host.
@@ -69,7 +69,7 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """Facts of a machine, which one of its ranks records for all of them."""
+    """Facts of a machine of a watched run, which one of its ranks records for all of them."""
 
     host: str
     ranks: tuple[int, ...]
@@ -82,7 +82,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class PipelineView:
-    """The ranks of one pipeline rank.
+    """The ranks of one pipeline rank of a watched run.
 
     Numbers are means over the ranks that recorded one; seconds are those of a step.
     """
@@ -96,7 +96,7 @@ class PipelineView:
 
 
 def with_relative_work(views: Sequence[RankView]) -> list[RankView]:
-    """Compare the work of each rank with the least of its pipeline stage: stages do unequal work."""
+    """Compare the recorded work of each rank with the least of its pipeline stage: stages do unequal work."""
     least: dict[int | None, float] = {}
     for view in views:
         if view.work_seconds:
@@ -112,7 +112,7 @@ def with_relative_work(views: Sequence[RankView]) -> list[RankView]:
 
 
 def node_views(views: Sequence[RankView], starts: Mapping[int, Mapping[str, Any]]) -> list[NodeView]:
-    """Group ranks by their machines.
+    """Group the views of ranks by their machines.
 
     Args:
         starts: last "start" line of each rank.
@@ -138,7 +138,7 @@ def _node_view(host: str, views: Sequence[RankView], starts: Mapping[int, Mappin
 
 
 def pipeline_views(ranks: Sequence[RankView]) -> list[PipelineView]:
-    """Group ranks by their pipeline rank; [] if they did not record their place."""
+    """Group the views of ranks by their pipeline rank; [] if they did not record their place."""
     by_rank: dict[int, list[RankView]] = {}
     for view in ranks:
         if "pp" in view.place:
@@ -151,11 +151,11 @@ def _pipeline_view(rank: int, views: Sequence[RankView]) -> PipelineView:
     return PipelineView(
         rank=rank,
         ranks=tuple(view.rank for view in views),
-        work_seconds=mean(view.work_seconds for view in views),
+        work_seconds=mean_of_known(view.work_seconds for view in views),
         # A rank that holds several stages, as some schedules have them, records each of them.
-        forward_seconds=mean(sum(stage["forward"] for stage in stages) for stages in stage_seconds),
-        backward_seconds=mean(sum(stage["backward"] for stage in stages) for stages in stage_seconds),
-        bubble=mean(view.last.get("bubble") for view in views),
+        forward_seconds=mean_of_known(sum(stage["forward"] for stage in stages) for stages in stage_seconds),
+        backward_seconds=mean_of_known(sum(stage["backward"] for stage in stages) for stages in stage_seconds),
+        bubble=mean_of_known(view.last.get("bubble") for view in views),
     )
 
 

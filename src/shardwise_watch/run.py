@@ -28,7 +28,7 @@ from shardwise.runs.local_devices import DeviceProcess, Owners
 from shardwise_watch.json_lines import GrowingFile, last_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work
-from shardwise_watch.step_metrics import StepSeries, finite_values, mean
+from shardwise_watch.step_metrics import StepSeries, finite_values, mean_of_known
 
 State = Literal["starting", "running", "silent", "finished", "stopped", "failed", "killed"]
 """`silent`: the run should go on, and has written nothing for long. `killed`: it ended, and nothing says why."""
@@ -215,7 +215,7 @@ class RunView:
     @property
     def step_seconds(self) -> float | None:
         """Mean of `recent_step_seconds`."""
-        return mean(self.recent_step_seconds)
+        return mean_of_known(self.recent_step_seconds)
 
     @property
     def recent_step_seconds(self) -> Sequence[float]:
@@ -235,7 +235,7 @@ class RunView:
     @property
     def heard(self) -> float | None:
         """Time at which the run last wrote to its folder, in seconds since the epoch."""
-        times = (modification_time(path) for path in (self.directory.metrics, self.directory.log(0)))
+        times = (_modification_time(path) for path in (self.directory.metrics, self.directory.log(0)))
         return max((seconds for seconds in times if seconds is not None), default=None)
 
     @property
@@ -364,7 +364,7 @@ class RunView:
         return self.heard is not None and time.time() - self.heard > patience
 
     def _read_rank(self, rank: int, path: Path) -> None:
-        changed = modification_time(path)
+        changed = _modification_time(path)
         if changed is None or (rank in self._ranks and self._ranks[rank][0] == changed):
             return
         began = seconds_of(self.start) - number(self.start.get("seconds_before_training"), 0.0)
@@ -410,7 +410,7 @@ class RunView:
 
 
 def open_run(path: Path | None, *, all_steps: bool) -> RunView:
-    """Open the run in a folder; without a `path` the newest one of `runs`.
+    """Open the run in a folder to watch it; without a `path` the newest one of `runs`.
 
     Raises:
         ConfigError: the folder holds no run, it cannot be read, or a newer shardwise wrote it.
@@ -428,8 +428,8 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
     )
 
 
-def folders(root: Path = RUNS) -> list[Path]:
-    """Return the folders of the runs in a folder, in the order of their names; unreadable ones are among them.
+def run_folders(root: Path = RUNS) -> list[Path]:
+    """Return the folders of the runs to show in a folder, in the order of their names; unreadable ones are among them.
 
     Raises:
         ConfigError: `root` cannot be read.
@@ -452,7 +452,7 @@ def _may_hold_run(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableRun:
     """A run whose folder cannot be read, or which a newer shardwise wrote; `reason` is a sentence."""
 
     path: Path
@@ -468,8 +468,8 @@ class Unreadable:
         return [self.reason]
 
 
-def runs_at(folder: str) -> list[RunView | Unreadable]:
-    """Read the runs in a folder, the one that wrote last first; of a run's own folder, that run.
+def runs_at(folder: str) -> list[RunView | UnreadableRun]:
+    """Read the runs in a folder to list them, the one that wrote last first; of a run's own folder, that run.
 
     Raises:
         ConfigError: the folder cannot be read, or there is none; the default one may be missing.
@@ -477,16 +477,16 @@ def runs_at(folder: str) -> list[RunView | Unreadable]:
     root = Path(folder)
     if root != RUNS and not root.is_dir():
         raise ConfigError(f"DIR ({folder}) must be a folder of runs, or a run's folder: there is no such folder")
-    paths = [root] if _may_hold_run(root) else folders(root)
+    paths = [root] if _may_hold_run(root) else run_folders(root)
     return sorted(map(_run_at, paths), key=lambda run: run.heard or 0.0, reverse=True)
 
 
-def _run_at(path: Path) -> RunView | Unreadable:
+def _run_at(path: Path) -> RunView | UnreadableRun:
     """Read the run in its folder, or why it cannot be read."""
     try:
         return RunView(path, all_steps=False)
     except ConfigError as error:
-        return Unreadable(path, str(error), modification_time(path / "metrics.jsonl"))
+        return UnreadableRun(path, str(error), _modification_time(path / "metrics.jsonl"))
 
 
 def branches_of(run: RunView) -> list[RunView]:
@@ -496,14 +496,14 @@ def branches_of(run: RunView) -> list[RunView]:
         ConfigError: one of them cannot be read.
     """
     branches = []
-    for path in folders(run.path.resolve().parent):
+    for path in run_folders(run.path.resolve().parent):
         with contextlib.suppress(OSError, ValueError):
             if run.id is not None and parsing.read_record(RunDirectory(path).branch).get("id") == run.id:
                 branches.append(RunView(path, all_steps=True))
     return sorted(branches, key=lambda branch: (branch.branch.get("step") or 0, branch.name))
 
 
-def modification_time(path: Path) -> float | None:
+def _modification_time(path: Path) -> float | None:
     """Return the time of the last change of a file, in seconds since the epoch; None if it cannot be seen."""
     try:
         return path.stat().st_mtime
@@ -511,8 +511,8 @@ def modification_time(path: Path) -> float | None:
         return None
 
 
-def owners(runs: Iterable[RunView]) -> Owners:
-    """Return the ranks on this machine of the runs that go on."""
+def ranks_by_process(runs: Iterable[RunView]) -> Owners:
+    """Return the ranks of the live runs on this machine, by their processes, for the list of devices."""
     host = platform.node()
     ranks: Owners = {}
     for run in runs:

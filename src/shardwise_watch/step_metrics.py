@@ -22,7 +22,7 @@ from shardwise.runs.events import number, seconds_of
 
 @dataclass(frozen=True)
 class StepMetric:
-    """A number that a "step" event of `metrics.jsonl` may have.
+    """A number of "step" events in `metrics.jsonl`, as reports and screens show it.
 
     Attributes:
         name: key in the event and in the JSON of `monitor`; Prometheus puts `shardwise_train_` before it.
@@ -116,14 +116,14 @@ class StepSeries:
             self.undo_after(step - 1)
         self.steps.append(step)
         at = seconds_of(event)
-        self.elapsed.append(elapsed_at(at, self.began, self.seconds, self.elapsed))
+        self.elapsed.append(_elapsed_at(at, self.began, self.seconds, self.elapsed))
         self.seconds.append(at)
         _append_fields(self.numbers, event)
         split = event.get("split_seconds")
         _append_fields(self.parts, split if isinstance(split, dict) else {})
         if (sources := event.get("sources")) or self.sources:
             named = sources.items() if isinstance(sources, dict) else ()
-            self._add(self.sources, {name: of.get("loss") for name, of in named if isinstance(of, dict)})
+            self._add(self.sources, {name: source.get("loss") for name, source in named if isinstance(source, dict)})
         if (losses := event.get("balance_losses")) or self.balance:
             self._add(self.balance, losses if isinstance(losses, dict) else {})
 
@@ -151,11 +151,11 @@ class StepSeries:
                     del values[kept_count:]
 
     def mean_parts(self, begin: int, stop: int | None = None) -> dict[str, float]:
-        means = {name: mean(finite_values(values[begin:stop])) for name, values in self.parts.items()}
+        means = {name: mean_of_known(finite_values(values[begin:stop])) for name, values in self.parts.items()}
         return {name: seconds for name, seconds in means.items() if seconds is not None}
 
 
-def elapsed_at(at: float, began: float, seconds: Sequence[float], elapsed: Sequence[float]) -> float:
+def _elapsed_at(at: float, began: float, seconds: Sequence[float], elapsed: Sequence[float]) -> float:
     """Return the seconds of training up to a record: those up to the record before, and those since it.
 
     Args:
@@ -174,8 +174,8 @@ def _append_fields(columns: Mapping[str, array[float]], fields: Mapping[str, Any
         values.append(value if type(value) is float else number(value))
 
 
-class Column(NamedTuple):
-    """The values of consecutive steps.
+class CurveColumn(NamedTuple):
+    """The values of consecutive steps in a column of a drawn curve.
 
     Attributes:
         step: last step of the column.
@@ -189,8 +189,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A number over the steps of a run.
+class StepCurve:
+    """A number over the steps of a run, to be drawn.
 
     Attributes:
         columns: columns in the order of steps; None for one without a finite value.
@@ -199,25 +199,25 @@ class Curve:
         span: first and last step that the columns cover.
     """
 
-    columns: Sequence[Column | None]
+    columns: Sequence[CurveColumn | None]
     dots: Sequence[tuple[float, float]] = ()
     breaks: tuple[float, float] | None = None
     span: tuple[int, int] = (0, 0)
 
     @property
-    def known(self) -> list[Column]:
+    def known(self) -> list[CurveColumn]:
         """Columns with a finite value."""
         return [column for column in self.columns if column is not None]
 
 
-def equal_counts(length: int, count: int) -> list[tuple[int, int]]:
-    """Cut `length` positions into at most `count` ranges of equal length; returns begin and stop of each."""
+def ranges_of_equal_counts(length: int, count: int) -> list[tuple[int, int]]:
+    """Cut `length` positions of a curve into at most `count` ranges of equal length; returns begin and stop of each."""
     count = min(length, count)
     return [(column * length // count, (column + 1) * length // count) for column in range(count)]
 
 
-def equal_widths(steps: Sequence[int], span: tuple[int, int], count: int) -> list[tuple[int, int]]:
-    """Cut the positions of growing `steps` within `span` into `count` ranges that span equally many steps.
+def ranges_of_equal_widths(steps: Sequence[int], span: tuple[int, int], count: int) -> list[tuple[int, int]]:
+    """Cut the positions of a curve's growing `steps` within `span` into `count` ranges of equally many steps.
 
     A range is empty if no step was recorded in it, as with `log.every=10`.
     """
@@ -240,11 +240,11 @@ def column_width(span: tuple[int, int], count: int) -> float:
     return max(1, last - first + 1) / count
 
 
-def columns_of(
+def reduce_to_columns(
     steps: Sequence[float], values: Sequence[float], ranges: Sequence[tuple[int, int]]
-) -> list[Column | None]:
+) -> list[CurveColumn | None]:
     """Reduce each range of positions to its last step and to the least, mean and largest finite value in it."""
-    columns: list[Column | None] = []
+    columns: list[CurveColumn | None] = []
     for begin, stop in ranges:
         finite = finite_values(values[begin:stop])
         if not finite:
@@ -254,12 +254,12 @@ def columns_of(
         largest = max(finite)
         # Rounding may put the mean outside of the two.
         mean = min(max(sum(finite) / len(finite), least), largest)
-        columns.append(Column(steps[stop - 1], least, mean, largest))
+        columns.append(CurveColumn(steps[stop - 1], least, mean, largest))
     return columns
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None without one."""
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of recorded values that are known; None without one."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

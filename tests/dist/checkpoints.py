@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.restore import read_manifest, restore
-from shardwise.checkpoint.save import Saved, Saver
+from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
+from shardwise.checkpoint.save import SavedCheckpoint, Saver
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.distributed import collectives
@@ -38,7 +38,7 @@ class Result:
     losses: list[float] = field(default_factory=list)
     state: State = field(default_factory=dict)
     at_end: State = field(default_factory=dict)
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[SavedCheckpoint] = field(default_factory=list)
     bytes_read: int = 0
 
 
@@ -63,7 +63,7 @@ def make_saver(trainer: Trainer, root: str, **options: Any) -> Saver:
     )
 
 
-def save(trainer: Trainer, root: str, **options: Any) -> list[Saved]:
+def save(trainer: Trainer, root: str, **options: Any) -> list[SavedCheckpoint]:
     saver = make_saver(trainer, root, **options)
     progress = trainer.progress
     place = {"samples": progress.samples, "position": progress.position, "tokens": progress.tokens}
@@ -75,7 +75,7 @@ def save(trainer: Trainer, root: str, **options: Any) -> list[Saved]:
 def load(trainer: Trainer, folder: str, **options: Any) -> int:
     where = Root.of(folder)
     manifest = read_manifest(where, trainer.mesh.world)
-    restored = restore(where, manifest, trainer.model, trainer.optimizer, trainer.mesh, **options)
+    restored = restore_checkpoint(where, manifest, trainer.model, trainer.optimizer, trainer.mesh, **options)
     trainer.progress.step, trainer.progress.position = manifest.step, manifest.position
     trainer.progress.samples, trainer.progress.tokens = manifest.samples, manifest.tokens
     return restored.bytes_read

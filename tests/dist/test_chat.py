@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config
-from shardwise.data.formats.chat import PreparedChat
-from shardwise.data.formats.common import make_batches
-from shardwise.data.samples.conversations import Conversations
+from shardwise.data.formats.chat import _PreparedChat
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.samples.chat_batches import Conversations
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config
@@ -37,13 +37,13 @@ def settings(parallel: dict[str, Any], micro_batch: int) -> Config:
     )
 
 
-def prepared() -> PreparedChat:
+def prepared() -> _PreparedChat:
     """Conversations of tokens that repeat, in whose batches the numbers of targets differ."""
     parts = {}
     for number, part in enumerate(("train", "eval", "test")):
         found = chats(60, seed=number, longest=24)
         parts[part] = Conversations(found.tokens * 7 % 131, found.bounds, found.answers)
-    return PreparedChat(Path(), "test", "test", parts)
+    return _PreparedChat(Path(), "test", "test", parts)
 
 
 def losses(config: Config) -> list[float]:

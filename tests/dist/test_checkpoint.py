@@ -12,7 +12,7 @@ import torch
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.collective_reading import CheckpointReader
 from shardwise.checkpoint.format.manifest import Manifest, TensorEntry
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.load_weights import load_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
@@ -219,7 +219,7 @@ def test_reshard_over_pipelines(model: str, first: str, second: str, ranks: Any,
     written, *_ = on_ranks(ranks, size, run, config, 2, STEPS_AFTER, None, str(tmp_path / "first"))
     assert written.saved[0].problem is None, written.saved[0].problem
     folder = step_folder(tmp_path / "first", 2)
-    assert not verify(Root.of(folder)).problems
+    assert not verify_checkpoint(Root.of(folder)).problems
     other, config = cut(model, second)
     read, *_ = on_ranks(ranks, other, run, config, 0, STEPS_AFTER, folder, str(tmp_path / "second"))
     assert read.saved[0].problem is None, read.saved[0].problem

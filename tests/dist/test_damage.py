@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from shardwise.base.errors import ShardwiseError
 from shardwise.checkpoint.load_weights import load_checkpoint
-from shardwise.checkpoint.storage.checkpoint_folders import survey
+from shardwise.checkpoint.storage.checkpoint_folders import summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
 from shardwise.train.resume import restore_first_intact
@@ -73,7 +73,7 @@ class Resumed:
 def resume(config: Config, root: str) -> Resumed:
     trainer, resumed = make_trainer(config), Resumed()
     try:
-        restored = restore_first_intact(survey(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
+        restored = restore_first_intact(summarize_checkpoints(Root.of(root)), trainer, resumed)  # type: ignore[arg-type]
     except ShardwiseError as error:
         resumed.problem = f"{type(error).__name__}: {error}"
         return resumed

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.config import Config, check_layout
-from shardwise.data.formats.common import PreparedText, make_evaluation
+from shardwise.data.formats.prepared_data import PreparedText, make_evaluation_batches
 from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.pipeline.stages import build_stages
@@ -80,7 +80,7 @@ def evaluated(chosen: Config, tokens: int) -> Evaluation:
     model = build_stages(chosen, check_layout(chosen, ranks.world.size), ranks, dtype=torch.float32)
     fill(model, scale=0.2)
     prepared = data(chosen, tokens)
-    batches = make_evaluation(chosen, prepared, "train" if prepared.pair_tokens else "eval")
+    batches = make_evaluation_batches(chosen, prepared, "train" if prepared.pair_tokens else "eval")
     assert batches is not None
     bytes_V = BYTES if chosen.model.causal else None
     return evaluate(model, batches, ranks, chosen.train.micro_batch, False, chosen.parallel, bytes_V)
@@ -134,7 +134,7 @@ class Measured(Dropping):
 
 def test_a_model_of_ones_own_is_given_the_lengths_that_it_names() -> None:
     chosen = config("own", micro_batch=2)
-    batches = make_evaluation(chosen, data(chosen, 43), "eval")
+    batches = make_evaluation_batches(chosen, data(chosen, 43), "eval")
     assert batches is not None
     evaluate(Measured(VOCABULARY), batches, mesh(1), 2)
     assert Measured.lengths == [None, [10, 0]]
@@ -236,7 +236,7 @@ def test_berts_accuracy_is_that_of_its_logits() -> None:
     chosen = config("bert")
     model = build_model(chosen, mesh(1).tp, sequence_parallel=False, dtype=torch.float32)
     fill(model, scale=0.2)
-    batches = make_evaluation(chosen, data(chosen, 241), "train")
+    batches = make_evaluation_batches(chosen, data(chosen, 241), "train")
     assert batches is not None
     right = {"mlm": 0, "nsp": 0}
     for batch in batches.eval_batches(batches.num_samples, 1, 0, 1, 1):

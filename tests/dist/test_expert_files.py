@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import stored_tensors
+from shardwise.checkpoint.format.expert_weights import unfused_experts
 from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
-from shardwise.checkpoint.format.sparse_blocks import unfused
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.cli import main
@@ -195,4 +195,4 @@ def test_a_header_without_elements_makes_no_endless_list(tmp_path: Path) -> None
     shape = (2**60, 0, 4)
     entry = TensorEntry(shape, "F32", (PieceEntry(0, 8, Box.whole(shape)),))
     given = {"model.layers.0.mlp.experts.gate_up_proj": entry}
-    assert unfused(Root.of(tmp_path), given) == given
+    assert unfused_experts(Root.of(tmp_path), given) == given

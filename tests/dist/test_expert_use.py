@@ -10,14 +10,14 @@ import torch
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout, config_from_sections
-from shardwise.data.formats.common import make_evaluation
+from shardwise.data.formats.prepared_data import make_evaluation_batches
 from shardwise.data.samples.batch import Batches
 from shardwise.distributed.mesh import Mesh
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_trainer
 from shardwise.train.evaluation_losses import evaluate
 from shardwise.train.model_checks import check_replicas
-from shardwise_use.generation import Sampler, generate
+from shardwise_use.generation import TokenSampler, generate_tokens
 from shardwise_use.task_requests import ScoreRequest, TaskModel, TextRequest
 from tests.dist.dense import run
 from tests.dist.test_expert_files import written
@@ -60,14 +60,14 @@ def use(path: Path, parallel: dict[str, int]) -> tuple[list[int], list[int], lis
     load_hugging_face(model, config.model, mesh, path)
     model.eval()
     likeliest, drawn = (
-        list(generate(model, mesh, PROMPT, 6, Sampler(heat, seed=4), chunk=3, parallel=config.parallel))
+        list(generate_tokens(model, mesh, PROMPT, 6, TokenSampler(heat, seed=4), chunk=3, parallel=config.parallel))
         for heat in (0.0, 1.0)
     )
     tasks = TaskModel(model, mesh, config.parallel, Numbers(), frozenset(), 2)  # type: ignore[arg-type]
     answers = tasks.while_others_answer(lambda: (tasks.scores(REQUESTS), tasks.texts(TEXTS)))
     scores, texts = answers or ([], [])
     data = make_data(V, 5)  # the last portion is filled up
-    batches: Batches | None = make_evaluation(config, data, "train")
+    batches: Batches | None = make_evaluation_batches(config, data, "train")
     assert batches is not None
     loss = evaluate(model, batches, mesh, 2, parallel=config.parallel).loss
     return likeliest, drawn, scores, texts, loss

@@ -12,7 +12,7 @@ from shardwise.config import Config, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
-from shardwise_use.generation import Generator, continue_text
+from shardwise_use.generation import GenerativeModel, _continue_text
 from tests.dist.dense import mesh as shared_mesh
 from tests.sweeps import few
 
@@ -81,8 +81,8 @@ def digests(chosen: Config) -> dict[str, str]:
 
 def sample(chosen: Config, window: int) -> list[int]:
     model, mesh = build(chosen)
-    assert isinstance(model, Generator)
-    return continue_text(model, mesh, [3, 1, 4, 1, 5], 12, window=window, seed=7)
+    assert isinstance(model, GenerativeModel)
+    return _continue_text(model, mesh, [3, 1, 4, 1, 5], 12, window=window, seed=7)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -19,7 +19,7 @@ from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, check_layout, config_from_sections, load_config
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.mesh import Group
 from shardwise.models.build import build_model
@@ -44,7 +44,7 @@ STEPS = 8
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
     for recipe in ("bert-tiny", "gpt2-xl-tiny"):
-        prepare(load_config(recipe, []), folder)
+        prepare_data(load_config(recipe, []), folder)
     return folder
 
 
@@ -73,7 +73,7 @@ def curve(recipe: str, overrides: list[str], cache: Path, divided_by: int = 1) -
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor)
-    trainer = build_trainer(config, mesh, prepare(config, cache))
+    trainer = build_trainer(config, mesh, prepare_data(config, cache))
 
     def counted(*given: Any) -> Pending:
         return Pending(count_targets(*given).wait() * divided_by)
@@ -182,7 +182,7 @@ def train_odd(zero: int, cache: Path) -> tuple[list[float], dict[str, tuple[int,
     config = odd_config(zero)
     mesh = shared_mesh(1)
     # The tokens of a small vocabulary: 50,257 would want more text than the tiny corpus has.
-    data = prepare(load_config("gpt2-xl-tiny", []), cache)
+    data = prepare_data(load_config("gpt2-xl-tiny", []), cache)
     trainer = build_trainer(config, mesh, data)
     losses = [trainer.step().loss for _ in range(4)]
     shapes = {name: tuple(tensor.shape) for name, tensor in canonical_weights(trainer.model).items()}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats.common import make_batches
+from shardwise.data.formats.prepared_data import make_batches
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.distributed.mesh import Mesh

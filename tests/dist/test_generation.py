@@ -15,7 +15,7 @@ from shardwise.models.build import build_model
 from shardwise.models.causal import CausalLM
 from shardwise.models.llama import Llama
 from shardwise.pipeline.stages import build_stages
-from shardwise_use.generation import Sampler, generate, open_reader
+from shardwise_use.generation import TokenSampler, generate_tokens, open_token_reader
 from tests.dist.dense import fill, mesh, run
 from tests.dist.training import make_config, sizes
 from tests.hugging_face import VOCABULARY, described, save
@@ -82,7 +82,7 @@ def greedy(path: Path, tensor: int, sequence: bool, prompt: list[int], count: in
     """With the prompt read at once, in chunks, and in chunks up to the end token."""
     model = build(path, tensor, sequence)
     return [
-        list(generate(model, mesh(tensor), prompt, count, Sampler(0.0), stop=stop, chunk=chunk))
+        list(generate_tokens(model, mesh(tensor), prompt, count, TokenSampler(0.0), stop=stop, chunk=chunk))
         for chunk, stop in ((99, []), (3, []), (3, [end]))
     ]
 
@@ -128,7 +128,7 @@ def test_greedy_is_transformers_own(case: str, tp: int, sequence: bool, ranks: A
 
 
 def drawn(path: Path, tensor: int, seed: int) -> list[int]:
-    return list(generate(build(path, tensor), mesh(tensor), [5, 3, 8], 12, Sampler(0.9, 0.95, seed)))
+    return list(generate_tokens(build(path, tensor), mesh(tensor), [5, 3, 8], 12, TokenSampler(0.9, 0.95, seed)))
 
 
 @pytest.mark.parametrize("case", ["llama", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gpt", "neox"))])
@@ -157,9 +157,9 @@ def continued(model: dict[str, Any], parallel: dict[str, Any], chunk: int) -> li
     ranks = mesh(config.parallel.tensor, config.parallel.pipeline)
     stages: Any = build_stages(config, check_layout(config, ranks.world.size), ranks, dtype=torch.float32).eval()
     return [
-        list(generate(stages, ranks, prompt, 8, sampler, chunk=chunk, parallel=config.parallel))
+        list(generate_tokens(stages, ranks, prompt, 8, sampler, chunk=chunk, parallel=config.parallel))
         for prompt in ([5], list(range(3, 33)))
-        for sampler in (Sampler(0.0), Sampler(0.9, 0.95, 7))
+        for sampler in (TokenSampler(0.0), TokenSampler(0.9, 0.95, 7))
     ]
 
 
@@ -221,20 +221,20 @@ def test_scaled_positions_go_on_beyond_the_longest(kind: str, chunk: int) -> Non
     model = Llama(config, seed=1).eval()
     fill(model, scale=0.3)
     # Kept over the texts: the last one is the beginning of one whose keys had the angles of a greater length.
-    reader = open_reader(model, mesh(1), 34, chunk=chunk)
+    reader = open_token_reader(model, mesh(1), 34, chunk=chunk)
     for prompt in ([4, 2], list(range(14)), list(range(8))):
         tokens = list(prompt)
         for _ in range(20):
             with torch.no_grad():
                 tokens.append(int(model.logits(torch.tensor(tokens).unsqueeze(1))[-1, 0].argmax()))
-        found = list(generate(model, mesh(1), prompt, 20, Sampler(0.0), reader=reader))
+        found = list(generate_tokens(model, mesh(1), prompt, 20, TokenSampler(0.0), reader=reader))
         assert found == tokens[len(prompt) :]
 
 
 def test_a_text_that_leaves_another_is_read_again_where_the_window_forgot_it() -> None:
     """The windowed block has the keys of the last three tokens alone."""
     model = build(folder("gemma3")[0], 1)
-    reader = open_reader(model, mesh(1), 24)
+    reader = open_token_reader(model, mesh(1), 24)
     for prompt in ([4, 2, 7, 9, 11, 3], [4, 2, 7], [4, 2, 7, 30, 31, 32, 33, 34]):
-        wanted = list(generate(model, mesh(1), prompt, 6, Sampler(0.0)))
-        assert list(generate(model, mesh(1), prompt, 6, Sampler(0.0), reader=reader)) == wanted
+        wanted = list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0)))
+        assert list(generate_tokens(model, mesh(1), prompt, 6, TokenSampler(0.0), reader=reader)) == wanted

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config import check_layout
-from shardwise.data.formats.common import random_text
+from shardwise.data.formats.prepared_data import random_tokens
 from shardwise.distributed import collectives
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.train.build import build_trainer
@@ -92,7 +92,7 @@ def test_a_stage_of_other_data_is_no_loss_spike() -> None:
     begin = SMOOTHED_STEPS + 2
     data = {"mixture": {"web": {"dataset": "tiny", "weight": 1.0}}, "stages": [{"at": begin, "weights": {"web": 2.0}}]}
     config = make_config(train={"steps": 2 * begin + 1, "eval_every": 0}, data=data, optimizer={"lr": 1e-5})
-    trainer = build_trainer(config, mesh(1), random_text(config.model.vocab_size))
+    trainer = build_trainer(config, mesh(1), random_tokens(config.model.vocab_size))
     records = [trainer.step() for _ in range(begin)]
     assert [record.step for record in records if record.loss_spike is not None] == [begin - 1, begin]
     # As if the stage before had been easier.

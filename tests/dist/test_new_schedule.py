@@ -14,9 +14,9 @@ from shardwise.pipeline import action_order as orders
 from shardwise.pipeline.action_order import Action, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise.train.summary import dry_run
-from shardwise_plan.device_specs import cluster
+from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.makespan import makespan
-from shardwise_plan.search import search
+from shardwise_plan.search import search_layouts
 from tests.dist.training import make_config, train
 
 NAME = "two_phases"
@@ -71,10 +71,12 @@ def test_its_order_is_simulated() -> None:
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_it_is_planned_as_the_one_that_it_repeats() -> None:
     config = load_config("gpt3-tiny", ["train.global_batch=32"])
-    on = cluster("h100:4")
+    on = parse_cluster("h100:4")
     fixed = ("parallel.schedule", "parallel.pipeline", "parallel.tensor", "train.micro_batch")
     with added():
-        known, new = (search(with_schedule(config, name), on, fixed=fixed, best=4).plans for name in ("gpipe", NAME))
+        known, new = (
+            search_layouts(with_schedule(config, name), on, fixed=fixed, best=4).plans for name in ("gpipe", NAME)
+        )
         assert [plan.memory for plan in new] == [plan.memory for plan in known]
         assert [plan.time.total for plan in new] == pytest.approx([plan.time.total for plan in known])
         chosen = with_schedule(config, NAME)

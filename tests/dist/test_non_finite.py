@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import RunError
-from shardwise.models.blocks import Stages
+from shardwise.pipeline.stages import Stages
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data

@@ -10,7 +10,7 @@ import torch
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config
 from shardwise.train.build import build_trainer
-from shardwise_use.generation import Sampler, generate
+from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist import checkpoints
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import Outcome, make_config, make_data, train, whole
@@ -67,8 +67,8 @@ def drawn(config: Config) -> tuple[list[int], float]:
     trainer = build_trainer(config, mesh, make_data(config.model.vocab_size))
     loss = trainer.step().loss
     trainer.model.eval()
-    sampler = Sampler(1.0, seed=3)
-    return list(generate(trainer.model, mesh, [1, 2, 3], 8, sampler, parallel=config.parallel)), loss
+    sampler = TokenSampler(1.0, seed=3)
+    return list(generate_tokens(trainer.model, mesh, [1, 2, 3], 8, sampler, parallel=config.parallel)), loss
 
 
 def test_stages_draw_the_same_text_and_take_a_loss_of_the_users_own(ranks: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.config import Config, load_config
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
@@ -33,7 +33,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     @functools.cache
     def train(mode: str) -> tuple[float, float]:
         config = load_config("llama2-tiny", [*overrides, *modes[mode]])
-        trainer = build_trainer(config, shared_mesh(1), prepare(config, cache))
+        trainer = build_trainer(config, shared_mesh(1), prepare_data(config, cache))
         before, _ = trainer.evaluator.held_out()
         for _ in range(config.train.steps):
             trainer.step()

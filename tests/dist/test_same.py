@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.distributed.collectives import agree
+from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.train import rank_agreement
 
@@ -74,7 +74,7 @@ def test_every_rank_is_given_one_run_dir_or_none(first: str | None, second: str 
 def agreed(problems: dict[int, list[str]]) -> list[str]:
     world = Mesh().world
     try:
-        agree(problems.get(world.rank, []), world)
+        raise_on_all_ranks(problems.get(world.rank, []), world)
     except ConfigError as error:
         return error.problems
     return []

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.save import Keeping
-from shardwise.checkpoint.storage.checkpoint_folders import checkpoints, partial_name, survey
+from shardwise.checkpoint.format.verify import verify_checkpoint
+from shardwise.checkpoint.save import KeptCheckpoints
+from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints, partial_name, summarize_checkpoints
 from shardwise.checkpoint.storage.chunks import ChunkedWriter
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config
@@ -45,7 +45,7 @@ def test_a_checkpoint_elsewhere_than_on_a_disk(memory: str) -> None:
     written = run(config_of(), 2, 0, None, memory)
     assert written.saved[0].problem is None, written.saved[0].problem
     folder = f"{memory}/step-00000002"
-    assert not verify(Root.of(folder)).problems
+    assert not verify_checkpoint(Root.of(folder)).problems
     assert not differences(run(config_of(), 0, 0, folder, None).state, written.state)
 
 
@@ -66,7 +66,7 @@ def test_a_save_that_breaks_off_elsewhere_leaves_nothing(memory: str, monkeypatc
     for _ in range(2):
         (saved,) = save(trainer, memory)
         assert saved.problem is None, saved.problem
-    assert not verify(Root.of(memory) / "step-00000001").problems
+    assert not verify_checkpoint(Root.of(memory) / "step-00000001").problems
 
 
 @pytest.mark.parametrize("place", ["disk", "elsewhere"])
@@ -86,8 +86,8 @@ def test_a_save_that_fails_keeps_the_checkpoint_of_the_same_step(
             patch.setattr(owner, action, refuse)
             (saved,) = save(trainer, root)
         assert saved.problem == "it is nailed down"
-        (found,) = survey(Root.of(root))
-        assert verify(found.folder).sound, f"where {action} fails"
+        (found,) = summarize_checkpoints(Root.of(root))
+        assert verify_checkpoint(found.folder).sound, f"where {action} fails"
     assert found.folder.name == partial_name(0)
 
 
@@ -97,7 +97,7 @@ def test_a_save_that_fails_keeps_the_checkpoint_of_the_same_step(
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     """Each has the state of its own step, in little memory, and `keep` 1 lets the first go."""
     trainer = make_trainer(config_of())
-    saver = make_saver(trainer, str(tmp_path), buffer_bytes=2**14, keeping=Keeping(last=1))
+    saver = make_saver(trainer, str(tmp_path), buffer_bytes=2**14, keeping=KeptCheckpoints(last=1))
     for step in (1, 2):
         trainer.step()
         saver.save(step, PLACE)
@@ -105,25 +105,25 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     first, second = saver.finished()
     assert (first.problem, second.problem) == (None, None)
     assert (first.removed, second.removed) == ((), (1,))
-    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [2]
+    assert [each.step for each in list_checkpoints(Root.of(tmp_path))] == [2]
     read = run(config_of(), 0, 0, step_folder(tmp_path, 2), None)
     assert not differences(read.state, canonical_state(trainer))
 
 
 def test_those_of_every_so_many_steps_stay(tmp_path: Path) -> None:
-    saver = make_saver(make_trainer(config_of()), str(tmp_path), keeping=Keeping(last=1, every=2))
+    saver = make_saver(make_trainer(config_of()), str(tmp_path), keeping=KeptCheckpoints(last=1, every=2))
     for step in (1, 2, 3, 4):
         saver.save(step, PLACE)
         saver.wait()
     assert [each.removed for each in saver.finished()] == [(), (1,), (), (3,)]
-    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [4, 2]
+    assert [each.step for each in list_checkpoints(Root.of(tmp_path))] == [4, 2]
 
 
 def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of those that an earlier process saved; a checkpoint that has lost bytes since does not count."""
     run(config_of(), 1, 0, None, str(tmp_path))
     trainer = make_trainer(config_of())
-    saver = make_saver(trainer, str(tmp_path), keeping=Keeping(last=3))
+    saver = make_saver(trainer, str(tmp_path), keeping=KeptCheckpoints(last=3))
     with monkeypatch.context() as patch:
         patch.setattr(Manifest, "read", None)
         for step in (2, 3, 4, 5):
@@ -135,18 +135,18 @@ def test_what_goes_is_known_without_reading_a_manifest(tmp_path: Path, monkeypat
     saved = saver.finished()
     assert [each.warning or each.problem for each in saved] == [None] * 4
     assert [each.removed for each in saved] == [(), (), (1,), (3,)]
-    assert [each.step for each in checkpoints(Root.of(tmp_path))] == [5, 4, 2]
+    assert [each.step for each in list_checkpoints(Root.of(tmp_path))] == [5, 4, 2]
 
 
 def test_what_keep_cannot_remove_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise StoreError("it is nailed down")
 
-    monkeypatch.setattr("shardwise.checkpoint.save.prune", refuse)
+    monkeypatch.setattr("shardwise.checkpoint.save.prune_checkpoints", refuse)
     (saved,) = run(config_of(), 1, 0, None, str(tmp_path)).saved
     assert saved.problem is None, "the checkpoint is complete"
     assert saved.warning == "it is nailed down"
-    assert not verify(Root.of(step_folder(tmp_path, 1))).problems
+    assert not verify_checkpoint(Root.of(step_folder(tmp_path, 1))).problems
 
 
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:61234. This is useful. GLHF!"
@@ -175,7 +175,7 @@ def test_a_save_during_which_another_rank_ends_is_reported_as_it_stands(
     if is_committed:
         assert saved.problem is None
         assert saved.bytes > 0
-        assert not verify(Root.of(step_folder(tmp_path, 1))).problems
+        assert not verify_checkpoint(Root.of(step_folder(tmp_path, 1))).problems
     else:
         assert saved.problem == "rank 0 lost the connection to another rank"
 
@@ -205,7 +205,7 @@ def test_an_own_model_at_another_layout(case: str, ranks: Any, tmp_path: Path) -
     written = on_ranks(ranks, size, run_marked, first, str(tmp_path))[0]
     assert written.saved[0].problem is None, written.saved[0].problem
     folder = step_folder(tmp_path, 2)
-    report = verify(Root.of(folder))
+    report = verify_checkpoint(Root.of(folder))
     assert not report.problems
     read = on_ranks(ranks, other, run, second, 0, 1, folder, None)[0]
     assert not differences(read.state, written.state)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import check_layout
-from shardwise.data.evaluation_tasks import longest_input
+from shardwise.data.evaluation_tasks import longest_task_input
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_optimizer
@@ -102,7 +102,7 @@ def ours(model: Path, tasks: Path, parallel: dict[str, Any], batch: int, limit: 
     tokenizer = Tokenizer.load(model)
     stop = frozenset(() if tokenizer.end_of_document_id is None else (tokenizer.end_of_document_id,))
     answers: dict[str, list[Any]] = {}
-    recording = mock.patch.object(task_evaluation, "ShardedLM", recorded(task_evaluation.ShardedLM, answers))
+    recording = mock.patch.object(task_evaluation, "_ShardedLM", recorded(task_evaluation._ShardedLM, answers))
     with recording, optimizer.gathered(all_units=False):
         in_step = optimizer.gathers_in_passes
         results = task_evaluation.evaluate_tasks(config, stages.eval(), ranks, tokenizer, stop, in_step=in_step)
@@ -163,7 +163,7 @@ def answers(model: Path, parallel: dict[str, Any], ask: Callable[[Any], Any]) ->
     stages = build_stages(config, check_layout(config, ranks.world.size), ranks)
     load_hugging_face(stages, config.model, ranks, model)
     answering = TaskModel(stages.eval(), ranks, config.parallel, Tokenizer.load(model), frozenset(), 1)
-    lm = task_evaluation.ShardedLM(answering, longest_input(config.model, config.train))
+    lm = task_evaluation._ShardedLM(answering, longest_task_input(config.model, config.train))
     return answering.while_others_answer(lambda: ask(lm))
 
 

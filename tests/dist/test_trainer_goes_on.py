@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
-from shardwise_use.importing.trainer import with_progress
+from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face_trainer import with_trainer_progress
 from tests.dist.checkpoints import make_trainer, run
 from tests.dist.dense import run as on_ranks
 from tests.dist.training import make_config
@@ -66,14 +66,14 @@ def train_elsewhere(case: str, folder: Path) -> Continued:
     norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     assert min(norms) > 0.5, "every step is clipped"
     saved = folder / f"checkpoint-{BEFORE}"
-    opened = with_progress(open_hugging_face(Root.of(saved)), saved)
+    opened = with_trainer_progress(open_hugging_face(Root.of(saved)), saved)
     assert opened.progress is not None
     assert (opened.progress.step, opened.progress.samples) == (BEFORE, BEFORE * BATCH)
     for key, value in opened.progress.keys.items():
         section, _, name = key.partition(".")
         sections.setdefault(section, {})[name] = value
-    written = write_checkpoint(opened, Root.of(folder / "ours"), max_shard_bytes=20_000).folder
-    assert verify(written).sound
+    written = write_imported_checkpoint(opened, Root.of(folder / "ours"), max_shard_bytes=20_000).folder
+    assert verify_checkpoint(written).sound
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return Continued(written.local(), sections, losses[BEFORE:])
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from shardwise.config import Config, config_from_sections
-from shardwise.data.formats.common import random_text as make_data
+from shardwise.data.formats.prepared_data import random_tokens as make_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights

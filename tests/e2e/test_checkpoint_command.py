@@ -10,7 +10,7 @@ import pytest
 from shardwise.checkpoint.format.manifest import MANIFEST
 from shardwise.checkpoint.storage.checkpoint_folders import partial_name, step_name
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.run_identity import Owner, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.runs.folder import RunDirectory, RunLock
 from tests.e2e.command import shardwise, within
 from tests.stored import small_tensors, write_checkpoint
@@ -112,7 +112,7 @@ def test_a_run_under_way_is_not_pruned(run: Path, owned: bool) -> None:
     if owned:
         folder = folder.rename(run.parent / "far")
         RunDirectory(run).id()
-        record_owner(Root.of(folder), Owner.here("mine", run))
+        record_owner(Root.of(folder), RunOwner.here("mine", run))
     before = sorted(folder.iterdir())
     for given in (folder,) if owned else (folder, run):
         command = ("checkpoint", "prune", given, "--keep", "1")

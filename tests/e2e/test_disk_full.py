@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
+from shardwise.checkpoint.format.verify import verify_checkpoint
+from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from tests.e2e.command import ALONE, Outcome, imported_first, metrics, miniature, shardwise
 
@@ -125,9 +125,9 @@ def test_it_is_found_beforehand_where_it_can_be(full: Ran) -> None:
 def test_the_checkpoints_that_were_there_are_intact_and_no_other_is_left(full: Ran) -> None:
     root = Root.of(full.run / "checkpoints")
     assert root.names() == ["run.json", "step-00000002", "step-00000010"], "parts of a save that failed are left"
-    for found in checkpoints(root):
+    for found in list_checkpoints(root):
         assert found.problem is None
-        assert not verify(found.folder).problems
+        assert not verify_checkpoint(found.folder).problems
 
 
 def test_a_last_save_that_fails_fails_the_run(full: Ran) -> None:
@@ -153,7 +153,7 @@ def test_a_stop_whose_save_fails_is_a_failure(tmp_path: Path) -> None:
     assert "Read-only file system" in ran.warnings[0]
     root = Root.of(tmp_path / "after/checkpoints")
     assert root.names() == ["run.json", "step-00000002"]
-    assert not verify(root / "step-00000002").problems
+    assert not verify_checkpoint(root / "step-00000002").problems
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_a_step(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from statistics import fmean
 import pytest
 
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.format.verify import verify
-from shardwise.checkpoint.storage.checkpoint_folders import checkpoints
+from shardwise.checkpoint.format.verify import verify_checkpoint
+from shardwise.checkpoint.storage.checkpoint_folders import list_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise_watch.run import RunView
 from tests.e2e.command import Outcome, metrics, miniature, shardwise
@@ -84,8 +84,8 @@ def test_a_checkpoint_with_damage_that_its_training_does_not_meet_is_saved_again
     assert warning["text"].startswith("the checkpoint of step 6 is damaged, but all that its training needs is intact")
     assert "config.json is damaged: bytes " in warning["text"]
     assert [event["step"] for event in metrics(gone.run, "checkpoint")][-3:] == [6, 6, 8]
-    _, mended = checkpoints(Root.of(gone.run / "checkpoints"))
-    assert verify(mended.folder).sound
+    _, mended = list_checkpoints(Root.of(gone.run / "checkpoints"))
+    assert verify_checkpoint(mended.folder).sound
     manifest = Manifest.read(mended.folder)
     assert (manifest.step, manifest.samples, manifest.position) == (6, 36, 36)
     assert "went_back" not in manifest.schedule
@@ -112,7 +112,7 @@ def test_a_reader_who_has_gone_ends_no_training(gone: Gone) -> None:
 def test_samples_and_place_in_the_data_go_on(gone: Gone) -> None:
     """3 steps of 8 samples, 3 steps of 4, 3 batches of 4 left out, 2 steps of 4."""
     assert [event["samples"] for event in metrics(gone.run, "step")][-5:] == [28, 32, 36, 40, 44]
-    newest, _ = checkpoints(Root.of(gone.run / "checkpoints"))
+    newest, _ = list_checkpoints(Root.of(gone.run / "checkpoints"))
     last = Manifest.read(newest.folder)
     assert (last.step, last.samples, last.position, last.tokens) == (8, 44, 56, 44 * 32)
     first, second = (event["changes"] for event in metrics(gone.run, "resume"))

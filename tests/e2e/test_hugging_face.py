@@ -14,8 +14,8 @@ from torch import nn
 from shardwise.cli.model_argument import open_model_folder
 from shardwise.config import Config, load_config
 from shardwise.config.hugging_face import to_hugging_face
-from shardwise.data.formats.common import PreparedData
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData
+from shardwise.data.open_data import prepare_data
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def weights(trained: Trained) -> Path:
 
 
 def prepared(config: Config) -> PreparedData:
-    return prepare(config, Path(environment()["SHARDWISE_CACHE"]))
+    return prepare_data(config, Path(environment()["SHARDWISE_CACHE"]))
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> float:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.config import Config, load_config
-from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives
 from shardwise.models.build import build_model
 from tests.arch.source import ROOT, config_fields
@@ -228,7 +228,7 @@ def test_plain_computes_the_runs_evaluation_loss(followed: Followed, monkeypatch
     scope: dict[str, Any] = {}
     exec(compile(code, "own-model.md", "exec"), scope)
     model, config = scope["model"], followed.config
-    evaluation = make_batches(config, prepare(config), "eval")
+    evaluation = make_batches(config, prepare_data(config), "eval")
     assert evaluation is not None
     total, counted = 0.0, 0
     with torch.no_grad():

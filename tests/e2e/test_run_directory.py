@@ -13,7 +13,7 @@ from shardwise.config import check_layout, load_config
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.parameter_counts import parameter_count
 from shardwise_watch.run import RunView
-from shardwise_watch.summary import snapshot
+from shardwise_watch.run_snapshot import run_snapshot
 from tests.e2e.command import UNDER_TORCHRUN, json_lines, metrics, miniature, shardwise
 from tests.e2e.conftest import Trained
 
@@ -102,7 +102,7 @@ def test_every_rank_has_its_own_lines(trained: Trained) -> None:
 
 def test_it_can_be_watched(trained: Trained) -> None:
     """What `shardwise monitor` reads is what the training writes."""
-    found = snapshot(RunView(trained.run, all_steps=False))
+    found = run_snapshot(RunView(trained.run, all_steps=False))
     assert (found["state"], found["step"], found["steps"], found["starts"]) == ("finished", 4, 4, 1)
     unknown = ["mfu", "bubble", "expert_load_max", "expert_idle", "expert_entropy", "loss_spike"]
     assert [name for name, value in found["train"].items() if value is None] == unknown

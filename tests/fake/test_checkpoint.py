@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.checkpoint.collective_reading import _segments
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
-from shardwise.checkpoint.format.verify import untiled
+from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.format.writing import PlannedFile, tensor_entries
 from shardwise.checkpoint.restore import _slice_requests
 from shardwise.checkpoint.save import Saver
@@ -156,7 +156,7 @@ def test_every_byte_is_written_once_and_found_again(told: Told) -> None:
     manifest = manifest_of(files)
     assert manifest.tensors.keys() == {MODEL, MASTER}, "no step was done: there are no moments"
     assert manifest.tensors[MODEL].keys() == manifest.tensors[MASTER].keys()
-    assert not untiled(manifest.tensors), "an element is written twice, or not at all"
+    assert not untiled_tensors(manifest.tensors), "an element is written twice, or not at all"
     elements = sum(math.prod(entry.shape) for entry in manifest.tensors[MODEL].values())
     assert elements == parameter_count(writers[0].config.model)
     assert sum(file.size - len(file.header) for file in files) == (2 + 4) * elements

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.config import Config, Layout, Schedule, check_layout, load_config
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.data.formats.common import PreparedText
+from shardwise.data.formats.prepared_data import PreparedText
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.models.blocks import gives_losses

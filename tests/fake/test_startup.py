@@ -16,7 +16,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.restore import read_manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.distributed.collectives import agree
+from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.rank_agreement import raised_on_every_rank, require_same_on_ranks, while_others_wait
 from tests.stored import small_tensors, write_checkpoint
@@ -58,7 +58,7 @@ def start(config: Config, world: int, checkpoint: Root) -> None:
     require_same_on_ranks(config.model_dump(mode="json"), mesh)
     assert while_others_wait(lambda: "prepared", mesh.world) == "prepared"
     with raised_on_every_rank(mesh.world):
-        agree([], mesh.world)
+        raise_on_all_ranks([], mesh.world)
     assert read_manifest(checkpoint, mesh.world).step == 100
 
 
@@ -96,5 +96,5 @@ def test_what_a_rank_has_to_tell_is_sent_to_all(messages: list[tuple[str, int]])
     dist.init_process_group("fake", rank=0, world_size=16)
     mesh = Mesh(device="cpu")
     with pytest.raises(ConfigError, match="the disk is full"):
-        agree(["the disk is full"], mesh.world)
+        raise_on_all_ranks(["the disk is full"], mesh.world)
     assert [kind.removesuffix("_single") for kind, _ in messages] == ["all_reduce", "all_gather", "all_gather"]

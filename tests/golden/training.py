@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from shardwise.config import load_config
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.train.build import build_trainer
 from tests.dist.dense import mesh as shared_mesh
 
@@ -17,11 +17,11 @@ def train(recipe: str, overrides: list[str], cache: Path) -> Curve:
     torch.set_num_threads(1)
     config = load_config(recipe, overrides)
     mesh = shared_mesh(config.parallel.tensor, expert=config.parallel.expert)
-    trainer = build_trainer(config, mesh, prepare(config, cache))
+    trainer = build_trainer(config, mesh, prepare_data(config, cache))
     records = [trainer.step() for _ in range(config.train.steps)]
     return {"loss": [record.loss for record in records], "grad_norm": [record.grad_norm for record in records]}
 
 
 def fingerprint(recipe: str, cache: Path) -> str:
     """Of the recipe's data, tokens included."""
-    return prepare(load_config(recipe, []), cache).fingerprint
+    return prepare_data(load_config(recipe, []), cache).fingerprint

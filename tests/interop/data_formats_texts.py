@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shardwise.config import DataConfig
-from shardwise.data.reading.text_sources import open_source
+from shardwise.data.reading.text_sources import open_text_source
 
 SHARED = Path(__file__).resolve().parents[3] / "shared/data"
 NUMBER = 5_000
@@ -19,7 +19,7 @@ def documents() -> list[str]:
     if file.is_file():
         text = file.read_text().replace("<unk>", "unknown")  # the name of a special token of some tokenizers
     else:
-        text = "".join(piece.text for piece in open_source(DataConfig(dataset="stories")).pieces())
+        text = "".join(piece.text for piece in open_text_source(DataConfig(dataset="stories")).pieces())
     generator = np.random.default_rng(0)
     starts, lengths = generator.integers(0, len(text) - 400, NUMBER), generator.integers(1, 400, NUMBER)
     extra = (" 日本語 — naïve 🙂", *("" for _ in range(49)))

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.config import check_layout
 from shardwise.estimates.memory import memory_by_rank
-from shardwise.layers.chunks import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
+from shardwise.optim.bucket_layout import ROUNDING_CHUNK_ELEMENTS_ACCELERATOR
 from tests.dist.test_memory import RECOMPUTE, configuration
 from tests.dist.training import FAMILIES
 from tests.rank_pool import RankPool

@@ -8,11 +8,10 @@ import torch
 
 from shardwise.config import Config
 from shardwise.distributed.collectives import Pending
-from shardwise.layers.units import units
+from shardwise.layers.units import parameters_by_unit
 from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
-from shardwise.optim.freed_buckets import has_memory
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import FAMILIES, MODEL, make_config
 from tests.rank_pool import RankPool
@@ -31,7 +30,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     trainer = make_trainer(config)
     gathers, losses, late = trainer.optimizer.gathers, [], []
     numbers: dict[torch.Tensor, int] = {}
-    for number, parameters in enumerate(units(trainer.model).values()):
+    for number, parameters in enumerate(parameters_by_unit(trainer.model).values()):
         for p in parameters:
             numbers.setdefault(p, number)
     events: list[str] = []
@@ -55,7 +54,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
 
     with mock.patch.object(Pending, "wait", noted_wait):
         if behind:
-            with gathers.behind_forward(units(trainer.model), trainer.optimizer.buckets):
+            with gathers.behind_forward(parameters_by_unit(trainer.model), trainer.optimizer.buckets):
                 train()
         else:
             train()
@@ -115,7 +114,7 @@ def events_of_a_step(config: Config) -> tuple[list[tuple[str, int]], list[float]
         number = block_of.get(bucket.parameters[0])
 
         def watched() -> None:
-            starts = event == "gather" and not has_memory(bucket.values)
+            starts = event == "gather" and not bucket.values.untyped_storage().nbytes()
             waits = event == "gathered" and bucket._gather is not None
             reduces = event == "reduce" or (event == "reduced" and bucket._pending is not None)
             if number is not None and (starts or waits or reduces):

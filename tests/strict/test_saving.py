@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.config import Config
-from shardwise_use.generation import Sampler, generate
+from shardwise_use.generation import TokenSampler, generate_tokens
 from tests.dist.checkpoints import PLACE, canonical_state, load, make_saver, make_trainer, run, save, step_folder
 from tests.dist.test_compiled_training import SIZES
 from tests.dist.training import make_config
@@ -56,7 +56,11 @@ def train_save_load(config: Config, root: str, default: bool) -> tuple[list[floa
         load(resumed, step_folder(root, BEFORE))
         losses += [resumed.step().loss, resumed.evaluator.held_out()[0]]
         canonical_state(trainer)
-        written = [*generate(trainer.model, trainer.mesh, [5, 3, 8], 3, Sampler(top_p=0.9), parallel=config.parallel)]
+        written = [
+            *generate_tokens(
+                trainer.model, trainer.mesh, [5, 3, 8], 3, TokenSampler(top_p=0.9), parallel=config.parallel
+            )
+        ]
     return losses, written
 
 

@@ -16,13 +16,13 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.stored_tensors import mismatches
-from shardwise.checkpoint.load_weights import tensor_shapes
-from shardwise.checkpoint.restore import other_ends
+from shardwise.checkpoint.format.stored_tensors import tensor_mismatches
+from shardwise.checkpoint.load_weights import canonical_tensor_shapes
+from shardwise.checkpoint.restore import tied_ends
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, weight_names
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import agree
+from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import placements, unplaced_state
 from shardwise.models.user_model import storage_problems
@@ -91,7 +91,7 @@ def require_one_save(root: Root, step: int, model: nn.Module, mesh: Mesh) -> Non
             "the model's parameters must be the same on all ranks: a rank and the first do not both have "
             f"{listing(differing, most=_SHOWN)}"
         )
-    agree(problems, mesh.world)
+    raise_on_all_ranks(problems, mesh.world)
 
 
 def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh) -> None:
@@ -103,7 +103,7 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
     local_names: dict[str, None] = {}
     for _, _, record in placements(model):
         for piece in record.pieces:
-            is_tied = other_ends(piece, mesh).size > 1
+            is_tied = tied_ends(piece, mesh).size > 1
             if piece.box.numel and not is_tied:
                 local_names[piece.name] = None
     stages_with: Counter[str] = Counter()
@@ -117,13 +117,13 @@ def require_one_model(model: nn.Module, family: FamilyConfig | None, mesh: Mesh)
         )
     if family is None:
         return
-    shapes = tensor_shapes(model, mesh)
+    shapes = canonical_tensor_shapes(model, mesh)
     config_shapes = canonical_shapes(family)
     # The model may spell its names otherwise, as Hugging Face's folders do.
     canonical_names = weight_names(family.family).canonical(list(shapes), set(config_shapes))
     canonical_model = {canonical_names.get(name, name): shape for name, shape in shapes.items()}
     config_tensors = {name: TensorEntry(shape, "F32", ()) for name, shape in config_shapes.items()}
-    problems = mismatches(f"config ({family.family})", canonical_model, config_tensors)
+    problems = tensor_mismatches(f"config ({family.family})", canonical_model, config_tensors)
     if problems:
         problems[-1] += "; give the configuration of the model that is saved, or none"
         raise ConfigError(problems)

@@ -117,7 +117,7 @@ def load_checkpoint(
     """
     from shardwise.api import checkpoint_arguments as arguments
     from shardwise.checkpoint.load_weights import load_checkpoint as load_weights
-    from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore
+    from shardwise.checkpoint.restore import on_first_rank, read_manifest, restore_checkpoint
     from shardwise.train.rank_agreement import raised_on_every_rank, require_equal
 
     mesh = arguments.mesh_of(mesh)
@@ -132,7 +132,7 @@ def load_checkpoint(
             family = str(manifest.config.get("model", {}).get("family", ""))
             load_weights(model, family, mesh, root)
         else:
-            restore(root, manifest, model, optimizer, mesh)
+            restore_checkpoint(root, manifest, model, optimizer, mesh)
     return manifest.step
 
 

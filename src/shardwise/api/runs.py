@@ -15,7 +15,7 @@ from shardwise.base.errors import ConfigError, Problems, listing, nearest_name
 from shardwise.base.files import read_plain
 from shardwise.base.parsing import json_object
 from shardwise.base.registered import optional_library, provided
-from shardwise.base.user_code import given, name_of
+from shardwise.base.user_code import given_objects, object_name
 from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_folder
 from shardwise.config import Config, config_from_sections
 from shardwise.launch import stop_requests
@@ -212,7 +212,7 @@ def train(
     _require_layout(config, world, is_new=path is None)
     if not config.data.is_named and config.hooks.data is None:
         raise ConfigError("data.path, data.blend or data.dataset must name the data; for a trial, data.dataset=tiny")
-    with given(objects), ExitStack() as locks:
+    with given_objects(objects), ExitStack() as locks:
         check_user_code(config)
         # A rank that finds a finished run there returns, and ranks that look elsewhere would wait for it.
         require_same_run_dir(path, config.launch.timeout)
@@ -259,7 +259,7 @@ def _with_hooks(
     objects: dict[str, object] = {}
 
     def named(value: object) -> str:
-        class_name = name_of(value)
+        class_name = object_name(value)
         name = class_name
         while name in objects and objects[name] is not value:  # two objects of one class
             name = f"{class_name}_{len(objects)}"

@@ -28,7 +28,7 @@ _ENDLESS = r"(\S{200})\S{400,}(\S{100})"
 
 
 def shown(text: str) -> str:
-    """A message without secrets, with control characters as escapes, and without the middle of endless words.
+    """A user's message without secrets, with control characters as escapes, and without the middle of endless words.
 
     A wrong input is quoted in it: a terminal would obey its control characters, and thousands of letters would hide the
     message.
@@ -37,12 +37,12 @@ def shown(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """A text with control characters as escapes."""
+    """A text for a user with control characters as escapes."""
     return re.sub(_CONTROL, lambda match: ascii(match[0])[1:-1], text)
 
 
 def see(entry: str) -> str:
-    """The end of a message with an entry `PAGE#NAME` of docs/troubleshooting: the command that prints it."""
+    """The end of an error's message with an entry `PAGE#NAME` of docs/troubleshooting: the command that prints it."""
     return f" (`shardwise explain {entry.partition('#')[2]}`)"
 
 
@@ -106,9 +106,6 @@ class Problems:
     """The problems of checks that do not depend on each other, to be told at once.
 
     Each check is in a `with` block of its own: a ConfigError ends the block, and what follows it goes on.
-
-    Attributes:
-        texts: problems of all blocks so far.
     """
 
     def __init__(self) -> None:
@@ -148,7 +145,7 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """A message with what the user gave in place of each key of `names`."""
+    """An error's message with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
@@ -207,7 +204,7 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
-    """The closest valid number at or below `value` and the closest above it."""
+    """The valid numbers nearest to a wrong `value`, for a message: the closest at or below it, the closest above it."""
     numbers = sorted(set(valid))
     place = bisect_right(numbers, value)
     return numbers[max(place - 1, 0) : place + 1]
@@ -220,13 +217,13 @@ def divisors(number: int) -> set[int]:
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
-    """The closest positive multiples of `step` around `value`."""
+    """The closest positive multiples of `step` around a wrong `value`, for a message."""
     below = value // step * step
     return [number for number in (below, below + step) if number > 0]
 
 
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that is most similar to `name`, or None if none is similar."""
+    """The valid name that is most similar to an unknown `name`, for a message; None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -243,7 +240,7 @@ RAISED = (Exception, SystemExit)
 
 
 def error_text(error: BaseException) -> str:
-    """The text of an error, with the last line of the user's own code that was running."""
+    """The text of an error in code of the user's own, with the last line of it that was running."""
     import traceback
 
     libraries = [Path(__file__).parent.parent]

@@ -51,7 +51,7 @@ class UntrustedError(OSError):
 
 
 def reason_of(error: OSError) -> str:
-    """The reason that the system gave, such as `No space left on device`."""
+    """The reason that the file system gave in an OSError, such as `No space left on device`."""
     return error.strerror or str(error)
 
 
@@ -68,11 +68,7 @@ def path_refusal(error: OSError) -> ConfigError | None:
 
 
 def user_path(path: str | Path) -> Path:
-    """A path that a user gave, with the home for `~`; as it is where there is no user of the name after `~`.
-
-    Raises:
-        ConfigError: it has a zero character, at which the system would end it.
-    """
+    """A path that a user gave, with the home for `~` where that user exists; ConfigError for a zero character."""
     if "\0" in str(path):
         raise ConfigError(f"the path {path} must have no zero character")
     return Path(os.path.expanduser(path))  # noqa: PTH111  the other one raises a RuntimeError there
@@ -127,11 +123,7 @@ def _require_own(path: Path, entry: os.stat_result) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it. Where anyone may write it is for this user alone; no other user may write it.
-
-    Raises:
-        OSError: it cannot be made. UntrustedError: a part of its path may be another user's trap.
-    """
+    """Make a folder and those above, for this user alone where anyone may write; OSError also of `require_trusted`."""
     require_trusted(path)
     if not path.exists():
         make_folder(path.parent)
@@ -140,15 +132,7 @@ def make_folder(path: Path) -> None:
 
 
 def open_own(path: Path, flags: int, denied: int = 0) -> int:
-    """A descriptor of the regular file at `path`; `flags` are those of `os.open`, which may make it.
-
-    Args:
-        denied: bits that the modes of the file and of its folder must not have.
-
-    Raises:
-        OSError: as `os.open` and `require_trusted`; ELOOP where the file is a link, symbolic or hard, or no regular
-            file.
-    """
+    """A descriptor of the regular file at `path`; OSError as `os.open` and `require_trusted`, ELOOP of any link."""
     require_trusted(path.parent, denied)
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
@@ -175,11 +159,7 @@ def open_to_append(path: Path) -> int:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A regular file to read; links are followed.
-
-    Raises:
-        OSError: as `os.open`; EISDIR of a folder, and EINVAL of a pipe or a device, which might never answer.
-    """
+    """A regular file to read; links are followed. OSError also for a folder, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -205,14 +185,7 @@ def read_small(file: BinaryIO, path: Path) -> bytes:
 
 
 def new_file(path: Path, mode: int = 0o666) -> BinaryIO:
-    """An empty file to write and read. What had the name before is removed; of a link, the link alone.
-
-    Args:
-        mode: who may read and write it, before the process's umask.
-
-    Raises:
-        OSError: it cannot be removed or made.
-    """
+    """An empty file to write and read, in place of what had the name; of a link, of the link alone."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "w+b")
@@ -229,12 +202,8 @@ def open_lock(path: Path) -> BinaryIO:
 def lock(file: BinaryIO | int, *, wait: bool, shared: bool = False) -> bool:
     """Take the lock on an open file, until it is closed or the process ends; False where another process has it.
 
-    Args:
-        wait: True waits until the other process gives it back.
-        shared: True takes a lock that any number of processes may have at once, while none has an exclusive one.
-
-    Raises:
-        NoLocksError: the file system has none.
+    `wait` waits until that gives it back. A `shared` lock any number may have, while none has an exclusive one.
+    NoLocksError: the file system has none.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
@@ -267,11 +236,7 @@ def sync_folder(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
-    """Replace a file: a reader or a crash sees the old content or the new one, never a part. `mode` as in `new_file`.
-
-    Raises:
-        OSError: it cannot be written; the old file is as it was.
-    """
+    """Replace a file: a reader or a crash sees its old content or the new, never a part. `mode` as in `new_file`."""
     # Processes of several machines or containers, which may have the same number, can write to one folder.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
@@ -288,11 +253,7 @@ def write_atomic(path: Path, content: bytes | str, *, mode: int = 0o666) -> None
 
 
 def require_replaceable(path: Path, option: str) -> None:
-    """Refuse what a file that is written by `write_atomic`, at a path that the user gave by `option`, must not replace.
-
-    Raises:
-        ConfigError: a folder, a link, a pipe or a device has that name.
-    """
+    """Refuse a path that the user gave by `option`, for `write_atomic`, where a folder, link, pipe or device is."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
@@ -344,7 +305,7 @@ def free_bytes(path: Path) -> int:
 
 
 def cache_root(chosen: Path | None = None) -> Path:
-    """`chosen`, else $SHARDWISE_CACHE, else shardwise under $XDG_CACHE_HOME or ~/.cache."""
+    """The folder for files that can be made again: `chosen`, else $SHARDWISE_CACHE, else shardwise under ~/.cache."""
     if chosen is not None:
         return chosen
     if cache := os.environ.get("SHARDWISE_CACHE"):
@@ -360,7 +321,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def name_problem(name: object, *, nested: bool = False) -> str | None:
-    """The reason why `name` must not be joined to a folder; None where the result is sure to lie in that folder.
+    """The reason why a file's name must not be joined to a folder; None where the result is sure to lie in that folder.
 
     Args:
         nested: True also allows a result in a folder of that folder, as `a/b` has.

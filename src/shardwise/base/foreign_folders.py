@@ -50,8 +50,8 @@ _RECORDS: dict[tuple[str, ...], tuple[str, str]] = {
 """Names that a folder holds, all of them → what it is, and what to do. OUT and DEST are for the user to choose."""
 
 
-def converter(shown: str, names: Collection[str]) -> str | None:
-    """What a folder of another program is, and how a model's folder is made of it; None for any other folder."""
+def conversion_hint(shown: str, names: Collection[str]) -> str | None:
+    """What a folder of another program is, and how it becomes a model's folder; None for any other."""
     for patterns, (kind, way) in _RECORDS.items():
         if all(names_like(names, pattern) for pattern in patterns):
             place = PurePath(shown)

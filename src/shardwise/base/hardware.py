@@ -214,7 +214,7 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     `NEURON_LOGICAL_NC_CONFIG` says otherwise. Drivers that do not list them are older than Trainium2, and a Trainium1
     chip has 2 cores.
     """
-    if cores := visible_cores():
+    if cores := visible_neuron_cores():
         return len(cores)
     if number := _setting("NEURON_RT_NUM_CORES", r"[1-9]\d*", "a number of cores"):
         return int(number)
@@ -228,7 +228,7 @@ def _neuron_cores(chips: list[int], sys_root: Path) -> int:
     return physical // int(joined or default)
 
 
-def visible_cores() -> list[int]:
+def visible_neuron_cores() -> list[int]:
     """The numbers that `NEURON_RT_VISIBLE_CORES` names, such as "0-3,8"; ConfigError if it is no such list."""
     listed = _setting("NEURON_RT_VISIBLE_CORES", r"\d+(-\d+)?(,\d+(-\d+)?)*", "a list of cores, such as 0-3,8")
     spans = [part.split("-") for part in listed.split(",") if part]

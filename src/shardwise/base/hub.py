@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import name_problem, reason_of, user_path
-from shardwise.base.foreign_folders import converter
+from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import json_value
 from shardwise.base.progress import progress
 
@@ -68,7 +68,7 @@ FOUND = {
     "hub": "on the hub, fetched when the run starts",
     "unknown": "not in the cache of this machine, and the hub cannot be reached from here",
 }
-"""The words of a dry run about a hub id, by the result of `find`."""
+"""The words of a dry run about a hub id, by the result of `find_on_hub`."""
 # A dry run does not wait longer for the hub's answer.
 _PATIENCE_SECONDS = 10.0
 # Names of files in the hub's cache: SHA-256 of large files, git's hash of others.
@@ -85,7 +85,6 @@ class HubFiles:
         lacking: function that returns the message if files with these names are not enough, else None.
         verified: True to check the hashes of files in the cache and fetch damaged ones again; only for small files.
         check: function that raises ConfigError for a folder with enough names that lacks something else.
-        repo_type: kind of repository, in the hub's word.
         hint: end of a message, with another name that may have been meant.
         no_revision: message if the repository has no such revision; empty: the usual one.
     """
@@ -135,18 +134,18 @@ def is_hub_id(load: str) -> bool:
     return is_hub_name(load) and not user_path(load).exists()
 
 
-def is_local(name: str) -> bool:
+def can_only_be_path(name: str) -> bool:
     """True if `name` can only be a path, by the way in which it is written or as its first folder is there."""
     # Before the first run there is no folder of runs.
     is_written = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
     return is_written or Path(name.partition("/")[0]).is_dir()
 
 
-def resolve(
+def resolve_weights(
     load: str, revision: str | None = None, *, cached: bool = False, announce: Callable[[str], None] | None = None
 ) -> Path:
-    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, see `obtain`."""
-    return obtain(place_of_weights(load, revision), cached=cached, announce=announce)
+    """The folder with the weights that `checkpoint.load` and `checkpoint.revision` name, here or on the hub."""
+    return fetch_or_open(place_of_weights(load, revision), cached=cached, announce=announce)
 
 
 def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
@@ -165,7 +164,7 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
         return folder
     if folder.exists():
         if folder.suffix in PICKLED:
-            raise ConfigError(without_weights(load, [folder.name]))
+            raise ConfigError(no_weights_text(load, [folder.name]))
         raise ConfigError(
             f"checkpoint.load ({load}) must be a folder, it is a file: set checkpoint.load={folder.parent}"
         )
@@ -173,14 +172,14 @@ def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
     return HubFiles(
         "checkpoint.load", load, revision,
         ("config.json", SINGLE, INDEX, "model-*.safetensors", SHARDS, *BESIDE_WEIGHTS),
-        lacking=lambda names: None if has_weights(names) else without_weights(load, names),
+        lacking=lambda names: None if has_weights(names) else no_weights_text(load, names),
         check=check_weights,
     )  # fmt: skip
 
 
 def resolve_tokenizer(named: str, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """The file or folder that `data.tokenizer` names, see `obtain`; a hub id may end in `@` and a revision."""
-    return obtain(place_of_tokenizer(named), cached=cached, announce=announce)
+    """The file or folder that `data.tokenizer` names, see `fetch_or_open`; a hub id may end in `@` and a revision."""
+    return fetch_or_open(place_of_tokenizer(named), cached=cached, announce=announce)
 
 
 def place_of_tokenizer(named: str) -> Path | HubFiles:
@@ -189,12 +188,12 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
     if path.exists():
         return path
     key = f"data.tokenizer ({named})"
-    repository, revision = revision_of(named, key)
+    repository, revision = split_revision(named, key)
     is_file = path.suffix in (".json", ".txt", ".model")
     _check_id(repository, path, f"{key} must be a tokenizer's file or folder", is_file=is_file)
     return HubFiles(
         "data.tokenizer", repository, revision, (*TOKENIZER_FILES, *LICENCES),
-        lacking=lambda names: None if holds_tokenizer(names) else without_tokenizer(key, names),
+        lacking=lambda names: None if holds_tokenizer(names) else no_tokenizer_text(key, names),
         verified=True,
     )  # fmt: skip
 
@@ -202,7 +201,7 @@ def place_of_tokenizer(named: str) -> Path | HubFiles:
 def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     """The files that `data.dataset` names on the hub; no request is sent. Raises ConfigError if it is no hub id."""
     key = f"data.dataset ({named})"
-    repository, revision = revision_of(named, key)
+    repository, revision = split_revision(named, key)
     near = nearest_name(repository, built_in)
     hint = f"; did you mean data.dataset={near}?" if near else ""
     must = f"{key} must be {listing(built_in, 'or')} or a hub id"
@@ -215,8 +214,10 @@ def place_of_dataset(named: str, built_in: Iterable[str]) -> HubFiles:
     return HubFiles("data.dataset", repository, revision, patterns, repo_type="dataset", hint=hint, verified=True)
 
 
-def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> Path:
-    """A path as it is, or the folder of files at their newest commit, whose name is the commit's.
+def fetch_or_open(
+    place: Path | HubFiles, *, cached: bool = False, announce: Callable[[str], None] | None = None
+) -> Path:
+    """A path as it is, or the folder of the hub's files at their newest commit, whose name is the commit's.
 
     What the cache lacks is fetched. Several processes may call this at once: each file is fetched by one of them.
 
@@ -242,8 +243,8 @@ def obtain(place: Path | HubFiles, *, cached: bool = False, announce: Callable[[
         ) from None
 
 
-def find(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
-    """The place of the files, in the words of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
+def find_on_hub(files: HubFiles) -> Literal["cache", "hub", "unknown"]:
+    """The place of files of the hub, a word of `FOUND`; ConfigError if the hub refuses them. Nothing is fetched."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -271,8 +272,8 @@ def hub_address() -> str:
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
 
 
-def revision_of(named: str, key: str) -> tuple[str, str | None]:
-    """The repository and the revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
+def split_revision(named: str, key: str) -> tuple[str, str | None]:
+    """The hub's repository and revision of `owner/name@revision`; ConfigError, which calls it `key`, if @ ends it."""
     repository, at, revision = named.partition("@")
     if at and not revision:
         raise ConfigError(f"{key} must have a branch, tag or commit after @, or no @")
@@ -282,7 +283,7 @@ def revision_of(named: str, key: str) -> tuple[str, str | None]:
 def _check_id(name: str, path: Path, must: str, *, is_file: bool = False) -> None:
     """Raises ConfigError if `name`, which is no existing path, is no hub id either; `must` begins the message."""
     missing = f"{must}: there is none of that name in {Path.cwd()}"
-    if is_file or is_local(name):
+    if is_file or can_only_be_path(name):
         near = nearest_name(path.name, _names(path.parent))
         raise ConfigError(missing + (f"; did you mean {path.parent / near}?" if near else ""))
     if not _ID.fullmatch(name):
@@ -301,8 +302,8 @@ def _from_cache(files: HubFiles) -> Path:
     return folder
 
 
-def drop_damaged(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
-    """Delete and return files of a commit's folder in the cache that changed since they were fetched."""
+def drop_damaged_files(folder: Path, patterns: Iterable[str] = ("**/*",)) -> list[Path]:
+    """Delete and return files of a commit's folder in the hub's cache that changed since they were fetched."""
     damaged = [
         path
         for path in sorted({path for pattern in patterns for path in folder.glob(pattern)})
@@ -339,7 +340,7 @@ def _fetch(files: HubFiles, announce: Callable[[str], None] | None) -> Path:
     logging.getLogger("huggingface_hub._snapshot_download").setLevel(logging.ERROR)
     try:
         folder = _from_cache(files)
-        if files.verified and drop_damaged(folder, files.patterns):
+        if files.verified and drop_damaged_files(folder, files.patterns):
             raise LookupError
         if files.revision == folder.name:
             return folder  # a commit never changes
@@ -378,7 +379,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _refusal(error: Exception, files: HubFiles) -> str:
-    """The message for a failed fetch: the reason and the fix."""
     from huggingface_hub import constants, errors
 
     site = hub_address()
@@ -433,18 +433,18 @@ def tokenizer_names() -> str:
     return listing([" with ".join(kind) for kind in TOKENIZERS], "or")
 
 
-def without_tokenizer(shown: str, names: Iterable[str]) -> str:
+def no_tokenizer_text(shown: str, names: Iterable[str]) -> str:
     """The message for a folder, called `shown`, whose files `names` include no tokenizer."""
     contents = f"it has {listing(sorted(names), most=_SHOWN)}" if names else "it is empty"
     return f"{shown} must hold a tokenizer, which is {tokenizer_names()}: {contents}"
 
 
-def without_weights(shown: str, names: Iterable[str]) -> str:
+def no_weights_text(shown: str, names: Iterable[str]) -> str:
     """The message for a folder or repository whose files `names` include no weights that can be loaded."""
     names = sorted(names)
     if not names:
         return f"checkpoint.load ({shown}) must hold {SINGLE}: it is empty"
-    if way := converter(shown, names):
+    if way := conversion_hint(shown, names):
         return f"checkpoint.load ({shown}) must be the folder of a model, and {way}"
     if pickled := listing([name for name in names if name.endswith(PICKLED)], most=_SHOWN):
         return (
@@ -460,7 +460,7 @@ def without_weights(shown: str, names: Iterable[str]) -> str:
     return f"checkpoint.load ({shown}) must hold {SINGLE} or {INDEX}: it has {listing(names, most=_SHOWN)}{fix}"
 
 
-def shards(names: Iterable[str]) -> list[str]:
+def unconsolidated_files(names: Iterable[str]) -> list[str]:
     """The files of torch's Hugging Face writer among `names`, in order."""
     return sorted(name for name in names if fnmatch(name, SHARDS))
 
@@ -478,16 +478,16 @@ def absent_parts(names: Collection[str], ranks: int = 0) -> list[str]:
     return sorted({*files} - {*names})
 
 
-def lacking_files(where: object, names: Iterable[str], ranks: int = 0) -> list[str]:
+def absent_parts_problem(where: object, names: Iterable[str], ranks: int = 0) -> list[str]:
     """The problem of a folder of torch's Hugging Face writer that lacks files, as `absent_parts` finds them."""
-    absent = listing(absent_parts(shards(names), ranks), most=3)
+    absent = listing(absent_parts(unconsolidated_files(names), ranks), most=3)
     must = f"{where} must have the files {SHARDS} of all ranks of one save, and lacks"
     return [f"{must} {absent}: fetch or copy what is missing"] if absent else []
 
 
 def has_weights(names: Collection[str]) -> bool:
     """True if files with these names include safetensors weights."""
-    return SINGLE in names or INDEX in names or bool(shards(names))
+    return SINGLE in names or INDEX in names or bool(unconsolidated_files(names))
 
 
 def check_weights(folder: Path) -> None:
@@ -498,12 +498,12 @@ def check_weights(folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"checkpoint.load ({folder}) must be a folder with weights: {reason_of(error)}") from None
     if index is not None:
-        indexed(index, folder, lambda name: name in names)
+        indexed_weight_files(index, folder, lambda name: name in names)
     elif not has_weights(names):
-        raise ConfigError(without_weights(str(folder), names))
+        raise ConfigError(no_weights_text(str(folder), names))
 
 
-def indexed(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
+def indexed_weight_files(index: bytes, folder: object, is_there: Callable[[str], bool]) -> list[str]:
     """The weight files that the index of `folder` names; ConfigError if it is no index or a file is missing."""
     try:
         names = sorted(set(json_value(index)["weight_map"].values()))

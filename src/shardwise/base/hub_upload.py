@@ -29,13 +29,7 @@ def require_upload(repository: str) -> None:
 
 
 def upload(folder: Path, repository: str, message: str) -> str:
-    """Upload all files of a folder as one commit, and return the address of the repository.
-
-    A repository that does not exist yet is made, and is private.
-
-    Raises:
-        RunError: the hub does not take it, or cannot be reached.
-    """
+    """Upload all files of a folder as one commit, to a new private repository if need be; returns its address."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils.tqdm import disable_progress_bars

@@ -59,7 +59,7 @@ ALIKE = "experts"
 """Name, within that of replicas, of the ranks that hold the same experts: `dp/experts`."""
 
 
-def is_named(axis: Axis, degrees: Mapping[str, int]) -> bool:
+def names_axis(axis: Axis, degrees: Mapping[str, int]) -> bool:
     """Return whether texts and files name an axis of a layout with these degrees, by the name of the degree."""
     return not axis.is_optional or degrees.get(axis.degree, 1) > 1
 
@@ -87,21 +87,21 @@ def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: boo
     """
     words = []
     for axis in (*CHOSEN_AXES, DATA):
-        if not is_named(axis, degrees):
+        if not names_axis(axis, degrees):
             continue
         degree = degrees[axis.degree]
         if ones or degree > 1:
             words.append(f"{axis.name.upper()} {degree}{' + SP' if axis is TENSOR and sequence and degree > 1 else ''}")
     text = " × ".join(words)
-    return f"{text} ({EXPERT.name.upper()} {degrees[EXPERT.degree]})" if is_named(EXPERT, degrees) else text
+    return f"{text} ({EXPERT.name.upper()} {degrees[EXPERT.degree]})" if names_axis(EXPERT, degrees) else text
 
 
-def keys_text(degrees: Mapping[str, int]) -> str:
+def degree_keys_text(degrees: Mapping[str, int]) -> str:
     """The keys of the degrees with their values, without the outermost ones that are 1.
 
     An example is `parallel.tensor × parallel.context (2 × 4 = 8)`.
     """
-    axes = [axis for axis in CHOSEN_AXES if is_named(axis, degrees)]
+    axes = [axis for axis in CHOSEN_AXES if names_axis(axis, degrees)]
     while len(axes) > 1 and degrees[axes[-1].degree] == 1:
         axes.pop()
     values = [degrees[axis.degree] for axis in axes]
@@ -109,14 +109,9 @@ def keys_text(degrees: Mapping[str, int]) -> str:
     return f"{' × '.join(axis.key for axis in axes)} ({' × '.join(map(str, values))}{product})"
 
 
-def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
-    """The place of a rank along each axis, by the axis' short name, the outermost axis first.
-
-    Args:
-        rank: number of the rank in the job.
-        degrees: ranks along each axis, by the name of the degree.
-    """
+def rank_coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
+    """The place of a rank along each axis, by the axis' short name, the outermost axis first."""
     places = {}
     for axis in reversed(AXES):
         rank, places[axis.name] = divmod(rank, degrees.get(axis.degree, 1))
-    return {axis.name: places[axis.name] for axis in AXES if is_named(axis, degrees)}
+    return {axis.name: places[axis.name] for axis in AXES if names_axis(axis, degrees)}

@@ -16,8 +16,8 @@ _RULE = (
 )
 
 
-def target_problem(target: str) -> str | None:
-    """Return why a target cannot be used, without the secrets in it; None for one that can."""
+def notice_target_problem(target: str) -> str | None:
+    """Return why a target of `log.notify` cannot be used, without the secrets in it; None for one that can."""
     if target.startswith(VARIABLE):
         name = target.removeprefix(VARIABLE)
         is_right = re.fullmatch(r"[A-Za-z_]\w*", name) is not None and not recorded_variables({name: ""})

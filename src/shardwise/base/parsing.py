@@ -37,11 +37,7 @@ MOST_VALUES = 100_000
 
 
 def json_value(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> Any:
-    """The value of a JSON text, by a parser such as Python's.
-
-    Raises:
-        ValueError: it is no JSON in UTF-8, has a number of thousands of digits, or more levels than `MOST_LEVELS`.
-    """
+    """The value of a JSON text; ValueError: no JSON in UTF-8, a number too long, or more levels than `MOST_LEVELS`."""
     problem = f"it has more than {MOST_LEVELS} levels of lists and mappings inside each other"
     try:
         value = loads(text)
@@ -96,16 +92,12 @@ class NotReadError(ValueError):
 
 
 def yaml_value(text: str, origin: str) -> Any:
-    """The value that `text` holds; `origin` names it in errors.
-
-    Raises:
-        NotReadError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
-    """
+    """The value of a YAML text, `origin` in errors; NotReadError: it is none, is too deep or large, or repeats keys."""
     # Costly to import, for readers of JSON.
     import yaml
 
     # libyaml's loader, where PyYAML was built with it, is several times faster. The base loader gives every scalar as
-    # text: `scalar` decides what a word means.
+    # text: `yaml_scalar` decides what a word means.
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
     try:
         root = yaml.compose(text, Loader=loader)
@@ -134,8 +126,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     return value
 
 
-def scalar(text: str) -> bool | int | float | str | None:
-    """The value of a plain word."""
+def yaml_scalar(text: str) -> bool | int | float | str | None:
+    """The value of a plain word in YAML."""
     # `null`, `Null` and `NULL` are the word; `nULL` is a text.
     word = text if text in _WORDS else text.lower()
     if word in _WORDS and text in (word, word.capitalize(), word.upper()):
@@ -174,7 +166,7 @@ class _Conversion:
         if node.id == "sequence":
             return [self.value(item, (*path, str(index))) for index, item in enumerate(node.value)]
         if node.id == "scalar":
-            return node.value if node.style in _QUOTED else scalar(node.value)
+            return node.value if node.style in _QUOTED else yaml_scalar(node.value)
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if key_node.id != "scalar":
@@ -191,7 +183,6 @@ class _Conversion:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """The problem of a text, with its place where the parser tells it."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else problem
@@ -204,20 +195,20 @@ _LARGEST_AMOUNT = 1e30
 _NOT_FINITE = ("nan", "inf", "-inf")
 
 
-def record_of(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
-    """The record in a text, a file or a line, by a parser such as Python's; ValueError if it is no JSON object."""
+def record_of_json(text: str | bytes, loads: Callable[[str | bytes], Any] = json.loads) -> dict[str, Any]:
+    """The record in a JSON text of a run's folder, by a parser such as Python's; ValueError if it is no JSON object."""
     value = json_value(text, loads)
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
-    return typed(value)
+    return typed_record(value)
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record that is a file's whole content; OSError if it cannot be read, ValueError if it is none."""
-    return record_of(read_plain(path))
+    """The record that a JSON file of a run's folder holds; OSError if it cannot be read, ValueError if it is none."""
+    return record_of_json(read_plain(path))
 
 
-def typed(record: Mapping[str, Any]) -> dict[str, Any]:
+def typed_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """A record without the fields that have another type than a run writes; unknown fields stay as they are."""
     kept = {}
     for name, value in record.items():
@@ -233,7 +224,7 @@ def typed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_of(value: Any) -> int | None:
-    """A whole number from 0 on; None for anything else."""
+    """A value of JSON if it is a whole number from 0 on; None for anything else."""
     return value if type(value) is int and 0 <= value <= _LARGEST_COUNT else None
 
 
@@ -282,7 +273,7 @@ def _stages(value: Any) -> list[dict[str, Any]] | None:
 
 
 def _record(value: Any) -> dict[str, Any] | None:
-    return typed(value) if isinstance(value, Mapping) else None
+    return typed_record(value) if isinstance(value, Mapping) else None
 
 
 _FIELDS: dict[Callable[[Any], Any], str] = {
@@ -316,8 +307,8 @@ _KINDS = {name: kind for kind, names in _FIELDS.items() for name in names.split(
 # ---- records as dataclasses
 
 
-def instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
-    """A dataclass whose fields are those of a record; ValueError if one is missing, or has another type."""
+def record_instance(cls: type[_T], record: Mapping[str, Any]) -> _T:
+    """A dataclass whose fields are those of a JSON record; ValueError if one is missing, or has another type."""
     read: _T = _adapter(cast(Any, cls)).validate_json(json.dumps(record), strict=True)
     return read
 
@@ -330,7 +321,7 @@ def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def instances(cls: type[_T], path: Path) -> list[_T]:
+def record_instances(cls: type[_T], path: Path) -> list[_T]:
     """The records of a file of JSON lines as dataclasses; none if the file cannot be read.
 
     A line that is damaged is left out, such as one that a crash cut short.
@@ -339,7 +330,7 @@ def instances(cls: type[_T], path: Path) -> list[_T]:
     with suppress(OSError):
         for line in read_plain(path).splitlines():
             with suppress(ValueError):
-                records.append(instance(cls, record_of(line)))
+                records.append(record_instance(cls, record_of_json(line)))
     return records
 
 

@@ -21,11 +21,7 @@ class Price:
 
     @staticmethod
     def of(text: str, named: str) -> Price:
-        """Return the price that a text such as `2.50 USD` or `40 USD/node` gives; `named` names the text in errors.
-
-        Raises:
-            ConfigError: it is no price, or has no currency.
-        """
+        """Return the price that a text such as `40 USD/node` gives; a ConfigError calls the text `named`."""
         match = re.fullmatch(_FORM, text.strip())
         if match is None or float(match[1]) > _MOST_PRICE:
             raise ConfigError(

@@ -87,7 +87,6 @@ class progress:
                 bar.update(task, description=self._text(), completed=self._amount, refresh=True)
 
     def _text(self) -> str:
-        """The amounts, the speed and the time that is left."""
         if self.done is not None:
             self.advance(self.done() - self._before - self._amount)
         total, noun = self.total, self.noun

@@ -25,13 +25,13 @@ COMMAND_MODULES = {
 }
 """Modules of the commands, and of the actions of commands, that are not in `shardwise.cli`."""
 _FUNCTIONS = {
-    "cluster": "shardwise_plan.device_specs:cluster",
+    "cluster": "shardwise_plan.device_specs:parse_cluster",
     "plot_runs": "shardwise_watch.plot:plot_runs",
-    "sized_own": "shardwise_plan.own_model:sized_own",
-    "predicted_step": "shardwise_plan.plan_text:predicted_step",
+    "sized_own": "shardwise_plan.own_model:own_model_stand_in",
+    "predicted_step": "shardwise_plan.prediction_text:predicted_step",
     "draw_sample": "shardwise_use.generation:draw_sample",
     "gguf_export": "shardwise_use.gguf_file:GGUFExport",
-    "require_readable": "shardwise_use.readers:require_readable",
+    "require_readable": "shardwise_use.other_readers:require_readable",
     "evaluate_tasks": "shardwise_use.task_evaluation:evaluate_tasks",
     "recipe_of": "shardwise_use.porting.recipes:recipe_of",
     "cancel_waiting_jobs": "shardwise_jobs.jobs:cancel_waiting_jobs",
@@ -40,13 +40,13 @@ _FUNCTIONS = {
 
 
 def provided(name: str) -> Any:
-    """The function that is registered by this name; its package is imported by the first use."""
+    """The function of a package beside the core that has this name; the first use imports its package."""
     module, _, function = _FUNCTIONS[name].partition(":")
     return getattr(import_module(module), function)
 
 
 def imported(name: str) -> ModuleType:
-    """Import a module. This makes objects that stay: to search them for garbage, now or later, frees nothing."""
+    """Import a module without garbage collection. Its objects stay: to search them, now or later, frees nothing."""
     gc.disable()
     try:
         return import_module(name)

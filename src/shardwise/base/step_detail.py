@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepDetail:
-    """Numbers of a step, under the names of the run's files.
+    """Numbers that a part of a training adds to the record of a logged step, under the names of the run's files.
 
     Attributes:
         numbers: beside the loss, in metrics and trackers.

@@ -107,8 +107,8 @@ def _boxes_of_run(begin: int, end: int, lead: tuple[int, ...], shape: tuple[int,
         yield from _boxes_of_run(0, end - last * stride, (*lead, last), row_shape)
 
 
-def segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
-    """A tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
+def box_segments(shape: tuple[int, ...], elements: int) -> Iterator[Box]:
+    """A whole tensor as boxes of at most `elements` elements, in order: whole rows where a row has fewer."""
     total = Box.whole(shape).numel
     row = total // shape[0] if shape and shape[0] else total
     step = max(elements // row, 1) * row if 0 < row <= elements else elements

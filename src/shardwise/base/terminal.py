@@ -14,7 +14,7 @@ _NARROWEST = 40
 """Columns below which nothing is wrapped further: the words would stand alone."""
 
 
-def width_of(stream: TextIO) -> int | None:
+def _terminal_width(stream: TextIO) -> int | None:
     """Columns of the terminal to which `stream` writes; None for a file or a pipe, whose lines stay whole."""
     if not stream.isatty():
         return None
@@ -26,26 +26,22 @@ def width_of_prose() -> int:
     return max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST)) - 2
 
 
-def wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words: neither a long word nor one with a hyphen is cut.
-
-    Args:
-        indent: what every line but the first begins with; `width` counts it.
-    """
+def wrap_words(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of whole words, however long one is; `indent` begins all lines but the first, within `width`."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def fitted(text: str, stream: TextIO) -> str:
+def fit_to_terminal(text: str, stream: TextIO) -> str:
     """Lines for a stream; on a terminal, each that is too long goes on below its own beginning, two columns deeper.
 
     A command to be pasted stays whole.
     """
-    width = width_of(stream)
+    width = _terminal_width(stream)
     if width is None:
         return text
     lines: list[str] = []
     for line in text.split("\n"):
         margin = " " * (len(line) - len(line.lstrip()) + 2)
         is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
-        lines += [line] if len(line) <= width or is_command else wrapped(line, width, margin)
+        lines += [line] if len(line) <= width or is_command else wrap_words(line, width, margin)
     return "\n".join(lines)

@@ -15,19 +15,19 @@ _TOKEN_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def count(value: float) -> str:
-    """A count in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; above trillions as `4.49e20`."""
+    """The text of a count, in powers of 1,000: `5.3 M`, `6.9 billion`; below 1,000 as it is; beyond, `4.49e20`."""
     if abs(value) >= _LARGEST_WORD:
         return f"{value:.2e}".replace("e+", "e")
     return _scaled(value, 1000.0, _COUNT_SUFFIXES)
 
 
 def size(value: float) -> str:
-    """Bytes in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
+    """Bytes as text, in powers of 1,024: `size(3 * 2**29)` is `1.5 GiB`."""
     return _scaled(value, 1024.0, _SIZE_SUFFIXES)
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: `1 file`, `2,000 files`."""
+    """A number of things as text: `1 file`, `2,000 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

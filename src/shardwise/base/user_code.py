@@ -18,8 +18,8 @@ _given: dict[str, object] = {}
 
 
 @contextmanager
-def given(objects: Mapping[str, object]) -> Iterator[None]:
-    """Inside, these names stand for these objects: a program gives a hook that no module need have."""
+def given_objects(objects: Mapping[str, object]) -> Iterator[None]:
+    """Inside, these names of `hooks` stand for these objects of the user's, which no module need have."""
     before = dict(_given)
     _given.update(objects)
     try:
@@ -29,8 +29,8 @@ def given(objects: Mapping[str, object]) -> Iterator[None]:
         _given.update(before)
 
 
-def name_of(value: object) -> str:
-    """The name that a configuration records for an object that a program gives: module:Name of it, or of its class."""
+def object_name(value: object) -> str:
+    """The name that a configuration records for an object of the user's: module:Name of it, or of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     name = re.sub(r"\W+", "_", named.__qualname__)
     module = getattr(named, "__module__", None)
@@ -40,8 +40,8 @@ def name_of(value: object) -> str:
     return f"{module}:{name}"
 
 
-def load(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -> Any:
-    """The object that `package.module:Name` names, from the current directory or an installed package.
+def load_user_object(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -> Any:
+    """The object of the user's that `package.module:Name` names, from the current directory or an installed package.
 
     Args:
         is_of_kind: predicate of objects that the key may name.
@@ -68,7 +68,7 @@ def load(key: str, path: str, is_of_kind: Callable[[object], bool], kind: str) -
 
 
 def accepts(function: Callable[..., Any], *arguments: object, **options: object) -> bool:
-    """True if a function can be called with these arguments, or does not tell."""
+    """True if a function of the user's can be called with these arguments, or does not tell."""
     try:
         inspect.signature(function).bind(*arguments, **options)
     except TypeError:

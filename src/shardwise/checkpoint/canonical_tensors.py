@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,11 @@ from shardwise.config import FamilyConfig, config_from_sections
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Piece, Placement, placements
-from shardwise.models.blocks import Stages
 from shardwise.models.build import build_model
+from shardwise.pipeline.stages import Stages
 
-
-@dataclass(frozen=True, order=True)
-class ParameterKey:
-    """A parameter of a model: its pipeline stage, and its number in that stage."""
-
-    stage: int
-    number: int
+_ParameterKey: TypeAlias = tuple[int, int]
+"""A parameter of a model: its pipeline stage, and its number in that stage."""
 
 
 def canonical_tensors(
@@ -66,25 +61,25 @@ def canonical_tensors(
             yield name, collectives.broadcast_(values, ranks, source=rank)
 
 
-def _by_key(model: nn.Module) -> dict[ParameterKey, tuple[nn.Parameter, Placement]]:
+def _by_key(model: nn.Module) -> dict[_ParameterKey, tuple[nn.Parameter, Placement]]:
     """This rank's parameters with their records, each parameter once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
-    keys: dict[nn.Parameter, tuple[ParameterKey, Placement]] = {}
+    keys: dict[nn.Parameter, tuple[_ParameterKey, Placement]] = {}
     for index, part in stages.items():
         for number, (_, parameter, record) in enumerate(placements(part)):
-            keys.setdefault(parameter, (ParameterKey(index, number), record))
+            keys.setdefault(parameter, ((index, number), record))
     return {key: (parameter, record) for parameter, (key, record) in keys.items()}
 
 
 def _pieces_by_rank(
-    local: Mapping[ParameterKey, tuple[nn.Parameter, Placement]],
-) -> dict[ParameterKey, list[list[Piece]]]:
+    local: Mapping[_ParameterKey, tuple[nn.Parameter, Placement]],
+) -> dict[_ParameterKey, list[list[Piece]]]:
     """For each parameter the pieces of every rank of its groups; one exchange a group."""
     # The ranks of a model go through its groups in the order of its parameters, so that their exchanges match.
-    by_groups: dict[tuple[Group, ...], dict[ParameterKey, list[Piece]]] = {}
+    by_groups: dict[tuple[Group, ...], dict[_ParameterKey, list[Piece]]] = {}
     for key, (_, record) in local.items():
         by_groups.setdefault(record.holders, {})[key] = record.pieces_to_send
-    pieces_by_rank: dict[ParameterKey, list[list[Piece]]] = {}
+    pieces_by_rank: dict[_ParameterKey, list[list[Piece]]] = {}
     for groups, pieces_by_key in by_groups.items():
         by_rank = [pieces_by_key]
         for group in groups:

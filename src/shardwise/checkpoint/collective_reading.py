@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import Manifest, Numbers, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive, require_size
+from shardwise.checkpoint.storage.chunks import READ_BYTES, consecutive_numbers, require_size
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.distributed import collectives
@@ -118,7 +118,7 @@ class CheckpointReader:
         entry = self.manifest.files[file]
         require_size(self.folder / entry.path, entry)
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
-        for first, last in consecutive(chunks.tolist()):
+        for first, last in consecutive_numbers(chunks.tolist()):
             for chunk in range(first, last + 1, at_once):
                 stop = min(chunk + at_once, last + 1) * entry.chunk_bytes
                 self._tensors.reader(file).read(chunk * entry.chunk_bytes, min(stop, entry.bytes))
@@ -128,8 +128,10 @@ class CheckpointReader:
 
 
 @torch.no_grad()
-def read(reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, group: Group | None = None) -> None:
-    """Fill the targets of every rank, each group's (default: tensor parallelism's) from its own reads.
+def read_tensors(
+    reader: CheckpointReader, requests: Iterable[ReadRequest], mesh: Mesh, group: Group | None = None
+) -> None:
+    """Fill the targets of every rank from a checkpoint; each group (default: tensor parallelism's) reads for itself.
 
     Collective over the mesh; ranks that have copies of a request have these requests in the same order.
 
@@ -241,7 +243,6 @@ def _segments(
 
 
 def _overlaps(requests: Iterable[_RequestedBox], box: Box) -> list[_RequestedBox]:
-    """The parts of requests that lie in a box."""
     overlaps = ((request, request.box.intersect(box)) for request in requests)
     return [request._replace(box=overlap) for request, overlap in overlaps if overlap is not None]
 

@@ -19,7 +19,13 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
 from shardwise.base.hub import GENERATION, TOKENIZER
 from shardwise.base.parsing import json_value
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, flat_ids, read_as_it_is
+from shardwise.checkpoint.format.model_files import (
+    BEGIN_ID,
+    END_ID,
+    FilesBesideWeights,
+    special_ids,
+    with_readable_tokenizer,
+)
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -62,7 +68,7 @@ def model_files(
     ends = {name: ids[name] for name in (BEGIN_ID, END_ID) if ids.get(name) is not None}
     if family is not None and family.causal and ends:
         generation[GENERATION] = to_json(ends)
-    token_files = read_as_it_is({**companions.files, **tokenizer_files}, pairs=not config.causal)
+    token_files = with_readable_tokenizer({**companions.files, **tokenizer_files}, pairs=not config.causal)
     return {**generation, **token_files, CONFIG: to_json(described)}
 
 
@@ -93,8 +99,8 @@ class Companions:
     notes: tuple[str, ...] = ()
 
 
-def find_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:
-    """The companions from the first place that describes text of the same tokens as the data.
+def find_checkpoint_companions(config: Config, weights: Root | None, tokenizer: Path | None) -> Companions:
+    """The companions of checkpoints from the first place that describes text of the same tokens as the data.
 
     The places are that of `checkpoint.companions`, that of the loaded weights or the file of `model.config`, and the
     folder of `data.tokenizer`.
@@ -177,16 +183,16 @@ def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Com
     if template is None:
         return companions
     tokenizer = template.tokenizer
-    known = flat_ids({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
+    known = special_ids({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
     stops = [tokenizer.token_id(token) for token in template.stop_tokens]
-    ends = list(dict.fromkeys([*known, *flat_ids({END_ID: stops})]))
+    ends = list(dict.fromkeys([*known, *special_ids({END_ID: stops})]))
     if ends == known:
         return companions
     files = dict(companions.files)
     if GENERATION in files:
         # transformers prefers the ids of this file.
         generation = json_value(files[GENERATION])
-        ids = list(dict.fromkeys([*flat_ids(generation, END_ID), *ends]))
+        ids = list(dict.fromkeys([*special_ids(generation, END_ID), *ends]))
         files[GENERATION] = to_json({**generation, END_ID: ids})
     return replace(companions, ids={**companions.ids, END_ID: ends}, files=files)
 
@@ -204,7 +210,7 @@ def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions |
     source_tokenizer = source.tokenizer()
     if source_tokenizer is None:
         return Companions(source.ids, generation_file) if end in source.end_ids else None
-    for token_id in [*flat_ids(source.ids), *flat_ids(source.generation)]:
+    for token_id in [*special_ids(source.ids), *special_ids(source.generation)]:
         if tokenizer.token_of(token_id) != source_tokenizer.token_of(token_id):
             return None
     if end in source.end_ids or end in (None, source_tokenizer.end_of_document_id):

@@ -24,12 +24,12 @@ PINNED_BYTES = 4 * 2**30
 _LEAST_BLOCK_BYTES = 2**12
 
 
-class Aborted(Exception):
-    """The thread that copies failed, so the bytes that arrived are incomplete."""
+class CopyAborted(Exception):
+    """The thread that copies a checkpoint from the device failed, so the bytes that arrived are incomplete."""
 
 
 class HostBuffer:
-    """A stream of bytes through a pool of memory blocks, which every save uses again.
+    """A stream of bytes through a pool of host memory, which every save of a checkpoint uses again.
 
     Attributes:
         is_limited: whether `put` may have to wait until a block was written.
@@ -52,7 +52,7 @@ class HostBuffer:
         self._blocks_to_pin = 0 if device.type == "cpu" else PINNED_BYTES // self._block_bytes
         self._stream = devices.side_stream(device)
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | Aborted | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, int, torch.Event | None] | CopyAborted | None] = queue.SimpleQueue()
         self._block: Tensor | None = None
         self._filled_bytes = 0
 
@@ -107,7 +107,7 @@ class HostBuffer:
         devices.synchronize(self._device)
         self._filled_bytes = 0
         self._pass_on()
-        self._full.put(Aborted())
+        self._full.put(CopyAborted())
 
     def blocks(self) -> Iterator[memoryview]:
         """Yield the bytes of one save, each block valid until the next; Aborted if the other thread gave up."""
@@ -115,7 +115,7 @@ class HostBuffer:
             message = self._full.get()
             if message is None:
                 return
-            if isinstance(message, Aborted):
+            if isinstance(message, CopyAborted):
                 raise message
             block, filled_bytes, end_of_copies = message
             if end_of_copies is not None:

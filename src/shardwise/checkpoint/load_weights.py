@@ -9,13 +9,13 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.hub import check_weights
-from shardwise.base.tensor_box import segments
-from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
+from shardwise.base.tensor_box import box_segments
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
-from shardwise.checkpoint.format.model_files import differences
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources
+from shardwise.checkpoint.format.model_files import model_differences
+from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_tied_copies, find_sources
 from shardwise.checkpoint.format.writing import STREAM_BYTES
-from shardwise.checkpoint.restore import local_pieces, of_all_tensors, other_ends, read_manifest
+from shardwise.checkpoint.restore import facts_of_all_tensors, local_pieces, read_manifest, tied_ends
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.checkpoint.weight_writers import TORCH_DTYPES
 from shardwise.config import ModelConfig
@@ -28,13 +28,13 @@ from shardwise.optim.zero import ZeroRedundancyOptimizer
 _SHOWN = 5
 
 
-def require_model(config: ModelConfig, folder: Root, group: Group) -> None:
+def require_model_weights(config: ModelConfig, folder: Root, group: Group) -> None:
     """Raise, on every rank of the group, why the weights of a folder are not the model's, where any rank finds it."""
     try:
-        problems = list(differences(config, folder).problems)
+        problems = list(model_differences(config, folder).problems)
     except ConfigError as error:
         problems = error.problems
-    collectives.agree(problems, group)
+    collectives.raise_on_all_ranks(problems, group)
 
 
 def load_hugging_face(
@@ -56,17 +56,17 @@ def load_hugging_face(
     tensors, config_problems = _open_hugging_face(config, mesh.world, folder)
     where = f"checkpoint.load ({folder})"
     stored = tensors.states[MODEL]
-    sources, problems = find_sources(where, config.family, tensor_shapes(model, mesh), stored, tensors.files)
+    sources, problems = find_sources(where, config.family, canonical_tensor_shapes(model, mesh), stored, tensors.files)
     # Weights of another configuration have other shapes: its keys tell why.
-    collectives.agree(config_problems or problems, mesh.world)
+    collectives.raise_on_all_ranks(config_problems or problems, mesh.world)
     requests: list[ReadRequest] = []
     for piece, piece_box, target, _ in weight_slices(model, optimizer):
         request = ReadRequest(MODEL, piece.name, piece_box, target)
         # A stored value has at most 8 bytes.
-        requests += [request.part(box) for box in segments(piece_box.size, STREAM_BYTES // 8)]
+        requests += [request.part(box) for box in box_segments(piece_box.size, STREAM_BYTES // 8)]
     try:
         boxes = [(request.name, request.box) for request in requests]
-        problems = differing_copies(where, tensors, sources, boxes)
+        problems = differing_tied_copies(where, tensors, sources, boxes)
         if not problems:
             for request in requests:
                 name = sources[request.name][0]
@@ -74,10 +74,10 @@ def load_hugging_face(
                 request.target.copy_(values.view(TORCH_DTYPES[stored[name].dtype]))
     except StoreError as error:
         problems = [f"checkpoint.load: {error}"]
-    collectives.agree(problems, mesh.world)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     for bucket in [] if optimizer is None else optimizer.buckets:
         bucket.adopt_values()
-    require_finite(model, mesh, folder, optimizer)
+    require_finite_weights(model, mesh, folder, optimizer)
 
 
 def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple[StoredTensors, list[str]]:
@@ -88,7 +88,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
     problems: list[str] = []
     try:
         check_weights(folder)
-        config_problems = list(differences(config, root).problems)
+        config_problems = list(model_differences(config, root).problems)
         tensors = StoredTensors.of(root)
     except ConfigError as error:
         problems = error.problems
@@ -96,7 +96,7 @@ def _open_hugging_face(config: ModelConfig, world: Group, folder: Path) -> tuple
         problems = [f"{error}: fetch or copy it again"]
     except StoreError as error:
         problems = [str(error)]
-    collectives.agree(problems, world)
+    collectives.raise_on_all_ranks(problems, world)
     assert tensors is not None
     return tensors, config_problems
 
@@ -115,8 +115,8 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
     """
     manifest = read_manifest(folder, mesh.world)
     stored = manifest.tensors.get(MODEL, {})
-    _, problems = find_sources(f"checkpoint.load ({folder})", family, tensor_shapes(model, mesh), stored)
-    collectives.agree(problems, mesh.world)
+    _, problems = find_sources(f"checkpoint.load ({folder})", family, canonical_tensor_shapes(model, mesh), stored)
+    collectives.raise_on_all_ranks(problems, mesh.world)
     masters = manifest.tensors.get(MASTER, {})
     requests: list[ReadRequest] = []
     for piece, target in local_pieces(model):
@@ -126,13 +126,13 @@ def load_checkpoint(model: nn.Module, family: str, mesh: Mesh, folder: Root) -> 
         if master is not None and target.dtype == torch.float32:
             is_usable = master.shape == piece.shape and master.dtype in TORCH_DTYPES
             state = MASTER if is_usable else MODEL
-        copies = (piece.replicas or mesh.replicas, other_ends(piece, mesh))
+        copies = (piece.replicas or mesh.replicas, tied_ends(piece, mesh))
         requests.append(ReadRequest(state, piece.name, piece.box, target, copies))
-    read(CheckpointReader(folder, manifest), requests, mesh)
-    require_finite(model, mesh, folder)
+    read_tensors(CheckpointReader(folder, manifest), requests, mesh)
+    require_finite_weights(model, mesh, folder)
 
 
-def require_finite(
+def require_finite_weights(
     model: nn.Module, mesh: Mesh, folder: Path | Root, optimizer: ZeroRedundancyOptimizer | None = None
 ) -> None:
     """ConfigError, on every rank, where a weight that came from a folder has values that are NaN or infinite."""
@@ -151,7 +151,7 @@ def require_finite(
         )
 
 
-def tensor_shapes(model: nn.Module, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+def canonical_tensor_shapes(model: nn.Module, mesh: Mesh) -> dict[str, tuple[int, ...]]:
     """Canonical name → shape of all tensors of the model; collective over the ranks that have others."""
     shapes = {piece.name: piece.shape for _, _, record in placements(model) for piece in record.pieces}
-    return of_all_tensors(shapes, mesh)
+    return facts_of_all_tensors(shapes, mesh)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError, ShardwiseError, listing
-from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read, verify_unread
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors, verify_unread
 from shardwise.checkpoint.format.manifest import MODEL, Manifest
-from shardwise.checkpoint.format.stored_tensors import mismatches
-from shardwise.checkpoint.format.verify import untiled
+from shardwise.checkpoint.format.stored_tensors import tensor_mismatches
+from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.storage.root import DamageError, Root
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -38,8 +38,8 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Restored:
-    """The result of a restore.
+class _Restored:
+    """The result of the restore of a checkpoint.
 
     Attributes:
         bytes_read: bytes of files that this rank read, in whole chunks.
@@ -52,7 +52,7 @@ class Restored:
 
 
 def on_first_rank(work: Callable[[], _Result], world: Group) -> _Result:
-    """Do some work on the first rank, and return its result, or raise its ShardwiseError, on every rank. Collective."""
+    """Do work on a checkpoint on the first rank; return its result or raise its error on every rank. Collective."""
     result: _Result | None = None
     problem: ShardwiseError | None = None
     if world.rank == 0:
@@ -80,12 +80,12 @@ def read_manifest(folder: Root, world: Group) -> Manifest:
 def intact_manifest(folder: Root) -> Manifest:
     """The manifest of a checkpoint, whose pieces tile its tensors; errors as of `read_manifest`, on this rank alone."""
     manifest = Manifest.read(folder)
-    if gaps := untiled(manifest.tensors):
+    if gaps := untiled_tensors(manifest.tensors):
         raise DamageError(f"{folder} is damaged: {'; '.join(gaps[:_SHOWN])}")
     return manifest
 
 
-def restore(
+def restore_checkpoint(
     folder: Root,
     manifest: Manifest,
     model: nn.Module,
@@ -93,7 +93,7 @@ def restore(
     mesh: Mesh,
     *,
     weights_only: bool = False,
-) -> Restored:
+) -> _Restored:
     """Set weights, and unless `weights_only` the optimizer's state, to those of a checkpoint; collective.
 
     Each rank reads the values that it updates, which are its ZeRO-1 slices, or, of whole state and of frozen weights,
@@ -117,24 +117,24 @@ def restore(
         problems += _optimizer_problems(manifest, model, optimizer, states, folder)
         numbers, number_problems = _numbers_by_bucket(manifest, model, optimizer, steps)
         problems += number_problems
-    collectives.agree(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
+    collectives.raise_on_all_ranks(problems + _mismatches(manifest, model, optimizer, states, mesh, folder), mesh.world)
     if not weights_only:
         begin_restoring(optimizer, states, steps, numbers)
     reader = CheckpointReader(folder, manifest)
     _read_slices(reader, model, optimizer, states, mesh)
     finish_restoring(optimizer)
     damage = () if weights_only else verify_unread(reader, mesh)
-    return Restored(manifest, reader.bytes_read, damage)
+    return _Restored(manifest, reader.bytes_read, damage)
 
 
-def other_ends(piece: Piece, mesh: Mesh) -> Group:
-    """The pipeline ranks with the same piece: of a tied weight both ends, else this rank alone."""
+def tied_ends(piece: Piece, mesh: Mesh) -> Group:
+    """The pipeline ranks that restore the same piece: of a tied weight both ends, else this rank alone."""
     is_along_pipeline = piece.copies.size > 1 and set(piece.copies.ranks) <= set(mesh.pp.ranks)
     return piece.copies if is_along_pipeline else Group()
 
 
 def local_pieces(model: nn.Module, *, frozen: bool = False) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece of the model with elements, and the view of its values: shape `piece.box.size`.
+    """Each piece of the model to restore, and the view of its values: shape `piece.box.size`.
 
     `frozen`: those of frozen parameters alone.
     """
@@ -159,20 +159,19 @@ def _read_slices(
     for piece, target in local_pieces(model, frozen=True):
         state = _precise_state(reader.manifest, piece.name)
         plain.append(ReadRequest(state, piece.name, piece.box, target, (piece.replicas or mesh.replicas,)))
-    read(reader, plain, mesh)
+    read_tensors(reader, plain, mesh)
     # Asked of the model, not of the requests: a rank without any must take part in the stage's reading all the same.
     has_transposed = any(piece.transposed for _, _, record in placements(model) for piece in record.pieces)
-    read(reader, transposed, mesh, mesh.stage if has_transposed else mesh.tp)
+    read_tensors(reader, transposed, mesh, mesh.stage if has_transposed else mesh.tp)
 
 
 def _slice_requests(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], mesh: Mesh
 ) -> Iterator[tuple[Piece, ReadRequest]]:
-    """The slices that this rank updates: of the weights, and of each state."""
     flats = state_tensors(optimizer)
     for part in state_slices(model, optimizer):
         name = part.piece.name
-        copies = (other_ends(part.piece, mesh),)
+        copies = (tied_ends(part.piece, mesh),)
         weights = part.of(part.bucket.master.detach())
         yield part.piece, ReadRequest(_precise_state(manifest, name), name, part.box, weights, copies)
         for state in states:
@@ -216,7 +215,6 @@ def _are_numbers(numbers: object) -> bool:
 def _optimizer_problems(
     manifest: Manifest, model: nn.Module, optimizer: ZeroRedundancyOptimizer, states: Sequence[str], folder: Root
 ) -> list[str]:
-    """The reasons why an optimizer cannot go on with a checkpoint's states: it keeps others, or is of another class."""
     described = manifest.optimizer or {}
     saved_class = described.get("class")
     has_steps = bool(described.get("steps"))
@@ -287,8 +285,8 @@ def _numbers_by_bucket(
     return numbers, problems[:_SHOWN]
 
 
-def of_all_tensors(local: Mapping[str, _Result], mesh: Mesh) -> dict[str, _Result]:
-    """Facts by canonical name with those of other tensors; collective over the ranks that have them."""
+def facts_of_all_tensors(local: Mapping[str, _Result], mesh: Mesh) -> dict[str, _Result]:
+    """Facts on all tensors to load, by canonical name; collective over the ranks that have others."""
     facts = dict(local)
     for group in mesh.dividing_tensors:
         facts = {name: fact for part in collectives.all_gather_objects(facts, group) for name, fact in part.items()}
@@ -314,13 +312,13 @@ def _mismatches(
             # A tensor without elements is never written.
             if math.prod(piece.shape):
                 local[piece.name] = (piece.shape, states_of_parameter.get(parameter, set()))
-    tensors = of_all_tensors(local, mesh)
+    tensors = facts_of_all_tensors(local, mesh)
     shapes = {name: shape for name, (shape, _) in tensors.items()}
     needed_states = {name: states_of_tensor for name, (_, states_of_tensor) in tensors.items()}
-    problems = mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
+    problems = tensor_mismatches(str(folder), shapes, manifest.tensors.get(MODEL, {}))
     for state in dict.fromkeys((MASTER, *states)):
         # A tensor that the model lacks is named once, among the weights.
         stored = {name: entry for name, entry in manifest.tensors.get(state, {}).items() if name in shapes}
         needed = [name for name, tensor_states in needed_states.items() if state in tensor_states]
-        problems += mismatches(str(folder), shapes, stored, needed=needed, state=state)
+        problems += tensor_mismatches(str(folder), shapes, stored, needed=needed, state=state)
     return problems

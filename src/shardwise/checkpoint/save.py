@@ -26,25 +26,25 @@ from torch import Tensor, nn
 from shardwise.base.errors import ShardwiseError, listing, see
 from shardwise.base.hardware import available_memory
 from shardwise.checkpoint.companions import Companions, model_files
-from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, too_large
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, manifest_size_problem
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.verify import untiled
+from shardwise.checkpoint.format.verify import untiled_tensors
 from shardwise.checkpoint.format.writing import (
     MAX_SHARD_BYTES,
     PieceRows,
     PlannedFile,
     PlannedPiece,
-    require_room,
+    require_disk_room,
     state_file,
     tensor_entries,
     weight_index,
-    write_small,
+    write_small_file,
 )
-from shardwise.checkpoint.host_buffer import Aborted, HostBuffer
+from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 from shardwise.checkpoint.storage.checkpoint_folders import (
     partial_name,
-    prune,
-    put_in_place,
+    prune_checkpoints,
+    put_checkpoint_in_place,
     remove_checkpoint,
     step_name,
 )
@@ -68,8 +68,8 @@ missing which another machine has written."""
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The end of a save.
+class SavedCheckpoint:
+    """The end of the save of a checkpoint.
 
     Attributes:
         step: updates done.
@@ -77,7 +77,7 @@ class Saved:
         blocked: seconds for which training waited.
         seconds: time from the call to the complete checkpoint.
         problem: why there is no checkpoint, or None.
-        removed: steps of the older checkpoints that were removed, as `Keeping` says.
+        removed: steps of the older checkpoints that were removed, as `KeptCheckpoints` says.
         warning: why an older checkpoint could not be removed, or None.
         lost_peer: another rank ended during the save; the problem, if there is one, is a consequence.
     """
@@ -117,10 +117,10 @@ class _PendingSave:
         """Seconds since the call."""
         return time.perf_counter() - self.started
 
-    def result(self, total_bytes: int, problem: str | None, *, lost_peer: bool = False) -> Saved:
+    def result(self, total_bytes: int, problem: str | None, *, lost_peer: bool = False) -> SavedCheckpoint:
         """The end of this save, which is now."""
         folder = str(self.final)
-        return Saved(self.step, folder, total_bytes, self.blocked, self.seconds, problem, lost_peer=lost_peer)
+        return SavedCheckpoint(self.step, folder, total_bytes, self.blocked, self.seconds, problem, lost_peer=lost_peer)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _WrittenFiles:
 
 
 @dataclass(frozen=True)
-class Keeping:
+class KeptCheckpoints:
     """The checkpoints that stay: the last `last` (None: all) and those of every `every`-th step."""
 
     last: int | None = None
@@ -168,7 +168,7 @@ class Saver:
         companions: Companions | None = None,
         base_model: str | None = None,
         buffer_bytes: int | None = None,
-        keeping: Keeping | None = None,
+        keeping: KeptCheckpoints | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         find_root: Callable[[], None] | None = None,
     ) -> None:
@@ -181,14 +181,14 @@ class Saver:
         self._group = group
         self._described = described
         self._base_model = base_model
-        self._keeping = keeping or Keeping()
+        self._keeping = keeping or KeptCheckpoints()
         self._weights = WeightPlan(model, mesh, max_shard_bytes, optimizer)
         # Read now: the tokenizer may be gone from its cache by the time of a save.
         self._small_files = self._read_small_files(tokenizer, companions) if mesh.world.rank == 0 else {}
         self._buffer_bytes = buffer_bytes
         self._buffer: HostBuffer | None = None
         self._thread: threading.Thread | None = None
-        self._done: list[Saved] = []
+        self._done: list[SavedCheckpoint] = []
         self._lengths: dict[int, dict[str, int]] = {}
         """Step → file → bytes, of the last checkpoints that were saved; on rank 0 alone."""
 
@@ -239,7 +239,7 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def finished(self) -> list[Saved]:
+    def finished(self) -> list[SavedCheckpoint]:
         """Return the saves that ended since the last call."""
         done = self._done
         self._done = []
@@ -347,7 +347,7 @@ class Saver:
             saved = pending.result(total_bytes, problem if committed is None else None, lost_peer=lost_peer)
         self._done.append(saved)
 
-    def _saved(self, pending: _PendingSave) -> Saved:
+    def _saved(self, pending: _PendingSave) -> SavedCheckpoint:
         """Write the checkpoint. Every step that can fail on one rank ends with an agreement of all."""
         staging = self._staging(pending.step, pending.final)
         problem = self._together(lambda: self._prepare(staging, pending))
@@ -366,7 +366,7 @@ class Saver:
         # Old checkpoints go only now that the new one is complete.
         try:
             if problem is None:
-                removed = prune(self.root, self._lengths, self._keeping.last, self._keeping.every)
+                removed = prune_checkpoints(self.root, self._lengths, self._keeping.last, self._keeping.every)
                 return replace(saved, removed=tuple(removed))
             # A save with a manifest lacks only its name, which a resume gives it.
             if not (staging / MANIFEST).exists():
@@ -418,7 +418,7 @@ class Saver:
             staging.make()
             (staging / "optimizer").make()
             advice = "make room, or lower checkpoint.keep"
-            require_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
+            require_disk_room(self.root, needed, f"the checkpoint of step {pending.step}", advice)
 
     def _write_files(
         self, staging: Root, pending: _PendingSave, problem: str | None
@@ -432,14 +432,14 @@ class Saver:
         try:
             if problem is None:
                 entries = list(_write_stream(staging, pending.files, blocks))
-        except Aborted:
+        except CopyAborted:
             problem = _ABORTED
         except Exception as error:  # noqa: BLE001  all ranks get to know it
             problem = self._reason(error)
         try:
             for _ in blocks:
                 pass
-        except Aborted:
+        except CopyAborted:
             problem = problem or _ABORTED
         return entries, problem
 
@@ -454,13 +454,13 @@ class Saver:
         if self._config is not None:
             manifest = Manifest(**pending.manifest, files=(), tensors=tensors)
             small_files[MODEL_CARD] = model_card(manifest, self._base_model)
-        entries += [write_small(staging, name, data) for name, data in small_files.items()]
+        entries += [write_small_file(staging, name, data) for name, data in small_files.items()]
         # From the tensors of all ranks: this one may have nothing to train, and so no state.
         pending.manifest["optimizer"]["states"] = sorted(tensors.keys() - {MODEL})
         pending.manifest["optimizer"]["numbers"] = _joined([files.numbers for files in gathered])
         text = Manifest(**pending.manifest, files=tuple(entries), tensors=tensors).to_json()
-        problems = untiled(tensors)
-        if problem := too_large(text):
+        problems = untiled_tensors(tensors)
+        if problem := manifest_size_problem(text):
             problems.append(f"of its manifest {problem}")
         if problems:
             raise StoreError(f"{staging} could not be read again: {problems[0]}")
@@ -469,7 +469,7 @@ class Saver:
             # The names of files are on the disk before the folder gets its own, and that one before the save is done.
             for folder in (staging / "optimizer", staging):
                 folder.sync()
-            put_in_place(staging, pending.final)
+            put_checkpoint_in_place(staging, pending.final)
             self.root.sync()
         # `prune` compares the files of the checkpoints that stay with these lengths.
         self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}

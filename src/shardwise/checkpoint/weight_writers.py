@@ -16,9 +16,9 @@ from itertools import zip_longest
 import torch
 from torch import Tensor, nn
 
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.writing import PlannedPiece, cut, shard_names
+from shardwise.checkpoint.format.writing import PlannedPiece, cut_into_shards, shard_names
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
@@ -37,7 +37,7 @@ _BYTES_WORTH_A_FILE = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class WeightFile:
+class _WeightFile:
     """One safetensors shard: its name, the rank of the world that writes it, and its weights in order."""
 
     name: str
@@ -54,7 +54,7 @@ class _WeightRows:
 
 
 class WeightPlan:
-    """The shards of a model's weights. Making it is collective over the mesh.
+    """The safetensors shards of a model's weights, and their writers. Making it is collective over the mesh.
 
     Attributes:
         files: all shards of the whole model, the same on every rank.
@@ -110,8 +110,7 @@ class WeightPlan:
             if segment is not None:
                 yield segment.weight, segment.box, values
 
-    def _plan(self, stage_weights: list[PlannedPiece], max_shard_bytes: int) -> Iterator[WeightFile]:
-        """Give each weight of each pipeline stage an owner among the stage's ranks."""
+    def _plan(self, stage_weights: list[PlannedPiece], max_shard_bytes: int) -> Iterator[_WeightFile]:
         # A rank of another stage would need the weight's boxes from all tensor-parallel ranks of this one.
         mesh = self._mesh
         shards: list[tuple[int, list[PlannedPiece]]] = []
@@ -122,16 +121,15 @@ class WeightPlan:
             new_weights = [weight for weight in weights if weight.name not in seen]
             seen |= {weight.name for weight in new_weights}
             for rank, owned in enumerate(_balanced(new_weights, ranks_per_stage)):
-                shards += [(stage * ranks_per_stage + rank, shard) for shard in cut(owned, max_shard_bytes)]
+                shards += [(stage * ranks_per_stage + rank, shard) for shard in cut_into_shards(owned, max_shard_bytes)]
         for name, (owner, owned) in zip(shard_names(len(shards)), shards, strict=True):
-            yield WeightFile(name, owner, tuple(owned))
+            yield _WeightFile(name, owner, tuple(owned))
 
     def _segments(self, owner: int) -> Iterator[_WeightRows]:
-        """The segments of an owner's files, in their order."""
         for file in self.files:
             if file.owner == owner:
                 for weight in file.weights:
-                    for box in segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
+                    for box in box_segments(weight.shape, TRANSFER_BYTES // DTYPES[weight.dtype].itemsize):
                         yield _WeightRows(weight, box)
 
     def _put_together(self, round_: Sequence[_WeightRows | None]) -> Tensor:

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 from shardwise.base.errors import ConfigError, listing, nearest_numbers
 from shardwise.base.files import write_atomic
 from shardwise.base.parsing import whole_number
-from shardwise.checkpoint.storage.checkpoint_folders import glance, link_checkpoint, step_name, steps
+from shardwise.checkpoint.storage.checkpoint_folders import (
+    checkpoint_steps,
+    link_checkpoint,
+    step_name,
+    summarize_checkpoint,
+)
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.cli import output, train
 from shardwise.cli.help import add_overrides
@@ -109,7 +114,7 @@ def _parse_parent(text: str) -> tuple[Path, str | None]:
 def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Manifest:
     """Return the manifest of an intact checkpoint; ConfigError if there is none, or it is damaged."""
     try:
-        present = steps(root)
+        present = checkpoint_steps(root)
         if not present:
             raise ConfigError(f"{parent.path} must have a checkpoint to branch from, and {root} has none")
         step = present[0] if text is None else whole_number(text)
@@ -119,7 +124,7 @@ def _choose_checkpoint(parent: RunDirectory, root: Root, text: str | None) -> Ma
                 f"the step ({text}) of {parent.path} must have a checkpoint: {listing(near, 'and')} "
                 f"{'has' if len(near) == 1 else 'have'} one"
             )
-        glanced = glance(root / step_name(step), step)
+        glanced = summarize_checkpoint(root / step_name(step), step)
     except StoreError as error:
         raise ConfigError(str(error)) from None
     if glanced.manifest is None or glanced.problem is not None:

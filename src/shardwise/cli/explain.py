@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.base.errors import ConfigError, nearest_name
-from shardwise.base.terminal import width_of_prose, wrapped
+from shardwise.base.terminal import width_of_prose, wrap_words
 from shardwise.cli import output
 from shardwise.cli.help import add_json
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         output.json(asdict(entry))
         return 0
     texts = {"Message": entry.message, "Cause": entry.cause, "Fix": entry.fix}
-    paragraphs = ["\n".join(wrapped(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
+    paragraphs = ["\n".join(wrap_words(f"{title}: {text}", width_of_prose())) for title, text in texts.items()]
     output.raw("\n\n".join(paragraphs))
     return 0
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.base.registered import COMMAND_MODULES
-from shardwise.base.terminal import width_of_prose, wrapped
+from shardwise.base.terminal import width_of_prose, wrap_words
 
 COMMAND_GROUPS = {
     "Train": {
@@ -61,7 +61,7 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n\n".join(_filled(paragraph, width, indent) for paragraph in text.strip().split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return wrapped(text, width)
+        return wrap_words(text, width)
 
 
 def module_of(*words: str) -> str:
@@ -97,7 +97,7 @@ def _listed(usage: str, description: str, groups: Mapping[str, Mapping[str, str]
     for title, group in groups.items():
         lines = [f"{title}:"]
         for name, summary in group.items():
-            lines += wrapped(f"  {name:<{column - 2}}{summary}", width, indent=" " * column)
+            lines += wrap_words(f"  {name:<{column - 2}}{summary}", width, indent=" " * column)
         parts.append("\n".join(lines))
     return "\n\n".join([*parts, _filled(end, width)])
 
@@ -105,7 +105,7 @@ def _listed(usage: str, description: str, groups: Mapping[str, Mapping[str, str]
 def _filled(paragraph: str, width: int, indent: str = "") -> str:
     lines = paragraph.splitlines()
     if not any(line.startswith(" ") for line in lines):
-        lines = wrapped(paragraph, width - len(indent))
+        lines = wrap_words(paragraph, width - len(indent))
     return "\n".join(f"{indent}{line}" for line in lines)
 
 

@@ -20,7 +20,7 @@ from shardwise.base.hub import BESIDE_WEIGHTS, GENERATION, holds_tokenizer, is_u
 from shardwise.base.mesh_axes import DIVIDING_KEYS
 from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, step_of, weights_folder
+from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, parse_step, weights_folder
 from shardwise.checkpoint.storage.chunks import read_whole
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import CHAT, CHAT_KEYS, Config, apply_overrides, config_from_sections, names_chat, values_at_step
@@ -28,7 +28,7 @@ from shardwise.config.hugging_face import from_hugging_face
 from shardwise.config.load import ignored_fields
 from shardwise.config.model import ModelConfig, UserModelConfig
 from shardwise.config.suggestions import suggestions
-from shardwise.data.open_data import format_of
+from shardwise.data.open_data import data_format_of
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.launch.environment import Rank
 from shardwise.launch.local import launch_without_run
@@ -170,10 +170,12 @@ def open_model_folder(
         if is_url(target):
             target = str(folder.root.local())
     # Otherwise the name of a checkpoint would be looked for on the hub.
-    if step_of(Path(target).name) is not None and not user_path(target).exists():
+    if parse_step(Path(target).name) is not None and not user_path(target).exists():
         raise ConfigError(f"there is no checkpoint {target}: it was not saved, or was removed as an old one")
     with keys_renamed(ARGUMENTS):
-        path = hub.resolve(target, None if revision is None else str(revision), cached=cached, announce=announce)
+        path = hub.resolve_weights(
+            target, None if revision is None else str(revision), cached=cached, announce=announce
+        )
     return _open_hugging_face(path, user_model)
 
 
@@ -274,7 +276,7 @@ def evaluation_config(folder: ModelFolder, values: Mapping[str, Any], replicas: 
     if user_data.get("tokenizer") is None:
         data["tokenizer"] = folder.tokenizer
     config = config_from_sections(sections)
-    if config.data.tokenizer is None and format_of(config.data).name in ("text", CHAT):
+    if config.data.tokenizer is None and data_format_of(config.data).name in ("text", CHAT):
         raise _without_tokenizer(folder)
     return config
 

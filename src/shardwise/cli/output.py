@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.base.errors import visible
 from shardwise.base.redaction import redacted
-from shardwise.base.terminal import fitted
+from shardwise.base.terminal import fit_to_terminal
 
 
 def raw(text: str) -> None:
@@ -53,12 +53,12 @@ def line(text: str = "") -> None:
 
 def prose(text: str) -> None:
     """Print a sentence, wrapped at words where stdout is a terminal."""
-    raw(fitted(printable(text), sys.stdout))
+    raw(fit_to_terminal(printable(text), sys.stdout))
 
 
 def progress(text: str) -> None:
     """Print a line on stderr."""
-    sys.stderr.write(f"{fitted(redacted(printable(text)), sys.stderr)}\n")
+    sys.stderr.write(f"{fit_to_terminal(redacted(printable(text)), sys.stderr)}\n")
     sys.stderr.flush()
 
 

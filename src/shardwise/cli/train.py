@@ -275,7 +275,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
     """The counts of a user's own model, the configuration for formulas, and the rows, with one if nothing is told."""
     if not config.model.is_own:
         return None, config, rows
-    from shardwise.estimates.memory import sized_own
+    from shardwise.estimates.memory import memory_stand_in
     from shardwise.models.own_shapes import own_shapes  # costly to import, as torch is
 
     accelerator = _has_accelerator(cluster)
@@ -283,7 +283,7 @@ def _counted(config: Config, cluster: Cluster | None, rows: _Rows) -> tuple[OwnS
         counts = own_shapes(config, accelerator)
     except ConfigError as error:
         return None, config, [("not counted", str(error)), *rows]
-    return counts, sized_own(config, counts, accelerator), rows
+    return counts, memory_stand_in(config, counts, accelerator), rows
 
 
 def _has_accelerator(cluster: Cluster | None) -> bool:
@@ -318,11 +318,11 @@ def _neediest_stage(config: Config, layout: Layout, cluster: Cluster | None) -> 
 
 def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Config, _Rows]:
     """`config` with what its keys leave to the memory of a rank, of a cluster or of this machine, and a row on it."""
-    from shardwise.estimates.memory import RESERVED, leaves_open
-    from shardwise.estimates.memory_choice import choice_text, fitted
+    from shardwise.estimates.memory import RESERVED, leaves_to_memory
+    from shardwise.estimates.memory_choice import fitted_to_memory, memory_choice_text
 
     accelerator = _has_accelerator(cluster)
-    if not leaves_open(config, layout, accelerator):
+    if not leaves_to_memory(config, layout, accelerator):
         return config, []
     device = "this machine"
     room: float | None
@@ -336,8 +336,8 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)
-    chosen = fitted(config, layout, room, accelerator=accelerator, device=device)
-    choice = choice_text(chosen, config)
+    chosen = fitted_to_memory(config, layout, room, accelerator=accelerator, device=device)
+    choice = memory_choice_text(chosen, config)
     return chosen, [] if choice is None else [("chosen", f"{choice}, by the memory of a rank")]
 
 
@@ -364,15 +364,15 @@ def glance_at_inputs(recipe: str, config: Config, run_path: Path | None = None) 
     ):
         rows.append(("held out", config.held_out_text))
     else:
-        from shardwise.data.describe import glance
+        from shardwise.data.preview import preview_data
 
-        glanced = glance(config)
+        glanced = preview_data(config)
         rows += glanced.rows
         problems.texts = [*glanced.problems, *problems.texts]
     if config.evaluation.sets or config.evaluation.tasks_every:
-        from shardwise.data.describe import glance_at_evaluation
+        from shardwise.data.preview import preview_evaluation
 
-        glanced = glance_at_evaluation(config)
+        glanced = preview_evaluation(config)
         rows += glanced.rows
         problems.texts += glanced.problems
     if config.log.trackers:
@@ -397,9 +397,9 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
 
     Rows tell the changes of their model by the recipe. A run that continues loads none.
     """
-    from shardwise.checkpoint.format.model_files import differences
-    from shardwise.checkpoint.storage.checkpoint_folders import glance_at_weights
-    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
+    from shardwise.checkpoint.format.model_files import model_differences
+    from shardwise.checkpoint.storage.checkpoint_folders import loaded_weights_text
+    from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_loaded_tokenizer
     from shardwise.checkpoint.storage.root import StoreError
     from shardwise.checkpoint.storage.run_identity import continued_checkpoint
 
@@ -408,19 +408,19 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     with problems:
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
-                return with_model_tokenizer(config, continued), rows, []
-            text, folder = glance_at_weights(load, config.checkpoint.revision)
+                return with_loaded_tokenizer(config, continued), rows, []
+            text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
-                return with_model_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
-            difference = differences(config.model, folder)
+                return with_loaded_tokenizer(config, load if revision is None else f"{load}@{revision}"), rows, []
+            difference = model_differences(config.model, folder)
             rows += [("  changed", change) for change in difference.changes]
             problems.texts += difference.problems
             tokenizer = config.data.tokenizer
             warning = other_tokenizer_text(folder, None if tokenizer is None else user_path(tokenizer))
             rows += [] if warning is None else [("warning", warning)]
-            config = with_model_tokenizer(config, folder)
+            config = with_loaded_tokenizer(config, folder)
         except StoreError as error:
             problems.texts.append(f"checkpoint.load: {error}")
     return config, rows, problems.texts

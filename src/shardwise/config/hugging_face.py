@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import json_value, scalar
+from shardwise.base.parsing import json_value, yaml_scalar
 from shardwise.config.decoders import every_nth_full, every_nth_without_rope
 from shardwise.config.families import FamilyConfig
 from shardwise.config.hugging_face_names import other_fields
@@ -453,7 +453,8 @@ def _not_ignorable(values: Mapping[str, Any], family: type[FamilyConfig], ignore
 def _override(names: Iterable[str]) -> str:
     """Return `model.ignore` as one word of a command line; quotes names that YAML would read as other values."""
     shown = [
-        name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and scalar(name) == name else json.dumps(name) for name in names
+        name if re.fullmatch(r"[A-Za-z_][\w.-]*", name) and yaml_scalar(name) == name else json.dumps(name)
+        for name in names
     ]
     override = f"model.ignore=[{','.join(shown)}]"
     return shlex.quote(override) if '"' in override else override

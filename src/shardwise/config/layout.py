@@ -12,10 +12,10 @@ from shardwise.base.mesh_axes import (
     AXES,
     CHOSEN_AXES,
     PIPELINE,
-    coordinates,
-    is_named,
-    keys_text,
+    degree_keys_text,
     layout_text,
+    names_axis,
+    rank_coordinates,
     replicas_name,
 )
 from shardwise.base.units import counted
@@ -55,7 +55,7 @@ class Layout:
         if self.world % self.ranks_of_one_model:
             near = listing(nearest_multiples(self.world, self.ranks_of_one_model), "or")
             raise ConfigError(
-                f"the number of ranks ({self.world}) must be a multiple of {keys_text(self.degrees)}: "
+                f"the number of ranks ({self.world}) must be a multiple of {degree_keys_text(self.degrees)}: "
                 f"nearest {near} (--nproc, or the world size of torchrun)"
                 f"{see('runs#number-of-ranks')}"
             )
@@ -111,7 +111,7 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank of the job along each axis, by the axis' short name."""
-        return coordinates(rank, self.degrees)
+        return rank_coordinates(rank, self.degrees)
 
     def pipeline_rank(self, rank: int) -> int:
         """The place of a rank of the job along the pipeline."""
@@ -146,7 +146,7 @@ class Layout:
 
     @property
     def _optional_degrees(self) -> dict[str, int]:
-        axes = (axis for axis in AXES if axis.is_optional and is_named(axis, self.degrees))
+        axes = (axis for axis in AXES if axis.is_optional and names_axis(axis, self.degrees))
         degrees = {axis.degree: self.degrees[axis.degree] for axis in axes}
         return {**degrees, "expert": self.expert} if self.expert > 1 else degrees
 

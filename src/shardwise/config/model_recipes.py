@@ -51,7 +51,7 @@ def _place_of_model(named: str, recipes: Iterable[str]) -> Path | hub.HubFiles:
     if path.exists():
         return path / CONFIG if path.is_dir() else path
     key = f"RECIPE ({named})"
-    repository, revision = hub.revision_of(named, key)
+    repository, revision = hub.split_revision(named, key)
     same = next((name for name in recipes if _shape(name) == _shape(Path(repository).name)), None)
     return hub.HubFiles(
         "RECIPE", repository, revision, (CONFIG,),
@@ -79,7 +79,7 @@ def comment_and_sections(
         tokenizer = str(file.parent) if hub.holds_tokenizer([entry.name for entry in file.parent.iterdir()]) else None
     else:
         if named not in _FETCHED:
-            _FETCHED[named] = hub.obtain(place, cached=cached) / CONFIG
+            _FETCHED[named] = hub.fetch_or_open(place, cached=cached) / CONFIG
         file = _FETCHED[named]
     section = _section(file)
     # Text for a trial fills a small vocabulary alone.

@@ -13,7 +13,7 @@ import yaml
 
 from shardwise.base.errors import ConfigError, listing, nearest_name, see
 from shardwise.base.files import read_small, reason_of, user_path
-from shardwise.base.parsing import TAG, NotReadError, scalar, yaml_value
+from shardwise.base.parsing import TAG, NotReadError, yaml_scalar, yaml_value
 from shardwise.config.run_config import Config
 
 _RECIPES = Path(__file__).parent / "recipes"
@@ -47,7 +47,7 @@ def is_model(recipe: str) -> bool:
     # Costly to import, for a name with a slash alone.
     from shardwise.base import hub
 
-    return "/" in recipe and hub.is_hub_name(recipe.partition("@")[0]) and not hub.is_local(recipe)
+    return "/" in recipe and hub.is_hub_name(recipe.partition("@")[0]) and not hub.can_only_be_path(recipe)
 
 
 def recipe_text(recipe: str, *, cached: bool = False) -> str:
@@ -148,7 +148,7 @@ def parse_yaml(text: str, origin: str) -> Any:
 def parse_value(text: str, origin: str) -> Any:
     """The value of a command line's `key=value`: YAML in brackets, braces or quotes, else one plain scalar."""
     text = text.strip()
-    return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else scalar(text)
+    return parse_yaml(text, origin) if text.startswith(("[", "{", '"', "'")) else yaml_scalar(text)
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:
@@ -167,7 +167,7 @@ def _node(value: Any) -> yaml.Node:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):
-        plain = scalar(value) == value and value.isprintable()
+        plain = yaml_scalar(value) == value and value.isprintable()
         return yaml.ScalarNode(TAG + "str", value, style=None if plain else '"')
     if value is None:
         return yaml.ScalarNode(TAG + "null", "null")

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.mesh_axes import keys_text
-from shardwise.base.notice_targets import target_problem
+from shardwise.base.mesh_axes import degree_keys_text
+from shardwise.base.notice_targets import notice_target_problem
 from shardwise.base.prices import Price
 from shardwise.base.redaction import has_query, redacted
 from shardwise.config.base_section import Section, reject
@@ -210,7 +210,7 @@ class ParallelConfig(Section):
     @property
     def keys_text(self) -> str:
         """The keys of the degrees with their values, as messages name them."""
-        return keys_text(self.degrees)
+        return degree_keys_text(self.degrees)
 
     @property
     def model_ranks_text(self) -> str:
@@ -519,7 +519,7 @@ class LogConfig(Section):
 
     def name_problems(self) -> list[str]:
         """The names that a tracker would refuse after the start of the run, when it is left out, and wrong targets."""
-        problems = [problem for problem in map(target_problem, self.notify) if problem is not None]
+        problems = [problem for problem in map(notice_target_problem, self.notify) if problem is not None]
         if self.project is not None and not re.fullmatch(r"[^/\\#?%:]{1,128}", self.project):
             problems.append(f"log.project ({self.project!r}) must have 1 to 128 characters, and none of / \\ # ? % :")
         if self.run_name is not None and not 1 <= len(self.run_name) <= 128:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shardwise.base.parsing import scalar
+from shardwise.base.parsing import yaml_scalar
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
 from shardwise.config.recipe_files import parse_value
@@ -180,7 +180,7 @@ def _meaning(name: str, value: Any, quantities: Mapping[str, Any], has: Callable
 
 
 def _number(value: Any) -> Any:
-    return scalar(value) if isinstance(value, str) else value
+    return yaml_scalar(value) if isinstance(value, str) else value
 
 
 def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:

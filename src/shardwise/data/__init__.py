@@ -3,7 +3,6 @@
 In the order in which data flow:
 
     rows.py                 the words of all modules: rows of tokens, parts, bounds of sentences
-    hub.py                  files of data sets, tokenizers and models that are named by a hub id, fetched once
     cache.py                tokens that were made once, with their tokenizer
     reading/                the files: their kinds, and the text or the tokens in them
     tokens/                 text → tokens: tokenizers, windows of long documents, sentences, chat templates
@@ -12,7 +11,7 @@ In the order in which data flow:
     formats/                a module for each format of data, which puts these steps together for a run
     open_data.py            data of any format, opened for a run
     evaluation_sets.py      further texts of evaluations
-    describe.py             what a dry run and `shardwise data inspect` say of data
+    preview.py              what a dry run and `shardwise data inspect` say of data
     prepare/                `shardwise data prepare`: text → files of tokens that runs read as they are
 
 Imports go up this list only, and nothing here imports torch. A training imports all that it needs of its data from
@@ -23,16 +22,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.data.evaluation_sets import EvaluationSets, prepare_sets
-    from shardwise.data.formats.common import PreparedData, make_batches, random_text
+    from shardwise.data.evaluation_sets import EvaluationSets, prepare_evaluation_sets
+    from shardwise.data.formats.prepared_data import PreparedData, make_batches, random_tokens
     from shardwise.data.reading.dataset_tables import fetch_dataset
     from shardwise.data.request import continued_stages
     from shardwise.data.tokens.tokenizer import Tokenizer
 
 # Loaded when they are first used, as most commands import this package and need none of them.
 _NAMES = {
-    "shardwise.data.evaluation_sets": "EvaluationSets prepare_sets",
-    "shardwise.data.formats.common": "PreparedData make_batches random_text",
+    "shardwise.data.evaluation_sets": "EvaluationSets prepare_evaluation_sets",
+    "shardwise.data.formats.prepared_data": "PreparedData make_batches random_tokens",
     "shardwise.data.reading.dataset_tables": "fetch_dataset",
     "shardwise.data.reading.megatron_files": "IndexedFile IndexedWriter",
     "shardwise.data.request": "continued_stages",
@@ -42,7 +41,7 @@ _HOMES = {name: module for module, names in _NAMES.items() for name in names.spl
 
 __all__ = [
     "EvaluationSets", "PreparedData", "Tokenizer", "continued_stages", "fetch_dataset",
-    "make_batches", "prepare_sets", "random_text",
+    "make_batches", "prepare_evaluation_sets", "random_tokens",
 ]  # fmt: skip
 
 

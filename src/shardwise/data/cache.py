@@ -29,20 +29,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from shardwise.base import files
 from shardwise.base.errors import DataError, see
-from shardwise.base.files import (
-    NoLocksError,
-    lock,
-    make_folder,
-    open_lock,
-    open_own,
-    reason_of,
-    require_trusted,
-    write_atomic,
-)
 from shardwise.base.parsing import json_value
 from shardwise.base.progress import progress
-from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, digest_of
+from shardwise.data.rows import PARTS, Part, Sentences, TokenArray, json_digest
 
 # Belongs to every key: raise it when anything that decides the content of an entry changes.
 FORMAT = 2
@@ -54,34 +45,34 @@ _CHECKED_BLOCKS = 256
 
 
 @contextlib.contextmanager
-def writing(root: Path) -> Iterator[None]:
-    """Turns a failure to write under `root` into a DataError."""
+def write_errors(root: Path) -> Iterator[None]:
+    """Turns a failure to write into the data cache `root` into a DataError."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"the data cache {root} cannot be written: {reason_of(error)}; set SHARDWISE_CACHE to a folder with room"
-            f"{see('data#cache-not-writable')}"
+            f"the data cache {root} cannot be written: {files.reason_of(error)}; set SHARDWISE_CACHE to a folder with "
+            f"room{see('data#cache-not-writable')}"
         ) from error
 
 
 @contextlib.contextmanager
-def locked(root: Path, key: str) -> Iterator[bool]:
-    """Waits for the only lock on `key`; False if the file system has no locks (then several may build at once)."""
-    with writing(root):
+def lock_entry(root: Path, key: str) -> Iterator[bool]:
+    """Waits for the lock on an entry of the data cache; False without locks on disk: then several may build at once."""
+    with write_errors(root):
         path = root / "locks" / f"{key}.lock"
-        make_folder(path.parent)
-        file = open_lock(path)
+        files.make_folder(path.parent)
+        file = files.open_lock(path)
     with file:
         exclusive = False
-        with contextlib.suppress(NoLocksError):
-            exclusive = lock(file, wait=True)
+        with contextlib.suppress(files.NoLocksError):
+            exclusive = files.lock(file, wait=True)
         yield exclusive
 
 
 @dataclass
 class ArrayWriter:
-    """Appends integers to a file and counts them."""
+    """Appends integers to a file of the data cache and counts them."""
 
     file: BinaryIO
     dtype: np.dtype[Any]
@@ -105,7 +96,7 @@ class ArrayWriter:
 
 @dataclass
 class TokenWriter(ArrayWriter):
-    """Appends tokens to a file and counts documents too."""
+    """Appends tokens to a file of the data cache and counts documents too."""
 
     documents: int = 0
 
@@ -116,7 +107,7 @@ class TokenWriter(ArrayWriter):
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """A folder of the cache."""
+    """An entry of the data cache: a folder of tokens, bounds or a tokenizer, with its manifest."""
 
     path: Path
     manifest: dict[str, Any]
@@ -144,19 +135,15 @@ class CacheEntry:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """uint16 if every id fits it, else int32."""
+    """The dtype of cached tokens: uint16 if every id of the vocabulary fits it, else int32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<i4")
 
 
 def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool]) -> CacheEntry | None:
-    """The entry, or None if it is absent, of another format, or damaged as `is_sound` finds.
-
-    Raises:
-        DataError: another user may have put it there.
-    """
+    """The entry of the data cache; None if it is absent or unsound. DataError: another user may have put it there."""
     path = root / kind / key
-    with writing(root):
-        require_trusted(path)
+    with write_errors(root):
+        files.require_trusted(path)
     try:
         entry = CacheEntry(path, json_value((path / "manifest.json").read_text(encoding="utf-8")))
         if entry.manifest["format"] == FORMAT and is_sound(entry):
@@ -167,17 +154,17 @@ def open_entry(root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry],
 
 
 def open_tokens(root: Path, key: str) -> CacheEntry | None:
-    """The entry of tokens, or None if it is absent, truncated or altered."""
+    """The cached tokens of a data set, or None if they are absent, truncated or altered."""
     return open_entry(root, "tokens", key, _are_sound_tokens)
 
 
 def _are_sound_tokens(entry: CacheEntry) -> bool:
     rows = entry.manifest
     has_tokens = all(spread_digest(entry.path / f"{part}.bin") == rows[part]["checked"] for part in PARTS)
-    return has_tokens and has_its_bounds(entry) and (rows["tokenizer"] is None or has_its_tokenizer(entry))
+    return has_tokens and has_sound_bounds(entry) and (rows["tokenizer"] is None or has_sound_tokenizer(entry))
 
 
-def has_its_bounds(entry: CacheEntry) -> bool:
+def has_sound_bounds(entry: CacheEntry) -> bool:
     return all(
         spread_digest(entry.path / f"{part}.{name}.bin") == row["checked"]
         for part in PARTS
@@ -185,31 +172,26 @@ def has_its_bounds(entry: CacheEntry) -> bool:
     )
 
 
-def has_its_tokenizer(entry: CacheEntry) -> bool:
-    """True if the tokenizer is the one that was written."""
+def has_sound_tokenizer(entry: CacheEntry) -> bool:
+    """True if the tokenizer in an entry of the data cache is the one that was written."""
     return bool(entry.manifest["tokenizer"] == tokenizer_digest(entry.tokenizer_path))
 
 
 def open_or_build(
     root: Path, kind: str, key: str, is_sound: Callable[[CacheEntry], bool], build: Callable[[Path], Mapping[str, Any]]
 ) -> CacheEntry:
-    """The entry as `open_entry` opens it; if there is none, `build` fills a folder that becomes the entry.
+    """The entry of the data cache; if there is none, `build` fills a folder, and returns the facts of its manifest.
 
-    Any number of processes may call it at once: one builds, and the others wait.
-
-    Args:
-        build: function that fills the folder and returns the facts of the manifest.
-
-    Raises:
-        DataError: the cache cannot be written, or returns other bytes than were written.
+    Any number of processes may call it at once: one builds, and the others wait. DataError: the cache cannot be
+    written, or returns other bytes than were written.
     """
     if (entry := open_entry(root, kind, key, is_sound)) is not None:
         return entry
-    with locked(root, key) as exclusive:
+    with lock_entry(root, key) as exclusive:
         # Another process may have built it during the wait.
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
-        with writing(root):
+        with write_errors(root):
             _build(root / kind / key, build, exclusive)
         if (entry := open_entry(root, kind, key, is_sound)) is not None:
             return entry
@@ -221,7 +203,7 @@ def open_or_build(
 
 def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: bool) -> None:
     """Fills a folder beside the entry, which becomes the entry, in place of a damaged one, or vanishes."""
-    make_folder(target.parent)
+    files.make_folder(target.parent)
     if exclusive:  # nobody else fills a folder for this entry: what is there was left by a process that was killed
         for leftover in target.parent.glob(f".building-{target.name}-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -242,7 +224,7 @@ def _build(target: Path, build: Callable[[Path], Mapping[str, Any]], exclusive: 
 def open_or_build_tokens(
     root: Path, key: str, build: Callable[[Path], Mapping[str, Any]], name: str, announce: Callable[[str], None] | None
 ) -> CacheEntry:
-    """The entry of tokens, built by `open_or_build`; `announce` is called before they are built of the data `name`."""
+    """The cached tokens of the data `name`, built if there are none; `announce` is called before they are built."""
 
     def announced(folder: Path) -> Mapping[str, Any]:
         if announce is not None:
@@ -250,18 +232,18 @@ def open_or_build_tokens(
         return build(folder)
 
     if announce is not None and open_tokens(root, key) is None:
-        with progress("waiting for another process"), locked(root, key):
+        with progress("waiting for another process"), lock_entry(root, key):
             pass  # it is done, or has ended
     return open_or_build(root, "tokens", key, _are_sound_tokens, announced)
 
 
-def key_of(described: dict[str, Any]) -> str:
-    """The key of the entry that these facts decide."""
-    return digest_of({"format": FORMAT, **described})[:32]
+def cache_key(described: dict[str, Any]) -> str:
+    """The key of the entry of the data cache whose content these facts decide."""
+    return json_digest({"format": FORMAT, **described})[:32]
 
 
-def fingerprint_of(digests: Sequence[str]) -> str:
-    """The digest of digests that belongs to prepared data."""
+def data_fingerprint(digests: Sequence[str]) -> str:
+    """The fingerprint of prepared data, made of the digests of its parts."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -274,34 +256,34 @@ def tokenizer_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def known_content(root: Path, stamp: str | None) -> str | None:
-    """The content digest that a text with this stamp had."""
+def known_text_digest(root: Path, stamp: str | None) -> str | None:
+    """The digest of a text that the data cache knows by the stamp of its files; None if it knows none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        with os.fdopen(open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
+        with os.fdopen(files.open_own(root / "sources" / f"{stamp}.json", os.O_RDONLY), "rb") as file:
             content = json_value(file.read())["content"]
         if isinstance(content, str):
             return content
     return None
 
 
-def remember_content(root: Path, stamp: str | None, content: str) -> None:
-    """Keeps the content digest of a text for its next use, if the cache can be written: it only saves time."""
+def remember_text_digest(root: Path, stamp: str | None, content: str) -> None:
+    """Keeps the digest of a text in the data cache for its next use, if that can be written: it only saves time."""
     if stamp is not None:
         with contextlib.suppress(OSError):
             path = root / "sources" / f"{stamp}.json"
-            make_folder(path.parent)
-            write_atomic(path, json.dumps({"content": content}) + "\n")
+            files.make_folder(path.parent)
+            files.write_atomic(path, json.dumps({"content": content}) + "\n")
 
 
-def entry_key(root: Path, key: str) -> str:
-    """The key of the entry that holds the tokens of `key`: that of `remember_same_tokens`, else `key` itself."""
-    return known_content(root, f"tokens-{key}") or key
+def token_entry_key(root: Path, key: str) -> str:
+    """The key of the cached tokens that `key` names: that of `remember_same_tokens`, else `key` itself."""
+    return known_text_digest(root, f"tokens-{key}") or key
 
 
 def remember_same_tokens(root: Path, key: str, other_key: str) -> None:
-    """Lets `other_key` name the entry of `key` too, unless it has one, or the cache cannot be written."""
-    if entry_key(root, other_key) == other_key != key:
-        remember_content(root, f"tokens-{other_key}", key)
+    """Lets `other_key` name the cached tokens of `key` too, unless it has some, or the cache cannot be written."""
+    if token_entry_key(root, other_key) == other_key != key:
+        remember_text_digest(root, f"tokens-{other_key}", key)
 
 
 def spread_digest(path: Path, blocks: int = _CHECKED_BLOCKS) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,20 +12,21 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, ModelConfig
 from shardwise.config.evaluation import as_keys_of_set
-from shardwise.data.formats import common
-from shardwise.data.open_data import prepare
+from shardwise.data.formats import prepared_data
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
+from shardwise.data.request import Announce
 from shardwise.data.samples.batch import Batches
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class EvaluationSets:
-    """The texts on which a model is evaluated.
+    """The texts of `evaluation.sets`, on which a model is evaluated.
 
     Attributes:
         batches: samples of each text by its name; an evaluation predicts each token once.
-        bytes_V: `byte_counts` of the run's tokenizer, [vocabulary of the model].
+        bytes_V: `vocabulary_byte_counts` of the run's tokenizer, [vocabulary of the model].
     """
 
     batches: Mapping[str, Batches] = field(default_factory=dict)
@@ -40,36 +40,31 @@ class EvaluationSets:
         return "evaluation sets: no bits per byte, as the data hold only tokens: data.tokenizer names what made them"
 
 
-def prepare_sets(config: Config, data: common.PreparedData, announce: common.Announce = None) -> EvaluationSets:
-    """Open `evaluation.sets`, tokenizing those that the cache lacks.
-
-    Args:
-        data: data of the run, whose tokenizer reads the sets.
-
-    Raises:
-        DataError: a set is empty or cannot be read; all their problems.
-    """
+def prepare_evaluation_sets(
+    config: Config, data: prepared_data.PreparedData, announce: Announce = None
+) -> EvaluationSets:
+    """Open `evaluation.sets` by the tokenizer of `data`, the run's; DataError with the problems of all sets."""
     batches: dict[str, Batches] = {}
     problems: list[str] = []
     for name in config.evaluation.sets:
         try:
-            batches[name] = _open(config_of_set(config, name, data.tokenizer_path), announce)
+            batches[name] = _open(evaluation_set_config(config, name, data.tokenizer_path), announce)
         except ConfigError as error:
-            problems += [problem_of_set(text, name) for text in error.problems]
+            problems += [evaluation_set_problem(text, name) for text in error.problems]
     if problems:
         raise DataError(problems)
-    return EvaluationSets(batches, byte_counts(config.model, data.tokenizer_path) if batches else None)
+    return EvaluationSets(batches, vocabulary_byte_counts(config.model, data.tokenizer_path) if batches else None)
 
 
-def problem_of_set(text: str, name: str) -> str:
-    """A message on the data of a set, with its key."""
+def evaluation_set_problem(text: str, name: str) -> str:
+    """A message on the data of an evaluation set, with its key."""
     shown = as_keys_of_set(text, name)
     key = f"evaluation.sets.{name}"
     return shown if key in shown else f"{key}: {shown}"
 
 
-def byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.int64] | None:
-    """The UTF-8 bytes of each id's text, [vocabulary of the model].
+def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.int64] | None:
+    """The UTF-8 bytes of the text of each id, for bits per byte: [vocabulary of the model].
 
     None where no tokenizer is known, or the model does not predict the next token.
     """
@@ -79,9 +74,9 @@ def byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.NDArray[np.in
     return np.pad(counts, (0, model.vocab_size - len(counts)))
 
 
-def config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
-    """The configuration whose data are a set, all of them in one part."""
-    changes: dict[str, Any] = {
+def evaluation_set_config(config: Config, name: str, tokenizer: Path | None) -> Config:
+    """The configuration whose data are an evaluation set, all of them in one part."""
+    changes: dict[str, object] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),
         "train": config.train.model_copy(update={"eval_every": 0}),
         # The set is read by the tokenizer of the run, which fits the weights or is warned of.
@@ -91,11 +86,11 @@ def config_of_set(config: Config, name: str, tokenizer: Path | None) -> Config:
     return config.model_copy(update=changes)
 
 
-def _open(config: Config, announce: common.Announce) -> Batches:
+def _open(config: Config, announce: Announce) -> Batches:
     data = config.data
     fetch_dataset(data, announce)
-    prepared = prepare(config, announce=announce, any_size=True)
-    batches = common.make_evaluation(config, prepared, "train")
+    prepared = prepare_data(config, announce=announce, any_size=True)
+    batches = prepared_data.make_evaluation_batches(config, prepared, "train")
     if batches is None:
         least = "2 tokens" if config.model.objectives == ("lm",) else "2 samples"
         if data.is_chat:

@@ -36,11 +36,7 @@ def require_lm_eval(settings: EvaluationConfig) -> None:
 
 @functools.cache
 def find_tasks(settings: EvaluationConfig) -> TaskManager:
-    """The index of `lm_eval` in which all of `evaluation.tasks` are.
-
-    Raises:
-        ConfigError: as `require_lm_eval`, or a name is unknown.
-    """
+    """The index of `lm_eval` with all of `evaluation.tasks`; ConfigError as `require_lm_eval`, or of unknown names."""
     require_lm_eval(settings)
     names = settings.tasks
     folder = settings.tasks_path
@@ -67,12 +63,8 @@ def find_tasks(settings: EvaluationConfig) -> TaskManager:
 def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainConfig, tokenizer: Path | None) -> None:
     """Read the data of `evaluation.tasks`, which are then in the cache of the library `datasets`.
 
-    Args:
-        tokenizer: folder of the model's tokenizer; None if it is not known.
-
-    Raises:
-        ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the
-        data of a task cannot be read.
+    ConfigError: as `find_tasks`, or a task needs what no model here has. DataError: there is no tokenizer, or the data
+    of a task cannot be read.
     """
     names = settings.tasks
     if tokenizer is None:
@@ -85,13 +77,13 @@ def require_tasks(settings: EvaluationConfig, model: ModelConfig, train: TrainCo
     tasks: dict[str, Any] = {}
     for name in names:
         try:
-            with without_bars():
+            with quiet_libraries():
                 tasks |= manager.load([name])["tasks"]
         except Exception as error:  # noqa: BLE001  # the library's own, of the file system, of the network
             problems.append(f"the data of evaluation.tasks ({name}) cannot be read: {first_line(error)}")
     if problems:
         raise DataError(problems)
-    longest = longest_input(model, train)
+    longest = longest_task_input(model, train)
     if problems := [text for name, task in tasks.items() for text in _task_problems(name, task, longest)]:
         raise ConfigError(problems)
 
@@ -125,20 +117,13 @@ def _task_problems(name: str, task: Any, longest: int) -> list[str]:
     return problems
 
 
-def longest_input(model: ModelConfig, train: TrainConfig) -> int:
+def longest_task_input(model: ModelConfig, train: TrainConfig) -> int:
     return model.max_position_embeddings or train.sequence_length
 
 
 @dataclass(frozen=True)
 class ContinuationSettings:
-    """The `generation_kwargs` of a task.
-
-    Attributes:
-        until: texts that end a continuation.
-        draws: True if tokens are drawn; otherwise each is the likeliest.
-        temperature, top_p, top_k: as `train.generation.Sampler` has them.
-        unknown: names of others.
-    """
+    """The `generation_kwargs` of a task of `lm_eval`; `draws`: tokens are drawn, else the likeliest is taken."""
 
     max_tokens: int
     until: Sequence[str]
@@ -164,8 +149,8 @@ class ContinuationSettings:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep progress bars and remarks of libraries out of logs, and all that they print out of a command's output."""
+def quiet_libraries() -> Iterator[None]:
+    """Keep what `lm_eval` and its libraries print, such as progress bars, out of logs and of a command's output."""
     shown = sys.stderr if sys.stderr.isatty() else io.StringIO()
     # Its remarks on each attempt go to the standard error of its import.
     logger = logging.getLogger("huggingface_hub")

@@ -1,4 +1,4 @@
-"""Data of any format, opened for a run. What a user is told of data is in `describe.py`."""
+"""Data of any format, opened for a run. What a user is told of data is in `preview.py`."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from pathlib import Path
 from typing import get_args
 
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.files import cache_root, user_path
+from shardwise.base.files import user_path
 from shardwise.config import CHAT, Config, DataConfig
 from shardwise.config.data import DataFormatName
-from shardwise.data.formats import common
-from shardwise.data.formats.record import DataFormat
-from shardwise.data.request import DataRequest, seed_of_source
-from shardwise.data.rows import Part, digest_of
+from shardwise.data.formats import prepared_data
+from shardwise.data.formats.data_format import DataFormat
+from shardwise.data.request import Announce, DataRequest, seed_of_source
+from shardwise.data.rows import Part, json_digest
 from shardwise.data.samples.batch import Batches, BlendedBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 
 FORMATS = tuple(name for name in get_args(DataFormatName) if name not in ("auto", "jsonl", "parquet"))
 """The names of all formats, in the order in which they are looked for at a path; jsonl and parquet are text too."""
 
 
 @functools.cache
-def format_named(name: str) -> DataFormat:
-    """The record of a format: `FORMAT` of its module, which is imported when it is asked for."""
+def data_format_named(name: str) -> DataFormat:
+    """The record of a data format: `FORMAT` of its module, which is imported when it is asked for."""
     record: DataFormat = importlib.import_module(f"shardwise.data.formats.{name}").FORMAT
     return record
 
 
-def format_of(data: DataConfig) -> DataFormat:
+def data_format_of(data: DataConfig) -> DataFormat:
     """The format of the data that the `data` section names: as keys say, else names and first rows.
 
     A path that the system refuses counts as text: opening it will report the reason.
     """
     if data.blend is not None:  # of prefixes
-        return format_named("megatron")
+        return data_format_named("megatron")
     if data.is_chat:
-        return format_named(CHAT)
+        return data_format_named(CHAT)
     if data.path is None:
-        return format_named("datasets" if data.is_hub_dataset else "text")
+        return data_format_named("datasets" if data.is_hub_dataset else "text")
     if data.format in FORMATS:
-        return format_named(data.format)
+        return data_format_named(data.format)
     path = user_path(data.path)
-    records = [format_named(name) for name in FORMATS]
+    records = [data_format_named(name) for name in FORMATS]
     try:
         named = (record for record in records if data.format == "auto" and record.is_at(path))
         seen = (record for record in records if record.is_in(data))
-        return next(chain(named, seen), format_named("text"))
+        return next(chain(named, seen), data_format_named("text"))
     except OSError:
-        return format_named("text")
+        return data_format_named("text")
 
 
 def trains_tokenizer(config: Config) -> bool:
@@ -62,13 +62,13 @@ def trains_tokenizer(config: Config) -> bool:
     if data.mixture:
         return any(trains_tokenizer(_config_of_source(config, name)) for name in data.sources_read)
     is_read = data.is_named and config.hooks.data is None
-    return is_read and format_of(data).contents in ("text", "conversations")
+    return is_read and data_format_of(data).contents in ("text", "conversations")
 
 
-def prepare(
-    config: Config, cache_dir: Path | None = None, announce: common.Announce = None, *, any_size: bool = False
-) -> common.PreparedData:
-    """Opens the data of `config`, tokenizing it first if the cache has none.
+def prepare_data(
+    config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
+) -> prepared_data.PreparedData:
+    """Opens the training data of `config`, tokenizing them first if the data cache has none.
 
     Any number of processes may call it at once: one builds and the others wait.
 
@@ -80,32 +80,29 @@ def prepare(
     """
     if config.data.mixture:
         return _prepare_sources(config, cache_dir, announce, any_size=any_size)
-    request = DataRequest.of(config)
-    root = cache_root(cache_dir)
+    request = DataRequest.of(config, cache_dir, announce, any_size=any_size)
     if request.hook is not None:
         from shardwise.data.formats import user_samples
 
-        return user_samples.open_data(config, request, root, any_size=any_size)
-    return checked_format(request).open_data(request, root, announce, any_size=any_size)
+        return user_samples.open_user_samples(config, request)
+    return checked_data_format(request).open_data(request)
 
 
-def _prepare_sources(
-    config: Config, cache_dir: Path | None, announce: common.Announce, *, any_size: bool
-) -> PreparedMixture:
+def _prepare_sources(config: Config, cache_dir: Path | None, announce: Announce, *, any_size: bool) -> _PreparedMixture:
     """Opens all sources of a mixture; DataError with every problem of each.
 
     Without `data.tokenizer` one is trained on the first source of text in the alphabet, and the others have it too.
     """
-    sources: dict[str, common.PreparedData] = {}
+    sources: dict[str, prepared_data.PreparedData] = {}
     problems = []
     tokenizer = config.data.tokenizer
     for name in config.data.sources_read:
         source = _config_of_source(config, name)
         # Nobody knows which tokenizer made tokens, unless data.tokenizer says it.
-        if source.hooks.data is None and not format_of(source.data).holds_tokens:
+        if source.hooks.data is None and not data_format_of(source.data).holds_tokens:
             source = source.model_copy(update={"data": source.data.model_copy(update={"tokenizer": tokenizer})})
         try:
-            sources[name] = prepare(source, cache_dir, announce, any_size=any_size)
+            sources[name] = prepare_data(source, cache_dir, announce, any_size=any_size)
         except ConfigError as error:
             problems += [f"data.mixture.{name}: {problem}" for problem in error.problems]
             continue
@@ -120,19 +117,17 @@ def _prepare_sources(
         )
     if problems:
         raise DataError(problems)
-    return PreparedMixture(
+    return _PreparedMixture(
         tokenizer_path=next((data.tokenizer_path for data in sources.values() if data.tokenizer_path), None),
-        fingerprint=digest_of({name: data.fingerprint for name, data in sources.items()}),
+        fingerprint=json_digest({name: data.fingerprint for name, data in sources.items()}),
         summary="; ".join(f"{name}: {data.summary}" for name, data in sources.items()),
         sources=sources,
     )
 
 
 @dataclass(frozen=True)
-class PreparedMixture(common.PreparedData):
-    """The data of all sources, by name."""
-
-    sources: Mapping[str, common.PreparedData]
+class _PreparedMixture(prepared_data.PreparedData):
+    sources: Mapping[str, prepared_data.PreparedData]
 
     @property
     def source_fingerprints(self) -> dict[str, str]:
@@ -158,7 +153,7 @@ class PreparedMixture(common.PreparedData):
         if evaluation:  # by the weight of each source in the stage in which it is first read
             weights = ChainMap(*(dict(stage.weights) for stage in request.stages))
             read = [name for name in request.data.sources_read if name in by_name]
-            return BlendedBatches(by_name, [Stage(0, 0, {name: weights[name] for name in read})])
+            return BlendedBatches(by_name, [MixtureStage(0, 0, {name: weights[name] for name in read})])
         return BlendedBatches(by_name, request.stages, request.samples_together)
 
 
@@ -177,7 +172,7 @@ def _config_of_source(config: Config, name: str) -> Config:
     )
 
 
-def checked_format(request: DataRequest) -> DataFormat:
+def checked_data_format(request: DataRequest) -> DataFormat:
     """The format of the data, which are not read; DataError if keys ask for what data of the format cannot give."""
     data = request.data
     _, eval_weight, test_weight = data.split_weights
@@ -190,15 +185,17 @@ def checked_format(request: DataRequest) -> DataFormat:
     if request.in_pairs:  # a sample must have room for one
         from shardwise.data.samples import sentence_pairs
 
-        sentence_pairs.chunk_room(request.sequence_length)
-    record = format_of(data)
+        sentence_pairs.pair_tokens_room(request.sequence_length)
+    record = data_format_of(data)
     shown = f"{data.key} ({data.name})"
     if data.split_names and not record.has_splits:
         raise DataError(
             f"data.split ({data.split}) must be weights such as 95,5 where {shown} is "
             f"{'conversations' if record.name == CHAT else 'no data set with splits'}"
         )
-    if record.holds_tokens and (problems := common.mark_problems(data, of_rows=record.name == "tokens")):
+    if record.holds_tokens and (
+        problems := prepared_data.document_mark_problems(data, of_rows=record.name == "tokens")
+    ):
         raise DataError(problems)
     if data.eod_token is not None and record.contents == "text" and not data.needs_document_ends:
         raise DataError(f"data.eod_token ({data.eod_token}) must be left out with text: the tokenizer's token ends it")

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from shardwise.base.files import cache_root
 from shardwise.config import Config, DataConfig, samples_between
 from shardwise.data.rows import Part
-from shardwise.data.samples.order import Stage, mix_integer
+from shardwise.data.samples.order import MixtureStage, mix_integer
 
 _SEED_BITS = 63
+Announce = Callable[[str], None] | None
+"""Called with one line when something is fetched or built."""
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Facts of a run that data are opened and cut into samples by.
+    """The facts of a run by which its data are opened and cut into samples.
 
     Attributes:
         data: section `data`, or that of a source of a mixture.
         hook: object of the user that gives the samples (`hooks.data`); None: the keys of `data` name them.
-        family: family of the model, for messages.
         objectives: objectives of the model: `("lm",)`, or `("mlm", "nsp")` of BERT.
         pad_token_id: id that a model of sentence pairs pads with; None for others.
         token_types: segments that a model of sentence pairs tells apart; None for others.
         weights: weights that the run starts from (`checkpoint.load`), which have a tokenizer; None if it starts anew.
-        sequence_length: tokens that a sample reads.
         block_length: tokens that all stages of the run keep together in the order of the data.
         unit_length: tokens of the shortest samples into which whole documents are packed.
-        eval_every: steps between evaluations; 0: none.
-        has_sets: True if evaluations read `evaluation.sets`.
-        sample_prompt: `log.sample_prompt`, which needs a tokenizer.
         stages: weights of a mixture's sources from the first step on; empty for other data.
+        root: the data cache, for results that take long to make.
+        announce: called with a line before such work; None tells nobody.
+        any_size: True if parts may hold less than a sample each, which training needs.
     """
 
     data: DataConfig
@@ -51,11 +53,16 @@ class DataRequest:
     eval_every: int
     has_sets: bool
     sample_prompt: str | None
-    stages: tuple[Stage, ...]
+    stages: tuple[MixtureStage, ...]
+    root: Path
+    announce: Announce = None
+    any_size: bool = False
 
     @staticmethod
-    def of(config: Config) -> DataRequest:
-        """The request of the run of a configuration."""
+    def of(
+        config: Config, cache_dir: Path | None = None, announce: Announce = None, *, any_size: bool = False
+    ) -> DataRequest:
+        """The request of the run of a configuration; `cache_dir`: see `cache_root`."""
         shapes = config.shapes
         return DataRequest(
             data=config.data,
@@ -74,6 +81,9 @@ class DataRequest:
             has_sets=bool(config.evaluation.sets),
             sample_prompt=config.log.sample_prompt,
             stages=tuple(continued_stages(config, (), 0, 0)) if config.data.mixture else (),
+            root=cache_root(cache_dir),
+            announce=announce,
+            any_size=any_size,
         )
 
     @property
@@ -88,7 +98,9 @@ class DataRequest:
 
     @property
     def needed_parts(self) -> list[Part]:
-        """The parts that training reads."""
+        """The parts that training reads, each of which must hold a sample."""
+        if self.any_size:
+            return []
         return ["train", "eval"] if self.eval_every > 0 and self.data.holds_out else ["train"]
 
     def of_source(self, name: str) -> DataRequest:
@@ -106,11 +118,13 @@ class DataRequest:
 
 
 def seed_of_source(seed: int, name: str) -> int:
-    """The seed of a source's order, which depends on its name, so that other sources change nothing of it."""
+    """The seed of the order of a mixture's source: it depends on its name alone, and not on other sources."""
     return mix_integer(seed, xxhash.xxh3_64_intdigest(name.encode())) >> (64 - _SEED_BITS)
 
 
-def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int) -> list[Stage]:
+def continued_stages(
+    config: Config, recorded: Sequence[Mapping[str, Any]], step: int, position: int
+) -> list[MixtureStage]:
     """The stages of a mixture in a run that continues after `step` steps, at `position` in the order of the data.
 
     They count blocks of samples (`size_stages.py`). Stages that have begun stay where they began, also if the batch was
@@ -121,9 +135,11 @@ def continued_stages(config: Config, recorded: Sequence[Mapping[str, Any]], step
         recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
     """
     weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
-    begun = [Stage(**stage) for stage in recorded if stage["step"] < step] if step else [Stage(0, 0, weights)]
+    begun = (
+        [MixtureStage(**stage) for stage in recorded if stage["step"] < step] if step else [MixtureStage(0, 0, weights)]
+    )
     later = [
-        Stage(
+        MixtureStage(
             stage.at,
             (position + samples_between(config, step, stage.at)) // config.samples_together,
             dict(stage.weights),

@@ -2,7 +2,7 @@
 
 Megatron data and HDF5 shards are cut at cumulative shares of their documents or rows (`part_bounds`). Of text,
 documents are held out by a hash of their number, or its end if that comes too far from the share asked for
-(`formats.text.plan_split`). A stream holds documents out by where they begin (`samples.streaming.HeldOut`).
+(`formats.text.plan_text_split`). A stream holds documents out by where they begin (`samples.text_stream.HeldOut`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class PairTokens:
     mask: int
 
 
-def digest_of(described: Any) -> str:
-    """A digest of a value that JSON can describe."""
+def json_digest(described: Any) -> str:
+    """A digest of a description of data, which JSON can spell."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
-    """The first document (or row) of each part, then `number`.
+    """The first document (or row) of the training, the evaluation and the test part, then `number`.
 
     The bounds are cumulative shares, each rounded, as Megatron-LM cuts the documents of BERT and the sequences of GPT.
     """
@@ -72,6 +72,6 @@ def part_bounds(number: int, weights: Sequence[float]) -> list[int]:
     return [0, *(round(share * number) for share in accumulate(weight / total for weight in weights))]
 
 
-def describe_sizes(sizes: Mapping[Part, int]) -> str:
-    """The size of each part, such as "1.2 M training and 40 k evaluation"; an empty test part is left out."""
+def part_sizes_text(sizes: Mapping[Part, int]) -> str:
+    """The size of each part of the data, such as "1.2 M training and 40 k evaluation"; without an empty test part."""
     return listing([f"{count(size)} {PART_NAMES[part]}" for part, size in sizes.items() if part != "test" or size])

@@ -105,7 +105,7 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def tree_sum_(parts: Tensor) -> Tensor:
+def _tree_sum_(parts: Tensor) -> Tensor:
     """Return the sum as `tree_sum` does, in the memory of the parts."""
     while len(parts) > 1:
         parts = parts[0::2].add_(parts[1::2])
@@ -163,7 +163,7 @@ def _small_all_reduce(tensor: Tensor, group: Group, op: str, *, overlap: bool) -
         if op == "max":
             tensor.copy_(parts.amax(dim=0))
         elif group.adds_in_tree and tensor.is_floating_point():
-            tensor.copy_(tree_sum_(parts))
+            tensor.copy_(_tree_sum_(parts))
         else:
             tensor.copy_(parts.sum(dim=0))
 
@@ -204,7 +204,7 @@ def _tree_all_reduce_async(tensor: Tensor, group: Group, *, overlap: bool) -> Pe
     work = _exchange(parts, padded, group, overlap=overlap)
 
     def finish() -> None:
-        total = tree_sum_(parts.view(group.size, run))
+        total = _tree_sum_(parts.view(group.size, run))
         _call(group, _all_gather_into, padded, total, group=group.process_group)
         if padded.data_ptr() != tensor.data_ptr():
             tensor.copy_(padded[: flat.numel()].view_as(tensor))
@@ -281,7 +281,7 @@ def reduce_scatter_async(x: Tensor, group: Group, *, out: Tensor, overlap: bool 
     def finish() -> None:
         by_rank = parts.view(group.size, *out.shape)
         if group.adds_in_tree:
-            out.copy_(tree_sum_(by_rank))
+            out.copy_(_tree_sum_(by_rank))
         else:
             torch.sum(by_rank, dim=0, out=out)
 
@@ -455,7 +455,6 @@ def _slot_bytes(tensor: Tensor) -> int:
 
 
 def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with the view of the buffer that holds it."""
     start = 0
     for tensor in chain.from_iterable(tensors):
         yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor
@@ -485,8 +484,8 @@ _PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
     "scatter_sum": (reduce_scatter, "gather"),
     "join_first": (all_gather, "split_first"),
     "split_first": (partial(_split, dim=0), "join_first"),
-    "join_last": (lambda x, group: torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1), "split_last"),
-    "split_last": (partial(_split, dim=-1), "join_last"),
+    "join_last": (lambda x, group: torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1), "split_last_dim"),
+    "split_last_dim": (partial(_split, dim=-1), "join_last"),
 }
 """Each operation by its name, with the name of the one that its gradient goes through."""
 
@@ -549,21 +548,21 @@ def split_sequence(x: Tensor, group: Group) -> Tensor:
     return _apply("split_first", x, group)
 
 
-def gather_last(x: Tensor, group: Group) -> Tensor:
-    """`[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient (the result is used alike by all)."""
+def gather_last_dim(x: Tensor, group: Group) -> Tensor:
+    """All-gather along the last dim, `[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient."""
     return _apply("join_last", x, group)
 
 
-def split_last(x: Tensor, group: Group) -> Tensor:
-    """`[…, N]`, equal on all ranks → this rank's `[…, N/g]`; the gradient is gathered."""
-    return _apply("split_last", x, group)
+def split_last_dim(x: Tensor, group: Group) -> Tensor:
+    """Keep this rank's run of the last dim, `[…, N]`, equal on all ranks → `[…, N/g]`; the gradient is gathered."""
+    return _apply("split_last_dim", x, group)
 
 
 _Item = TypeVar("_Item")
 
 
 def union(items: Iterable[_Item], group: Group) -> list[_Item]:
-    """The items of all ranks of a group, each once, in the same order on every rank.
+    """Gather the items of a group's ranks, each item once, in the same order on every rank.
 
     Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
     """
@@ -575,7 +574,7 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
     return list(dict.fromkeys(chain.from_iterable(by_rank)))
 
 
-def agree(problems: list[str], group: Group) -> None:
-    """Raise on every rank, as one ConfigError, the problems of all ranks of the group, or on none."""
+def raise_on_all_ranks(problems: list[str], group: Group) -> None:
+    """Gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
     if all_problems := union(problems, group):
         raise ConfigError(all_problems)

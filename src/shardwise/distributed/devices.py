@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, see
-from shardwise.base.hardware import accelerators, visible_cores
+from shardwise.base.hardware import accelerators, visible_neuron_cores
 from shardwise.distributed.torch_private import has_data, has_triton, scaled_matmul, set_allocator
 
 _HIDING = (
@@ -34,7 +34,7 @@ _EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def use_expandable_segments() -> None:
-    """Let CUDA's allocator extend its segments, so that tensors fit into what is reserved, unless the user has set it.
+    """Let the device's memory allocator extend its segments on CUDA, unless the user has set the allocator.
 
     For processes that have no tensors on the device yet.
     """
@@ -43,7 +43,7 @@ def use_expandable_segments() -> None:
 
 
 def has_fixed_segments() -> bool:
-    """True if the user has set CUDA's allocator, and not to `use_expandable_segments`."""
+    """True if the user has set the device's memory allocator otherwise than `use_expandable_segments` does."""
     return bool(_allocator_settings()) and _EXPANDABLE_SEGMENTS not in _allocator_settings()
 
 
@@ -100,7 +100,7 @@ def begin_use(device: torch.device) -> None:
 
 def show_one_core(device: torch.device) -> None:
     """Leave this rank one of the NeuronCores that all ranks are shown; ConfigError if there are too few."""
-    cores = visible_cores() if device.type != "cpu" else []
+    cores = visible_neuron_cores() if device.type != "cpu" else []
     if 1 < len(cores) <= device.index:
         raise ConfigError(
             f"NEURON_RT_VISIBLE_CORES ({os.environ['NEURON_RT_VISIBLE_CORES']}) must name a core for each rank of this "
@@ -111,7 +111,7 @@ def show_one_core(device: torch.device) -> None:
 
 
 def require_build_for(kind: str) -> None:
-    """ConfigError unless this torch knows a kind of device, which the machine need not have."""
+    """Raise ConfigError unless this torch is built for a kind of device, which the machine need not have."""
     missing = kind == "cuda" and not torch.backends.cuda.is_built()
     try:
         torch.device(kind)
@@ -145,7 +145,7 @@ def has_all_to_all(backend_name: str, ranks: Sequence[int]) -> bool:
 
 
 def lacks_messages(error: BaseException) -> bool:
-    """True if an exception says that a process group sends nothing from rank to rank.
+    """True if an exception says that the library of a device sends no messages from rank to rank.
 
     Torch says so of a group such as TorchNeuron's of April 2026, which has collectives and no backend below them.
     """
@@ -153,7 +153,7 @@ def lacks_messages(error: BaseException) -> bool:
 
 
 def without_messages(key: str, device: torch.device, instead: str, error: Exception) -> str:
-    """The sentence on a key with its value that needs what the copy of TorchNeuron's source of April 2026 has not."""
+    """The error text for a key that needs messages from rank to rank, which a device's library does not send."""
     return (
         f"{key} needs messages from rank to rank, which the library of this device ({device.type}) does not send: "
         f"{error}; set {instead}, or install a release of it that does"
@@ -195,7 +195,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 
 def add_in_one_order(device: torch.device, threads: int) -> None:
-    """Have this process's kernels add in the same order each time.
+    """Make the device's kernels deterministic: they add in the same order each time.
 
     On a CPU the order depends on the number of threads. On CUDA, attention's backward pass adds in a changing order
     unless torch is told otherwise; an operator that has no other kernel then raises an error.
@@ -211,7 +211,7 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
 
 
 def use_flash_attention_3(device: torch.device) -> None:
-    """Let FlashAttention 3 (arXiv:2407.08608) compute attention on CUDA; ConfigError if it is not there."""
+    """Let a CUDA device compute attention by FlashAttention 3 (arXiv:2407.08608); ConfigError if it is not there."""
     if device.type == "cuda":
         if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) != (9, 0):
             where = f"compute capability {found[0]}.{found[1]}: its kernels are for 9.0, such as an H100"
@@ -225,7 +225,7 @@ def use_flash_attention_3(device: torch.device) -> None:
 
 
 class CapturedCall:
-    """A function of tensors of equal shapes, which may add to memory that stays, as a CUDA graph from call 4 on."""
+    """A function of a CUDA device's tensors of equal shapes, which from call 4 on is replayed as a CUDA graph."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -252,12 +252,12 @@ class CapturedCall:
 
 
 def captured_call(device: torch.device) -> CapturedCall | None:
-    """A `CapturedCall` on CUDA; None elsewhere."""
+    """A `CapturedCall` on a CUDA device; None on other devices."""
     return CapturedCall() if device.type == "cuda" else None
 
 
 def least_flex_width(device: torch.device) -> int:
-    """Elements of a head that the compiler's kernels for FlexAttention take at least."""
+    """The least width of a head that a device's kernels for FlexAttention take."""
     return 16 if device.type == "cuda" else 1
 
 
@@ -295,7 +295,7 @@ Mark: TypeAlias = float | torch.Event
 
 
 def mark(device: torch.device) -> Mark:
-    """Now, as the device sees it: on an accelerator, when it has done the work that is queued so far."""
+    """Mark a device's time: on an accelerator, the time when it has done the work that is queued so far."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
@@ -304,7 +304,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def seconds_between(start: Mark, end: Mark) -> float:
-    """Seconds from one mark to another of the same device, which must have reached both."""
+    """Seconds between two marks of a device, which must have reached both."""
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return start.elapsed_time(end) / 1000
     assert isinstance(start, float)
@@ -317,14 +317,14 @@ _process = functools.cache(psutil.Process)
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
+    """Bytes of a device's memory that this process holds now: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
     return int(_process(os.getpid()).memory_info().rss)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes held since the process began: allocated on an accelerator, resident on the CPU."""
+    """Peak bytes of a device's memory since the process began: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     import resource
@@ -351,7 +351,7 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def utilization() -> float | None:
-    """The use of this rank's GPU, 0 to 1; None where no library tells it."""
+    """The utilization of this rank's device, a GPU, 0 to 1; None where no library tells it."""
     try:
         return torch.cuda.utilization() / 100
     except Exception:  # noqa: BLE001  no library, no driver, or a device that NVML does not see
@@ -411,7 +411,7 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an exception says that memory ran out, on whichever device."""
+    """True if an exception of any device says that its memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -504,7 +504,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True if an exception says that another rank is gone, whichever library carries the messages."""
+    """True if an exception of gloo, NCCL or another device's library says that the connection to a rank is lost."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST_PEER_WORDS)
@@ -526,5 +526,5 @@ _LOST_PEER_WORDS = (
 
 
 def is_shared_device(error: BaseException) -> bool:
-    """True if an exception says that two ranks use one accelerator."""
+    """True if an exception of NCCL says that two ranks use one device."""
     return isinstance(error, RuntimeError) and "Duplicate GPU detected" in str(error)

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.base.errors import ArgumentError, LostPeerError, count_problems, see
-from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, is_named, replicas_name
+from shardwise.base.mesh_axes import ALIKE, AXES, CHOSEN_AXES, PIPELINE, Axis, names_axis, replicas_name
 from shardwise.distributed import devices
 from shardwise.distributed.torch_private import register_group_name, set_default_timeout
 
@@ -265,7 +265,6 @@ def narrows(group: Group, tensor: Tensor) -> bool:
 
 
 def _has_several_ranks() -> bool:
-    """True if this process has joined a job of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -392,7 +391,7 @@ class Mesh:
             devices.begin_use(self.device)
         model_ranks = math.prod(degrees.values())
         if self.world.size % model_ranks:
-            named = [axis.degree for axis in CHOSEN_AXES if is_named(axis, degrees)]
+            named = [axis.degree for axis in CHOSEN_AXES if names_axis(axis, degrees)]
             product = " × ".join(named)
             values = " × ".join(str(degrees[name]) for name in named)
             raise ValueError(f"world size ({self.world.size}) must be a multiple of {product} ({values})")
@@ -470,19 +469,19 @@ class Mesh:
         return self._host_groups[name]
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if is_named(axis, self._degrees))
+        sizes = ", ".join(f"{axis.name}={self._along(axis).size}" for axis in AXES if names_axis(axis, self._degrees))
         return f"Mesh({sizes}, rank={self.world.rank}, {self.device})"
 
 
 def job_size() -> int:
-    """The number of ranks of this job: of the process group, or before one exists as the launcher's variables say."""
+    """The world size of this job: that of the process group, or before one exists that of the launcher's variables."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def job_rank() -> int:
-    """This process's rank in the job, from the same source as `job_size`."""
+    """This process's global rank in the mesh's job, from the same source as `job_size`."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
@@ -497,7 +496,7 @@ Its messages for that grow with the cube of the ranks, so in larger jobs each pa
 
 
 def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
-    """Join the job that the launcher's variables describe (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`); alone, do nothing.
+    """Make the process group of the job that `RANK`, `WORLD_SIZE` and `MASTER_ADDR` describe; alone, do nothing.
 
     Args:
         device: device that decides the backend; default: the accelerator at `LOCAL_RANK`, or the CPU.
@@ -518,15 +517,15 @@ def join(device: torch.device | None = None, *, timeout: float = 600.0) -> None:
     # torch binds the world to an accelerator, so that NCCL connects at once and reports what is wrong with it here.
     bound_device = device if device.type != "cpu" and not devices.is_neuron(backend) else None
     # Costly to import, for the ranks of a job.
-    from shardwise.distributed import rendezvous
+    from shardwise.distributed import rendezvous, wait_limit
 
     with _while_ranks_meet():
         store = rendezvous.meet(job_rank(), job_size(), limit)
         options: dict[str, Any] = {}
         if store is not None:
             options = {"store": store, "rank": job_rank(), "world_size": job_size()}
-        if backend == dist.Backend.GLOO and rendezvous.start_watch(timeout):
-            limit = rendezvous.NEVER
+        if backend == dist.Backend.GLOO and wait_limit.start_wait_limit(timeout):
+            limit = wait_limit.NEVER
         set_default_timeout(limit)
         dist.init_process_group(backend, timeout=limit, device_id=bound_device, **options)
     devices.begin_use(device)
@@ -546,7 +545,7 @@ def _while_ranks_meet() -> Iterator[None]:
 
 
 def leave() -> None:
-    """Leave the job that `join` has joined, if any. The process must end soon, as `launch.rank_process` has it end.
+    """Leave the process group that `join` has made, if any. The process must end soon, as a rank's does.
 
     gloo's groups are not destroyed: where two ranks close their connections at once, its event loop can find a socket
     closed (`epoll_ctl: Bad file descriptor`), and aborts the process of a rank whose work is done.

@@ -32,7 +32,7 @@ SEEDED_ROWS = 64
 
 @dataclass(frozen=True)
 class Init:
-    """The rule by which a canonical tensor is drawn at step 0; made by `Init.normal` or `Init.constant`.
+    """The initial values of a parameter's canonical tensor; made by `Init.normal` or `Init.constant`.
 
     Attributes:
         kind: `normal` or `constant`.
@@ -57,7 +57,7 @@ class Init:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of linear maps among those of a canonical tensor that may hold others too.
+    """The outputs (rows) of a placed canonical tensor that are linear maps, which may hold others too.
 
     Attributes:
         start: number of the first of them.
@@ -245,7 +245,7 @@ class Placement:
 
 
 class PlacedParameter(nn.Parameter):
-    """A parameter with its record, which a copy of the model keeps."""
+    """A parameter with its placement, which a copy of the model keeps."""
 
     placement: Placement
     deferred_seed: int
@@ -267,7 +267,7 @@ def make_parameter(
     dtype: torch.dtype | None = None,
     deferred: bool = False,
 ) -> nn.Parameter:
-    """A local parameter with its record, drawn as the record says; elements that no piece covers are 0.
+    """A local parameter with its placement, drawn as its pieces say; elements that no piece covers are 0.
 
     Args:
         shape: local shape, such as `[rows / g, columns]`.
@@ -304,7 +304,7 @@ def draw_deferred(parameter: Tensor, out: Tensor) -> bool:
 
 
 class PlacedModule(nn.Module):
-    """A `torch.nn.Module` whose parameters keep their records where torch replaces them.
+    """A `torch.nn.Module` whose parameters keep their placements where torch replaces them.
 
     `to_empty` and `load_state_dict(…, assign=True)` do so. Derive each layer from it that calls `make_parameter`.
     """
@@ -331,14 +331,14 @@ class PlacedModule(nn.Module):
 
 
 def of(parameter: Tensor) -> Placement | None:
-    """A parameter's record, or None for one that is whole here and was made by somebody else's code."""
+    """A parameter's placement, or None for one that is whole here and was made by somebody else's code."""
     # By name and not by class: the parameter of a fake tensor is no PlacedParameter.
     record: Placement | None = getattr(parameter, "placement", None)
     return record
 
 
 def share(parameter: Tensor, ranks: Group) -> None:
-    """Say that other ranks hold the same boxes, and that each has only a part of their gradients."""
+    """Change a parameter's placement: other ranks hold the same boxes, each with only a part of their gradients."""
     _change_pieces(parameter, lambda piece: replace(piece, copies=ranks, partial=True))
 
 
@@ -350,12 +350,12 @@ def _change_pieces(parameter: Tensor, change: Callable[[Piece], Piece], **of_rec
 
 
 def mark_ordered(parameter: Tensor) -> None:
-    """Say that the layer sums the gradient itself, in the order of the group's grain: it is not partial."""
+    """Change a parameter's placement: its gradient is not partial, as the layer sums it in the order of the grain."""
     _change_pieces(parameter, lambda piece: replace(piece, partial=False), is_ordered=True)
 
 
 def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
-    """Say that the outputs of a linear layer are attention heads, of `maps` maps that take turns head by head.
+    """Change a weight's placement: its outputs are attention heads, of `maps` maps that take turns head by head.
 
     `head_dim` is the number of outputs of a head; None: it is not known, and the outputs count as no heads.
     """
@@ -368,7 +368,7 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
 
 
 def add_head_leaf(parameter: nn.Parameter) -> Tensor:
-    """Make the leaf by which an output head uses an embedding's weight, with a gradient of its own.
+    """Give a placed embedding weight a leaf with its own gradient, by which the output head uses it.
 
     Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
     they are added in the same order where one rank has both.
@@ -379,7 +379,7 @@ def add_head_leaf(parameter: nn.Parameter) -> Tensor:
 
 
 def head_leaf(parameter: nn.Parameter) -> Tensor | None:
-    """The leaf of `add_head_leaf` on the parameter's present memory; None for a parameter without one."""
+    """The leaf that `add_head_leaf` gave a parameter, on its present memory; None for a parameter without one."""
     leaf: Tensor | None = getattr(parameter, "head_leaf", None)
     # The memory of a released parameter is not there, and has not moved.
     if leaf is not None and not getattr(parameter, "is_released", False):
@@ -413,13 +413,13 @@ def add_further_gradients(parameter: nn.Parameter, count: int) -> None:
 
 
 def further_gradients(parameter: Tensor) -> list[FurtherGradient]:
-    """Return those of `add_further_gradients`."""
+    """Return the gradients that `add_further_gradients` gave a parameter."""
     gradients: list[FurtherGradient] = getattr(parameter, "further_gradients", [])
     return gradients
 
 
 def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) -> Placement:
-    """A parameter's record; one without, such as those of torch's own modules, is one canonical tensor, whole.
+    """A parameter's placement; one without, such as those of torch's own modules, is one canonical tensor, whole.
 
     Args:
         name: canonical name of a parameter without a record.
@@ -437,7 +437,7 @@ def of_or_whole(parameter: Tensor, name: str = "", tensor: Group | None = None) 
 
 
 def placements(module: nn.Module, tensor: Group | None = None) -> Iterator[tuple[str, nn.Parameter, Placement]]:
-    """Each parameter of a model once, with its local name and its record under full canonical names.
+    """Each parameter of a model once, with its local name and its placement under full canonical names.
 
     `tensor`: as in `of_or_whole`.
     """
@@ -459,7 +459,7 @@ Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 
 
 def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
-    """The pieces of each parameter of some parameter groups.
+    """The placement's pieces of each parameter of an optimizer's groups, by names that are full and unique.
 
     A name that is not full is completed by the parameter's number among those of its name and shape, and by the
     pipeline stage: every layout without a pipeline gives the same.
@@ -484,7 +484,7 @@ def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
 
 @torch.no_grad()
 def initialize_(parameter: Tensor, placement: Placement, seed: int) -> None:
-    """Draw this rank's boxes of each canonical tensor, in place.
+    """Draw the initial values of a placed parameter: this rank's boxes of each canonical tensor, in place.
 
     A normal tensor is drawn in runs of 64 rows, each from the seed hash(seed, name, run), on the CPU in float32
     whatever the device: any rank draws just the rows that it holds, and the whole is the same tensor at any layout.

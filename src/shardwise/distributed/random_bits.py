@@ -21,7 +21,7 @@ _SECOND_32 = 0x846CA68B - 2**32
 
 
 def hashed(*parts: object) -> int:
-    """A 63-bit hash of some names and numbers."""
+    """A 63-bit hash of some names and numbers, for seeds of random numbers."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -60,6 +60,6 @@ def _fold_(x: Tensor, shift: int, shifted: Tensor) -> None:
 
 
 def wrapped(number: int, bits: int) -> int:
-    """The signed integer of so many bits that is equal to `number` modulo 2^bits."""
+    """The signed integer of so many random bits that is equal to `number` modulo 2^bits."""
     half = 1 << (bits - 1)
     return (number + half) % (2 * half) - half

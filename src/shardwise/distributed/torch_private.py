@@ -31,7 +31,7 @@ _COMPILER = "torch._dynamo"
 
 
 def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-    """`x weightᵀ`, or `total + x weightᵀ`, by oneDNN, for float32 on a CPU; any strides; no gradient.
+    """`x weightᵀ`, or `total + x weightᵀ`, by torch's private operators of oneDNN; float32 on a CPU; no gradient.
 
     x `[…, K]`, weight `[N, K]`, total `[…, N]` → `[…, N]`. `torch.nn.functional.linear` always uses MKL for float32.
     These operators are those that torch's own compiler emits for linear layers on a CPU.
@@ -47,7 +47,7 @@ def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Ten
 def scaled_matmul(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """`a b` of fp8 numbers with scales `[]`: a `[M, K]`, b `[K, N]`; any strides; no gradient.
+    """`a b` of fp8 numbers with scales `[]`, by torch's private `_scaled_mm`: a `[M, K]`, b `[K, N]`; no gradient.
 
     With `fast`, an NVIDIA GPU adds with fewer bits. A CPU multiplies and adds in float32, which holds each product of
     two fp8 numbers exactly.
@@ -72,7 +72,7 @@ _OPERATORS.impl("scaled_matmul", _scaled_matmul, "CompositeExplicitAutograd")
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are views of the same memory; torch has no public name for this question."""
+    """Return whether two tensors are views of the same memory, which torch tells in private."""
     is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
     return is_alias
 
@@ -80,20 +80,20 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
 def has_fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *, causal: bool, is_grouped: bool
 ) -> bool:
-    """Return whether `scaled_dot_product_attention` has a fused kernel for these tensors, and so keeps no scores."""
+    """Return whether torch's private choice of attention for these tensors is a fused kernel, which keeps no scores."""
     choice = torch._fused_sdp_choice(q, k, v, mask, p, causal, enable_gqa=is_grouped)
     return choice != SDPBackend.MATH.value
 
 
 def set_allocator(settings: str) -> None:
-    """Set the allocator of accelerators as the variable `PYTORCH_ALLOC_CONF` does, which torch reads only once."""
+    """Set torch's allocator of accelerators as the variable `PYTORCH_ALLOC_CONF` does, by a private function."""
     cast(Any, torch._C)._accelerator_setAllocatorSettings(settings)
 
 
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention by torch's kernel for CPUs, and the logarithms of its sums, `[B, n, S]`, which torch hides.
+    """Attention by torch's private kernel for CPUs, and the logarithms of its sums, `[B, n, S]`.
 
     q `[B, n, S, d]`; k and v `[B, m, L, d]`, where m divides n. The mask is added to the scores; or `causal`, with
     S = L: each query sees the keys up to it.
@@ -122,7 +122,7 @@ def cpu_attention_gradients(
     *,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
+    """The gradients of torch's private `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
     if q.shape[1] != k.shape[1] and mask is None and not causal:
         heads = (k.shape[1], -1)
         rows = (t.unflatten(1, heads).flatten(2, 3) for t in (dy, q, out, log_sums))
@@ -136,7 +136,7 @@ def cpu_attention_gradients(
 
 
 def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
-    """x `[n, …, K]` of each of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`: piece by piece.
+    """Torch's private operator of x `[n, …, K]` of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`.
 
     A CUDA operator that copies over NVLink through symmetric memory, which each rank of the group can address.
     """
@@ -147,7 +147,7 @@ def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGrou
 
 
 def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
-    """x `[g·n, …, K]` and weight `[K, N]` of each of g ranks → the sum of their products, this rank's `[n, …, N]`.
+    """Torch's private operator of x `[g·n, …, K]` and weight `[K, N]` of g ranks → this rank's sum `[n, …, N]`.
 
     A CUDA operator, as `fused_all_gather_matmul`.
     """
@@ -158,7 +158,7 @@ def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) 
 
 
 def register_group_name(name: str, group: ProcessGroup) -> None:
-    """Let the collectives of compiled graphs find a group by this name, too; RuntimeError if another group has it.
+    """Register a process group under one more name, for collectives of compiled graphs; RuntimeError if it is taken.
 
     Torch's names number the groups that a process has made, so that they differ from rank to rank.
     """
@@ -192,7 +192,7 @@ def _arrived(pending: Tensor) -> Tensor:
 
 
 def graph_is_kept() -> bool:
-    """True if the present backward pass keeps its graph for another one (`retain_graph`).
+    """True if the present backward pass keeps its graph (`retain_graph`), which autograd tells in private.
 
     If not, the tensors that an autograd function saved are freed after the pass, which may overwrite them.
     """
@@ -200,12 +200,12 @@ def graph_is_kept() -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """True if a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
+    """True unless a tensor is torch's private FakeTensor, without numbers. By name, as the class is slow to import."""
     return type(tensor).__name__ != "FakeTensor"
 
 
 def version_of(tensor: Tensor) -> int:
-    """The number of in-place changes of a tensor's memory, by it or a view of it; changes by `.data` do not count."""
+    """Torch's private count of in-place changes of a tensor's memory, also by views; those by `.data` do not count."""
     return tensor._version
 
 
@@ -221,7 +221,7 @@ def _unwrapped_without_compiler(method: Callable[..., Any]) -> Callable[..., Any
 
 
 class WithoutCompiler(torch.optim.Optimizer):
-    """An optimizer that is made, saved and loaded without importing torch's compiler, as slow as importing torch.
+    """A torch optimizer whose private decorators, which import torch's compiler, are left out: that is slow.
 
     Some methods of `torch.optim.Optimizer` must not be traced by the compiler; their decorators import it at the first
     call. As long as nobody else imported the compiler, nothing can trace them, and they work without decorators.
@@ -233,7 +233,7 @@ class WithoutCompiler(torch.optim.Optimizer):
 
 
 def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of the same name; methods that `optimizer_class` does not override are those of `WithoutCompiler`."""
+    """A subclass of a torch optimizer that is a `WithoutCompiler`: private decorators of torch are left out."""
     module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
     return types.new_class(
         optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)
@@ -241,7 +241,7 @@ def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer, divisor: Tensor | None = None) -> None:
-    """`optimizer.step()` without importing torch's compiler; step hooks run only where the compiler was imported.
+    """`optimizer.step()` without torch's private decorators, which import its compiler; step hooks run only with them.
 
     Where the optimizer `divides_gradients`, it divides them by a `divisor` `[]`, by the way that gradient scalers use.
     """
@@ -260,14 +260,14 @@ def step_optimizer(optimizer: torch.optim.Optimizer, divisor: Tensor | None = No
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    """True if a step of a parameter group can divide its gradients as it reads them: a fused kernel of torch's does."""
+    """True if a fused kernel of torch's divides gradients as it reads them, which a private attribute tells."""
     is_torchs = inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
     return is_torchs and bool(group.get("fused")) and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 @contextmanager
 def calling_hooks(module: nn.Module) -> Iterator[None]:
-    """Do what a call of a module does around its forward, for a method whose backward pass needs no parameters."""
+    """Call a module's private forward hooks around another method, whose backward pass needs no parameters."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
     yield
@@ -276,7 +276,7 @@ def calling_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def calls_only_forward(module: nn.Module, kind: type[nn.Module]) -> TypeGuard[Any]:
-    """True if a call of the module runs the forward of `kind` and nothing else: no wrapper's, hooks' or compiler's."""
+    """True if a module's call is the forward of `kind` alone: no wrapper, compiler or private list of hooks."""
     if torch.compiler.is_compiling() or getattr(module.forward, "__func__", None) is not kind.forward:
         return False
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -284,37 +284,37 @@ def calls_only_forward(module: nn.Module, kind: type[nn.Module]) -> TypeGuard[An
 
 
 def others_keep_tensors() -> bool:
-    """True if a selective checkpoint, or hooks of saved tensors that are the user's, may keep what is computed now."""
+    """True if torch's private stacks hold a selective checkpoint or a user's hooks, which may keep saved tensors."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     is_users = hooks and not str(hooks[0].__module__).startswith(("shardwise.", "torch.utils.checkpoint"))
     return bool(is_users) or any("checkpoint" in type(mode).__module__ for mode in _get_current_dispatch_mode_stack())
 
 
 def call_without_overrides(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function of torch as if no argument's class replaced functions of torch."""
+    """Call a function of torch with `__torch_function__` of all arguments disabled, by torch's private switch."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
 def after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is under way."""
+    """Call a function at the end of the backward pass that is under way, by the private queue of autograd's engine."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def backward_number() -> int:
-    """Return a number of the backward pass that is under way, which no other pass of this process has."""
+    """Return torch's private number of the backward pass that is under way, which no other pass of this process has."""
     return torch._C._current_graph_task_id()
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts."""
+    """Return the tensors in nested tuples, lists and dicts, by torch's private `_pytree`."""
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def set_default_timeout(limit: timedelta) -> None:
-    """Set how long groups that are made from here on wait; torch gives those of a `DeviceMesh` 10 or 30 minutes."""
+    """Set torch's private timeouts of process groups made from here on, also of a `DeviceMesh`: 10 or 30 minutes."""
     from torch.distributed import distributed_c10d
 
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -323,7 +323,7 @@ def set_default_timeout(limit: timedelta) -> None:
 
 @contextmanager
 def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
-    """Inside, the profiler shows each message of a pipeline's schedule by name: its send and its wait.
+    """Inside, torch's profiler shows the sends and waits of torch's pipeline schedules by name (a private function).
 
     The schedules send and receive through one function of their module, and wait for its results. `name` gives the name
     of a `P2POp`.
@@ -350,35 +350,35 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
 
 
 class CompilerCounts(NamedTuple):
-    """Counts of graphs that were captured, or loaded in place of that, and of those whose code was cached."""
+    """Private counters of torch's compiler: graphs captured, or loaded in place of that, and those of cached code."""
 
     graphs: int
     hits: int
 
 
 def has_triton() -> bool:
-    """True if the compiler can write kernels for an accelerator of this machine."""
+    """True if torch finds Triton, to write kernels for an accelerator of this machine (a private function of torch)."""
     from torch.utils._triton import has_triton
 
     return has_triton()
 
 
 def compiler_counts() -> CompilerCounts:
-    """The compiler's own counts in this process so far."""
+    """The private counters of torch's compiler in this process so far."""
     from torch._dynamo.utils import counters
 
     return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def let_length_change(tensor: Tensor) -> None:
-    """Let a compiled graph that takes this tensor take others of any length of at least 2 in its place."""
+    """Let graphs of torch's compiler take any length of this tensor from 2 on (private `mark_dynamic`)."""
     from torch._dynamo import mark_dynamic
 
     mark_dynamic(tensor, 0)
 
 
 def prepare_compiler(threads: int) -> None:
-    """Set what `torch.compile` takes from settings of the process: how many compilers run at once, and what is cached.
+    """Set private options of torch's compiler for this process: how many compilers run at once, and what is cached.
 
     The user's TORCHINDUCTOR_COMPILE_THREADS goes before `threads`. A graph with an autograd function written in Python
     is cached only where this setting says so.
@@ -398,7 +398,7 @@ def prepare_compiler(threads: int) -> None:
 
 
 def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
-    """Return the compiled function in a file, or compile one for these arguments into the file; None if that fails.
+    """Load torch's compiled function from a file, or compile it for these arguments into the file; None if that fails.
 
     `traced` is of `torch.compile`. The function is `fn` of what is returned; `guard_check` tells if arguments fit it.
     """
@@ -424,7 +424,7 @@ def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
 
 
 def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
-    """The reason why the backend `inductor` does not take these options; None where it does."""
+    """The reason why torch's backend `inductor` does not take these options (a private list); None if it does."""
     from torch import _TorchCompileInductorWrapper
     from torch._inductor import list_options
 
@@ -442,21 +442,21 @@ def inductor_options_problem(options: Mapping[str, Any]) -> str | None:
 
 
 def fake_process_group(rank: int, world: int) -> None:
-    """Join a job of which only this rank exists: collectives return at once, and leave their results as they are."""
+    """Join torch's private fake process group, a job of this rank alone: collectives send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Inside, new tensors have a shape, a dtype and a device, which need not exist, and no data."""
+    """Torch's private `FakeTensorMode`: inside, new tensors have a shape, a dtype and any device, and no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def trace_problem(error: BaseException) -> str | None:
-    """The place and reason of a failure to capture a function as one graph; None for an error of another kind."""
+    """The place and reason of a private error of torch's compiler, which captured no graph; None for other errors."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
     if isinstance(error, FailOnRecompileLimitHit):
@@ -484,7 +484,7 @@ class _NamedWork:
 
 
 def mend_split_backward() -> None:
-    """Have the second half of a split backward pass begin with the very gradients that the first half has kept.
+    """Mend torch's private split backward pass: its second half begins with the gradients that the first has kept.
 
     Releases before torch 2.13 give the sum of the gradients of all outputs of an autograd function to the first one,
     and add what comes down from later uses of a weight to the gradient at a use that has it already (pytorch#180952).
@@ -496,7 +496,7 @@ def mend_split_backward() -> None:
 
 
 def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]]) -> None:
-    """Add the gradients of a stage's weights to `grad`, from what `stage_backward_input` of torch has kept.
+    """Add the gradients of a stage's weights to `grad`, in place of torch's private `stage_backward_weight`.
 
     Args:
         param_groups: weights (`params`), the nodes of the graph where their gradients leave the way to the stage's
@@ -528,7 +528,7 @@ def add_weight_gradients(weights: Iterator[nn.Parameter], param_groups: list[dic
 
 
 def open_connections_to_others(stages: Iterable[Any]) -> None:
-    """Keep a rank with two neighbouring stages from sending to itself when a schedule opens its connections.
+    """Mend torch's private opening of pipeline connections: a rank with two neighbouring stages sends none to itself.
 
     Releases before torch 2.13 send from each stage to the next, even on the same rank, which gloo refuses. torch 2.15
     opens no connections by messages.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.estimates.feed_forward import FeedForward, feed_forward
+from shardwise.estimates.feed_forward import FeedForwardBytes, feed_forward_bytes
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
@@ -20,7 +20,7 @@ _INT64 = 8
 
 
 @dataclass(frozen=True)
-class BlockActivations:
+class _BlockActivations:
     """Bytes that autograd saves in one block. The attention core is `softmax(q kᵀ) v`.
 
     Attributes:
@@ -53,12 +53,12 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class BlockStack:
-    """Bytes of several blocks for one micro-batch.
+    """Bytes of activations of several blocks for one micro-batch.
 
     Attributes:
         kept: at the end of the forward pass.
         peak: the most during the backward pass, with the gradients that it works with.
-        early: likewise while the gradients of the last block's experts are complete (`FeedForward.is_early`).
+        early: likewise while the gradients of the last block's experts are complete (`FeedForwardBytes.is_early`).
         later: likewise from the moment at which another gradient of a weight of the last block is complete.
     """
 
@@ -68,8 +68,8 @@ class BlockStack:
     later: int = 0
 
 
-def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:
-    """Return, for each block, the bytes that the blocks up to it keep, and the most in its backward pass.
+def activation_stack(workload: RankWorkload, layers: Iterable[int]) -> list[BlockStack]:
+    """Estimate, for each block, the activations that the blocks up to it keep, and the most in its backward pass.
 
     | recompute | kept                                      | computed again, one block at a time |
     |-----------|-------------------------------------------|-------------------------------------|
@@ -84,9 +84,9 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
     kept = 0
     for layer in layers:
         first_alike = workload.first_alike[layer]
-        block_kept, work = kept_and_work(workload, first_alike)
+        block_kept, work = activation_bytes(workload, first_alike)
         kept += block_kept
-        feed = feed_forward(workload, layer)
+        feed = feed_forward_bytes(workload, layer)
         early = later = work
         if feed.is_early and workload.recompute == "none":
             # They are complete when what the layer saved is free, and the rows at work are too.
@@ -100,15 +100,15 @@ def stack_at_blocks(workload: RankWorkload, layers: Iterable[int]) -> list[Block
 
 
 @lru_cache(maxsize=256)
-def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
-    """Return the bytes that one block keeps, and the most that its backward pass holds in addition.
+def activation_bytes(workload: RankWorkload, layer: int) -> tuple[int, int]:
+    """Estimate the bytes that one block keeps, and the most that its backward pass holds in addition.
 
     A backward pass begins with the MLP. What the MLP saved is free when the core's backward pass begins.
     """
     block = block_activations(workload, layer)
     x = workload.x_bytes
     query = workload.a * workload.tokens * workload.local.query
-    feed = feed_forward(workload, layer)
+    feed = feed_forward_bytes(workload, layer)
     mlp = _mlp_gradients(workload, feed)
     core = _core_gradients(workload)
     core_mask, hidden_mask = _mask_hashing(workload)
@@ -131,8 +131,8 @@ def kept_and_work(workload: RankWorkload, layer: int) -> tuple[int, int]:
             return x, recomputed + max(mlp, core - block.mlp, core_mask + x - block.mlp, hidden_mask + x)
 
 
-def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
-    """Return the bytes that this block saves.
+def block_activations(workload: RankWorkload, layer: int) -> _BlockActivations:
+    """Estimate the bytes of activations that a block saves.
 
     | part      | saved                                                | elements          |
     |-----------|------------------------------------------------------|-------------------|
@@ -141,7 +141,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     |           | norms of q and k: statistics                         | see `_head_norms` |
     |           | mask of dropout on what is added to x, one byte each | T·H/s             |
     | core      | q, k and v, and what the core saves beside them      | see `_core`       |
-    | MLP       | see `FeedForward.saved`                              |                   |
+    | MLP       | see `FeedForwardBytes.saved`                         |                   |
     | both      | the norm: its input and one or two statistics        | see `norm_bytes`  |
 
     With `precision.matmul` fp8 the inputs of the four linear layers are rounded copies, of one byte an element or, by
@@ -156,7 +156,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
     a = workload.a
     rounds = workload.rounds_inputs
     attended = workload.tokens * local.query
-    feed = feed_forward(workload, layer)
+    feed = feed_forward_bytes(workload, layer)
     attention = (
         workload.product_input_bytes
         + workload.input_width * attended
@@ -175,7 +175,7 @@ def block_activations(workload: RankWorkload, layer: int) -> BlockActivations:
         saves_input = (not workload.layout.sequence_parallel or workload.config.regathers) and not rounds
     norms = norm_bytes(workload) * (2 if model.norm_place == "both" else 1)
     rotated_keys = 0 if workload.gathers_keys else local.key_value  # gathered ones are kept as before rotation
-    return BlockActivations(
+    return _BlockActivations(
         saves_input=saves_input,
         attention=attention + norms,
         core_input=core_input,
@@ -201,8 +201,8 @@ def _normed(workload: RankWorkload) -> int:
     return workload.x_bytes
 
 
-def waiting_bytes(workload: RankWorkload) -> int:
-    """Return the bytes that a block holds between the halves of a split backward pass, more than it keeps.
+def split_backward_bytes(workload: RankWorkload) -> int:
+    """Estimate the bytes that a block holds between the halves of a split backward pass, more than it keeps.
 
     The first half computes the gradient of the block's input. The second half computes the gradients of the weights,
     and needs for each matrix product and norm the gradient of its output: of QKV, [T·(q + 2kv)/t], of q and k if these
@@ -219,8 +219,8 @@ def waiting_bytes(workload: RankWorkload) -> int:
     return attention + _waiting_mlp(workload) + _core_again(workload)
 
 
-def split_peak(workload: RankWorkload, blocks: int) -> int:
-    """Return the most that so many blocks hold in the first half of a split backward pass, beside what they keep.
+def split_backward_peak(workload: RankWorkload, blocks: int) -> int:
+    """Estimate the most that so many blocks hold in the first half of a split backward pass, beside what they keep.
 
     This half frees nothing that was kept. It ends at the core of the first block: the other blocks wait, and so does
     the MLP of this one. Beside them are the gradients of x, [T/s, H], of the values, [T·q/t], and in a core that goes
@@ -230,7 +230,7 @@ def split_peak(workload: RankWorkload, blocks: int) -> int:
         return 0
     matrices = 2 * workload.a * workload.probabilities if workload.attends_step_by_step else 0
     core = workload.x_bytes + workload.a * workload.tokens * workload.local.query + matrices + _core_again(workload)
-    return (blocks - 1) * waiting_bytes(workload) + _waiting_mlp(workload) + core
+    return (blocks - 1) * split_backward_bytes(workload) + _waiting_mlp(workload) + core
 
 
 def _waiting_mlp(workload: RankWorkload) -> int:
@@ -247,7 +247,7 @@ def _core_again(workload: RankWorkload) -> int:
 
 
 def norm_bytes(workload: RankWorkload) -> int:
-    """Return the bytes that a norm on the residual stream saves.
+    """Estimate the bytes that a norm on the residual stream saves.
 
     LayerNorm saves its input, the mean and 1/deviation; on an accelerator the latter two are in float32. RMSNorm saves
     its input, and 1/rms in float32. In bfloat16 on a CPU, RMSNorm consists of single operations, which save the input
@@ -370,12 +370,12 @@ def _core(workload: RankWorkload, layer: int, *, copied: bool) -> tuple[int, int
 # ---- gradients: what the backward pass holds beside saved tensors that are not free yet
 
 
-def _mlp_gradients(workload: RankWorkload, feed: FeedForward) -> int:
+def _mlp_gradients(workload: RankWorkload, feed: FeedForwardBytes) -> int:
     """Return the most that the MLP's backward pass holds: the gradient of x, [T/s, H], and the larger of two moments.
 
     At the last layer: the gradients of its input, [T·F/t], of its weight, [H·F/t], and of its output if that is not the
     gradient of x: [T·H] where it was gathered, [T·H/s] before dropout (whose mask is then free) or before a norm.
-    Where `FeedForward.holds_two`: two of its inner width, [2·T·F/t].
+    Where `FeedForwardBytes.holds_two`: two of its inner width, [2·T·F/t].
 
     What a norm after the MLP saved is free at both moments. If the norm consists of single operations, its own
     gradients may be larger: [4·T/s·H] in float32.

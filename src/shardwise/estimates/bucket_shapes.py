@@ -77,7 +77,7 @@ class BucketShape:
 
 @lru_cache(maxsize=64)
 def bucket_shapes(workload: RankWorkload) -> tuple[BucketShape, ...]:
-    """Return the rank's buckets as `optimizer.bucket_mib` sets their size, in the order in which they are begun.
+    """Estimate the rank's buckets of gradients by `optimizer.bucket_mib`, in the order in which they are begun.
 
     Matrices, which weight decay applies to, and vectors are in separate buckets; with Muon also matrices of blocks and
     others. A parameter at both ends of a pipeline has a bucket to itself.

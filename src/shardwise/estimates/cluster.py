@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class ClusterDevice(Protocol):
+class _ClusterDevice(Protocol):
     """A device that a rank would compute with."""
 
     @property
@@ -25,10 +25,10 @@ class ClusterDevice(Protocol):
 
 
 class Cluster(Protocol):
-    """So many devices of a kind."""
+    """The facts of a planned cluster that the estimates of a run ask for."""
 
     @property
-    def device(self) -> ClusterDevice: ...
+    def device(self) -> _ClusterDevice: ...
 
     @property
     def world(self) -> int: ...

@@ -27,10 +27,16 @@ from dataclasses import replace
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import pipeline_rank_of
 from shardwise.estimates.bucket_shapes import BucketShape, bucket_shapes
-from shardwise.estimates.feed_forward import load_bytes, read_loads, routed_backward, routed_forward, sparse_blocks
+from shardwise.estimates.feed_forward import (
+    expert_load_bytes,
+    load_reading_transfers,
+    routed_block_counts,
+    routing_backward_transfers,
+    routing_forward_transfers,
+)
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.sharding import evaluation_bytes, gathered_bytes
-from shardwise.estimates.transfer import Kind, Transfer, gathered, over_tensor, summed
+from shardwise.estimates.transfer import Kind, Transfer, gather_transfer, sum_transfer, tensor_transfer
 from shardwise.models.parameter_counts import local_parameters
 from shardwise.optim.bucket_layout import LIMBS
 
@@ -49,7 +55,7 @@ def step_transfers(
     tensor_rank: int = 0,
     imbalance: float = 1.0,
 ) -> list[Transfer] | None:
-    """Return every collective and message of one rank in one optimizer step. None for a model of your own.
+    """Estimate every collective and message of one rank in one optimizer step. None for a model of your own.
 
     The step is the forward and backward passes of all micro-batches, the reduction of gradients and the update. The
     comparison of replicas (`log.drift_every`) is not counted.
@@ -74,7 +80,7 @@ def step_transfers(
 def evaluation_transfers(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int = 0
 ) -> list[Transfer] | None:
-    """Return the collectives and messages of one rank for one global batch of evaluation. None for a model of your own.
+    """Estimate every collective and message of one rank in one global batch of evaluation. None: a model of your own.
 
     The sum of losses over data parallelism and pipeline, at the end of an evaluation, is not counted.
     """
@@ -85,7 +91,7 @@ def evaluation_transfers(
 
 
 def wire_bytes(transfers: list[Transfer] | None) -> dict[tuple[str, str], float] | None:
-    """Return the bytes that one rank sends, by (axis, kind). None for a model of your own."""
+    """Return the estimated bytes that one rank sends, by (axis, kind). None for a model of your own."""
     if transfers is None:
         return None
     total: dict[tuple[str, str], float] = defaultdict(float)
@@ -104,14 +110,13 @@ def _transfers(workload: RankWorkload, micro_batch: list[Transfer], once: list[T
 
 
 def _forward(workload: RankWorkload) -> list[Transfer]:
-    """The forward pass of this rank's stages."""
     transfers = []
     if workload.has_first:
         # Each rank looks up its part of the vocabulary.
-        transfers.append(summed(workload, workload.gathered_bytes, "embedding output"))
+        transfers.append(sum_transfer(workload, workload.gathered_bytes, "embedding output"))
     transfers += [*_regions(workload, _outputs(workload), ""), _query_key_squares(workload, "")]
     transfers.append(_keys_and_values(workload, "all_gather", "keys and values"))
-    transfers += routed_forward(workload)
+    transfers += routing_forward_transfers(workload)
     if workload.has_last:
         transfers += _head(workload)
     return [*transfers, _message(workload, 1, "outputs of stages"), _samples(workload)]
@@ -135,25 +140,25 @@ def _backward(workload: RankWorkload) -> list[Transfer]:
         ends_with_sum = workload.model.norm_place == "input" and not workload.drops_hidden and not in_one
         transfers = _regions(workload, outputs - ends_with_sum, ", recomputed")
         transfers.append(_query_key_squares(workload, "recomputed "))
-        transfers += routed_forward(workload, ", recomputed")
+        transfers += routing_forward_transfers(workload, ", recomputed")
     if workload.gathers_keys_again:
         times = 2 if workload.config.passes_keys and workload.recompute == "full" else 1
         transfers.append(_keys_and_values(workload, "all_gather", "keys and values, gathered again", times))
     transfers.append(_keys_and_values(workload, "reduce_scatter", "gradients of keys and values"))
     if workload.config.regathers:
         inputs = "inputs of attention and MLP, gathered again"
-        count = 2 * workload.layers - sparse_blocks(workload).total()  # routed rows keep theirs
-        transfers.append(gathered(workload, size, inputs, count))
+        count = 2 * workload.layers - routed_block_counts(workload).total()  # routed rows keep theirs
+        transfers.append(gather_transfer(workload, size, inputs, count))
     transfers.append(_query_key_squares(workload, "gradients of "))
-    transfers += routed_backward(workload)
+    transfers += routing_backward_transfers(workload)
     if workload.model.head_transform:
         of_decoder = workload.a * workload.predicted * workload.model.hidden_size
-        transfers.append(over_tensor(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
+        transfers.append(tensor_transfer(workload, "all_reduce", of_decoder, "gradient of the decoder's input", head))
     transfers += [
-        summed(workload, size, "gradient of the head's input", head),
-        gathered(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
-        summed(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
-        gathered(workload, size, "gradient of the embedding output", embedding),
+        sum_transfer(workload, size, "gradient of the head's input", head),
+        gather_transfer(workload, size, "gradients of the outputs of attention and MLP", outputs * workload.layers),
+        sum_transfer(workload, size, "gradients of the inputs of attention and MLP", 2 * workload.layers),
+        gather_transfer(workload, size, "gradient of the embedding output", embedding),
     ]
     if workload.token_parts:
         elements = workload.head_gradient_elements
@@ -178,7 +183,7 @@ def _samples(workload: RankWorkload) -> Transfer:
     else:
         tables = 2 + data.reset_position_ids + data.reset_attention_mask
         numbers = tables * workload.layout.context * workload.tokens + 2 * data.reset_attention_mask
-    return over_tensor(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
+    return tensor_transfer(workload, "broadcast", _INT64 * (numbers + len(model.objectives)), "token ids and targets")
 
 
 def _message(workload: RankWorkload, step: int, tensor: str) -> Transfer:
@@ -204,8 +209,8 @@ def _regions(workload: RankWorkload, outputs: int, suffix: str) -> list[Transfer
     """The two inputs of attention and MLP in all blocks, and so many of their outputs in each block."""
     size, layers = workload.gathered_bytes, workload.layers
     return [
-        gathered(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
-        summed(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
+        gather_transfer(workload, size, f"inputs of attention and MLP{suffix}", 2 * layers),
+        sum_transfer(workload, size, f"outputs of attention and MLP{suffix}", outputs * layers),
     ]
 
 
@@ -220,8 +225,8 @@ def _objectives(workload: RankWorkload) -> list[Transfer]:
     forwards = 2 if workload.recompute == "full" else 1
     counts_first = _counts_first(workload)
     transfers = []
-    for routing, count in sparse_blocks(workload).items():
-        loads = load_bytes(routing)
+    for routing, count in routed_block_counts(workload).items():
+        loads = expert_load_bytes(routing)
         samples = workload.config.train.micro_batch if "sequence" in losses else 0
         batch = loads if "batch" in losses and not counts_first else 0
         transfers += [
@@ -244,9 +249,11 @@ def _counts_first(workload: RankWorkload) -> bool:
 def _counted(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = sum(load_bytes(routing) * count for routing, count in sparse_blocks(workload).items())
+    of_blocks = sum(expert_load_bytes(routing) * count for routing, count in routed_block_counts(workload).items())
     routing = workload.model.any_routing
-    pooled = 0 if routing is None else load_bytes(routing) * ("pooled" in workload.config.optimizer.router_losses)
+    pooled = (
+        0 if routing is None else expert_load_bytes(routing) * ("pooled" in workload.config.optimizer.router_losses)
+    )
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
@@ -258,7 +265,7 @@ def _query_key_squares(workload: RankWorkload, prefix: str) -> Transfer:
     """A norm over all heads sums the squares of queries and keys over ranks: [2, T] in float32 for each block."""
     count = workload.layers if workload.model.query_key_norm == "all_heads" else 0
     tensor = f"{prefix}sums of squares of queries and keys"
-    return over_tensor(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
+    return tensor_transfer(workload, "all_reduce", 2 * _FLOAT32 * workload.tokens, tensor, count)
 
 
 def _keys_and_values(workload: RankWorkload, kind: Kind, tensor: str, times: int = 1) -> Transfer:
@@ -289,8 +296,8 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
     gradients = "largest gradients of outputs"
     context = workload.layout.context
     return [
-        over_tensor(workload, "all_reduce", _FLOAT32, inputs, forwards),
-        over_tensor(workload, "all_reduce", _FLOAT32, gradients, backwards),
+        tensor_transfer(workload, "all_reduce", _FLOAT32, inputs, forwards),
+        tensor_transfer(workload, "all_reduce", _FLOAT32, gradients, backwards),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * forwards, inputs),
         Transfer("cp", "all_reduce", context, _FLOAT32, 2 * backwards, gradients),
     ]
@@ -299,7 +306,7 @@ def _scales(workload: RankWorkload) -> list[Transfer]:
 def _weight_scales(workload: RankWorkload) -> Transfer:
     """The scales of a block's four weights, once a step."""
     count = 0 if workload.config.precision.matmul is None else workload.layers
-    return over_tensor(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
+    return tensor_transfer(workload, "all_reduce", 4 * _FLOAT32, "largest weights of linear layers", count)
 
 
 def _head(workload: RankWorkload) -> list[Transfer]:
@@ -311,13 +318,13 @@ def _head(workload: RankWorkload) -> list[Transfer]:
     """
     tokens = _FLOAT32 * workload.predicted
     transfers = [
-        over_tensor(workload, "all_reduce", tokens, "largest logit of each token"),
-        over_tensor(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
-        gathered(workload, workload.gathered_bytes, "input of the head"),
+        tensor_transfer(workload, "all_reduce", tokens, "largest logit of each token"),
+        tensor_transfer(workload, "all_reduce", 2 * tokens, "sum of exponentials and target logit"),
+        gather_transfer(workload, workload.gathered_bytes, "input of the head"),
     ]
     if workload.model.head_transform:
         size = workload.a * (workload.predicted + workload.config.train.micro_batch) * workload.model.hidden_size
-        transfers.append(over_tensor(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
+        transfers.append(tensor_transfer(workload, "all_gather", size, "inputs of the decoder and of the classifier"))
     return transfers
 
 
@@ -363,7 +370,7 @@ def _update(workload: RankWorkload, data_rank: int, tensor_rank: int) -> list[Tr
         transfers.append(Transfer("world", "all_reduce", layout.world, size, 1, "squared norms of each tensor"))
     if optimizer.spec.orthogonalizes:
         transfers += _matrices(workload)
-    transfers += [*_over_data(workload, buckets), read_loads(workload)]
+    transfers += [*_over_data(workload, buckets), load_reading_transfers(workload)]
     for ranks in sorted({layout.tensor, workload.local.key_value_copies} - {1}):
         axis = "tp" if ranks == layout.tensor else f"tp/{ranks}"
         if workload.is_bit_equal:
@@ -403,8 +410,8 @@ def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[T
         if n == 1:
             transfers.append(Transfer(axis, "all_reduce", copies, gradients, count, "gradients"))
             continue
-        whole = sum(bucket.elements for bucket in alike if not (workload.frees_values and bucket.has_matrices))
-        values = DTYPE_BYTES[workload.precision.parameter] * whole
+        whole_elements = sum(bucket.elements for bucket in alike if not (workload.frees_values and bucket.has_matrices))
+        values = DTYPE_BYTES[workload.precision.parameter] * whole_elements
         transfers += [
             Transfer(shard_axis, "reduce_scatter", n, gradients, count, "gradients"),
             Transfer(copies_axis, "all_reduce", copies, gradients // n, count, "owned gradients of copies"),

@@ -14,15 +14,15 @@ from shardwise.base import units
 from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.transfer import Transfer, gathered, summed
+from shardwise.estimates.transfer import Transfer, gather_transfer, sum_transfer
 
 _FLOAT32 = 4
 _INT64 = 8
 
 
 @dataclass(frozen=True)
-class FeedForward:
-    """Bytes of the second half of a block.
+class FeedForwardBytes:
+    """Bytes of activations in the second half of a block.
 
     Attributes:
         saved: for the backward pass, with dropout and without the norm.
@@ -44,13 +44,13 @@ class FeedForward:
 
 
 @lru_cache(maxsize=256)
-def feed_forward(workload: RankWorkload, layer: int) -> FeedForward:
-    """Return the second half of a block."""
+def feed_forward_bytes(workload: RankWorkload, layer: int) -> FeedForwardBytes:
+    """Estimate the activations in the second half of a block."""
     routing = workload.model.routing(layer)
     return _mlp(workload) if routing is None else _experts(workload, routing)
 
 
-def _mlp(workload: RankWorkload) -> FeedForward:
+def _mlp(workload: RankWorkload) -> FeedForwardBytes:
     """Return the bytes of an MLP.
 
     | saved                                                | elements     |
@@ -74,7 +74,7 @@ def _mlp(workload: RankWorkload) -> FeedForward:
     last_input = workload.input_width * workload.tokens * workload.local.intermediate
     masks = workload.inner_mask_elements + workload.mask_elements
     single = workload.config.compile.enabled or workload.has_parts or workload.rounds_inputs
-    return FeedForward(
+    return FeedForwardBytes(
         saved=workload.product_input_bytes + inner + last_input + masks,
         activated=0 if workload.rounds_inputs or (is_relu and not model.gated) else feed,
         at_work=feed,
@@ -113,7 +113,7 @@ class _Traffic:
         return _Traffic(rows, round(workload.tokens * visits), arriving, ranks > 1 or is_bit_equal, are_grouped)
 
 
-def _experts(workload: RankWorkload, routing: Routing) -> FeedForward:
+def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     """Return the bytes of a router with its experts.
 
     At work are rows of grouped products, [R·(2F/t + H)]. Elsewhere those of one expert are, [5F/t + 3·H] for each, with
@@ -139,14 +139,14 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForward:
     elements = routing.experts // layout.expert * width * hidden
     down, gate_up = (workload.weight_gradient(n * elements) for n in (1, 2))
     sources = layout.expert if workload.is_bit_equal else 1
-    amounts = load_bytes(routing) + len(SUMS) * _FLOAT32
-    return FeedForward(
+    amounts = expert_load_bytes(routing) + len(SUMS) * _FLOAT32
+    return FeedForwardBytes(
         saved=_saved_by_experts(workload, routing, traffic) + own_input + amounts + of_shared,
         activated=shared + (0 if workload.config.regathers else own_input),
         at_work=a * at_work - of_shared,
         weight_gradients=max(2 * a * elements + down, gate_up, 3 * sources * a * elements),
         is_early=routing.per_token < routing.experts,
-        recorded=_FLOAT32 * workload.tokens * routing.per_token + amounts,
+        recorded=(0 if layout.sequence_parallel else _FLOAT32 * workload.tokens * routing.per_token) + amounts,
     )
 
 
@@ -185,14 +185,14 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 # ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
 
 
-def sparse_blocks(workload: RankWorkload) -> Counter[Routing]:
-    """The rules of the routers on this rank, with the number of blocks of each."""
+def routed_block_counts(workload: RankWorkload) -> Counter[Routing]:
+    """The number of blocks on this rank for each rule of routers."""
     layers = (layer for stage in workload.stages for layer in stage.layers)
     return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
 
 
-def load_bytes(routing: Routing) -> int:
-    """The bytes of the rows of each expert, [N] in int64."""
+def expert_load_bytes(routing: Routing) -> int:
+    """The estimated bytes of the row counts of each expert, [N] in int64."""
     return _INT64 * routing.experts
 
 
@@ -204,8 +204,8 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
     return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
 
 
-def routed_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
-    """The forward pass of experts in all blocks.
+def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
+    """The transfers of the forward pass of experts in all blocks.
 
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
     experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each
@@ -216,7 +216,7 @@ def routed_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
     transfers = []
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
     row = workload.a * workload.model.hidden_size
-    for routing, count in sparse_blocks(workload).items():
+    for routing, count in routed_block_counts(workload).items():
         traffic = _Traffic.of(workload, routing)
         results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
         chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
@@ -225,31 +225,31 @@ def routed_forward(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
             _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
             _over_experts(workload, token * traffic.sent, f"tokens and choices{suffix}", count),
             _over_experts(workload, results, f"results of tokens{suffix}", count),
-            gathered(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
-            gathered(workload, shared, f"input of the shared expert{suffix}", count),
-            summed(workload, shared, f"output of the shared expert{suffix}", count),
+            gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
+            gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
+            sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
         ]
     return transfers
 
 
-def routed_backward(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `routed_forward`: each tensor goes the other way; the numbers of tokens are known."""
+def routing_backward_transfers(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass of `routing_forward_transfers`: tensors go the other way; the numbers of tokens are known."""
     transfers = []
     row = workload.a * workload.model.hidden_size
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    for routing, count in sparse_blocks(workload).items():
+    for routing, count in routed_block_counts(workload).items():
         traffic = _Traffic.of(workload, routing)
         arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * traffic.arriving
         weights = _FLOAT32 * workload.tokens * routing.per_token
         transfers += [
             _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
             _over_experts(workload, arrived, "gradients of tokens and choices", count),
-            summed(workload, weights, "gradients of weights of chosen experts", count),
-            summed(workload, shared, "gradient of the shared expert's input", count),
-            gathered(workload, shared, "gradient of the shared expert's output", count),
+            sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
+            sum_transfer(workload, shared, "gradient of the shared expert's input", count),
+            gather_transfer(workload, shared, "gradient of the shared expert's output", count),
         ]
         if workload.config.regathers:
-            transfers.append(gathered(workload, shared, "input of the shared expert, gathered again", count))
+            transfers.append(gather_transfer(workload, shared, "input of the shared expert, gathered again", count))
     return transfers
 
 
@@ -258,18 +258,18 @@ def _choices(workload: RankWorkload, routing: Routing) -> int:
     return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
 
 
-def read_loads(workload: RankWorkload) -> Transfer:
-    """The rows of each expert and sums of all blocks of the model, [N + K] in int64 each."""
+def load_reading_transfers(workload: RankWorkload) -> Transfer:
+    """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
     rules = workload.model.routings.values()
     numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
 
 
-def routed_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model in words, by the name of the row; none for a dense model."""
+def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
+    """The experts of a model as a row of a dry run; none for a dense model."""
     rule = model.any_routing
     if rule is None:
         return []
-    held = "all" if layout.expert == 1 else rule.experts // layout.expert
+    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
     blocks = units.counted(len(model.routings), "block")
-    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {held} on each rank")]
+    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

@@ -15,16 +15,17 @@ from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import (
+    activation_stack,
     block_activations,
     norm_bytes,
-    split_peak,
-    stack_at_blocks,
-    waiting_bytes,
+    split_backward_bytes,
+    split_backward_peak,
 )
 from shardwise.estimates.bucket_shapes import bucket_shapes
 from shardwise.estimates.rank_workload import RankWorkload
-from shardwise.estimates.sharding import InFlight, StageInFlight, whole_gradient_bytes
-from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements, rounding_chunk_elements
+from shardwise.estimates.sharding import InFlightBytes, StageInFlightBytes, whole_gradient_bytes
+from shardwise.estimates.step_peak import PassBytes, StepPeak, step_peak
+from shardwise.layers.chunks import GRADIENTS_AT_ONCE, loss_chunk_elements
 from shardwise.models.parameter_counts import (
     EMBEDDING,
     HEAD,
@@ -35,9 +36,8 @@ from shardwise.models.parameter_counts import (
     local_parameters,
     parameter_count,
 )
-from shardwise.optim.bucket_layout import matrix_chunk_elements
+from shardwise.optim.bucket_layout import matrix_chunk_elements, rounding_chunk_elements
 from shardwise.pipeline.action_order import action_order
-from shardwise.pipeline.partition import PassBytes, StepPeak, step_peak
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3
@@ -98,7 +98,7 @@ class MemoryEstimate:
 def expected_memory(
     config: Config, layout: Layout, accelerator: bool = False, *, pipeline_rank: int | None = None
 ) -> MemoryEstimate | None:
-    """Return peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
+    """Estimate the peak bytes of training on one pipeline rank, without `torch.compile`. None for a model of your own.
 
     pipeline_rank: the rank; None: the one that needs most.
     """
@@ -108,13 +108,13 @@ def expected_memory(
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
-def sized_own(config: Config, own: OwnShapes, accelerator: bool) -> Config:
-    """Return `config` with the Llama in the place of the user's model, which keeps as many bytes as that one does."""
+def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
+    """Return `config` with a Llama in place of the user's own model, whose estimated memory is that of the own one."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
-    memory = expected_memory(alone.model_copy(update={"model": own.like}), Layout(1), accelerator)
+    memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
-    held_bytes = max(0, own.saved_bytes - memory.activations) // config.train.micro_batch
-    like = own.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held_bytes})
+    held_bytes = max(0, own_shapes.saved_bytes - memory.activations) // config.train.micro_batch
+    like = own_shapes.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held_bytes})
     return config.model_copy(update={"model": like})
 
 
@@ -143,18 +143,18 @@ def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> t
 
 
 def neediest_rank(config: Config, layout: Layout, accelerator: bool = False) -> int:
-    """Return the pipeline rank that needs most memory, the first among equals; 0 for a model of your own."""
+    """Return the pipeline rank that is to need most memory, the first among equals; 0 for a model of your own."""
     by_rank = memory_by_rank(config, layout, accelerator) or []
     return max(range(len(by_rank)), key=lambda rank: by_rank[rank].total, default=0)
 
 
 def memory_by_rank(config: Config, layout: Layout, accelerator: bool = False) -> list[MemoryEstimate] | None:
-    """Return peak bytes of each pipeline rank. None for a model of your own."""
-    return [memory_of(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
+    """Estimate the peak bytes of training on each pipeline rank. None for a model of your own."""
+    return [estimated_memory(workload) for workload in RankWorkload.of_ranks(config, layout, accelerator)] or None
 
 
-def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstimate:
-    """Return peak bytes of the workload's pipeline rank.
+def estimated_memory(workload: RankWorkload, limit: float | None = None) -> MemoryEstimate:
+    """Estimate the peak bytes of training on the workload's pipeline rank.
 
     limit: if it needs more than so many bytes without what is in flight, this is not computed.
     """
@@ -177,7 +177,7 @@ def memory_of(workload: RankWorkload, limit: float | None = None) -> MemoryEstim
     )
     if not workload.frees_gradients or (limit is not None and memory.total > limit):
         return memory
-    return replace(memory, in_flight=max(_step_peak(workload, InFlight.of(workload)).whole, update) - peak)
+    return replace(memory, in_flight=max(_step_peak(workload, InFlightBytes.of(workload)).whole, update) - peak)
 
 
 def _parameter_bytes(workload: RankWorkload) -> int:
@@ -211,7 +211,7 @@ def _state_bytes(workload: RankWorkload, *, master: int) -> int:
     return spec.kept_bytes(elements, matrices, master=master, state=state)
 
 
-def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> StepPeak:
+def _step_peak(workload: RankWorkload, in_flight: InFlightBytes | None = None) -> StepPeak:
     """Return the peak of a step, without or with what is in flight at stages 2 and 3 of ZeRO."""
     order = action_order(workload.config.parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute)
     passes = {stage.index: _pass(workload, stage, in_flight) for stage in workload.stages}
@@ -221,7 +221,7 @@ def _step_peak(workload: RankWorkload, in_flight: InFlight | None = None) -> Ste
     return peak if in_flight is None else replace(peak, whole=peak.whole + in_flight.constant)
 
 
-def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> PassBytes:
+def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlightBytes | None) -> PassBytes:
     """Return the bytes that one micro-batch needs in a stage: embedding, blocks, last norm and loss.
 
     A stage's input and output are x, [T/s, H]. The input of a later stage is held until the backward pass, also where
@@ -232,7 +232,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     parallel = workload.config.parallel
     x = workload.x_bytes
     embedding, last = _kept_at_ends(workload, stage)
-    levels = stack_at_blocks(workload, stage.layers)
+    levels = activation_stack(workload, stage.layers)
     kept = levels[-1].kept + embedding + last + _shared_tables(workload, stage.layers)
     keeps_input = workload.recompute == "full" or block_activations(workload, stage.layers[0]).saves_input
     received = 0 if keeps_input or stage.is_first else x
@@ -249,7 +249,7 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
     loss = _loss(workload) if stage.is_last else 0
     forward = 0
     end = _embedding_gradient(workload, tied=head > 0) + head + gradient if stage.is_first else 0
-    extra = StageInFlight.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
+    extra = StageInFlightBytes.of_reduction(workload, stage) if in_flight is None else in_flight.stages[stage.index]
     at_ends = embedding + head + received + gradient + _gradients_of_parts(workload, stage)
     by_layer = list(zip(stage.layers, levels, strict=True))
     backward = at_ends + max(level.peak for level in levels)
@@ -271,8 +271,8 @@ def _pass(workload: RankWorkload, stage: Stage, in_flight: InFlight | None) -> P
         loss_kept=_loss_gradients(workload) if stage.is_last else 0,
         backward=backward,
         last=end,
-        waiting=len(stage.layers) * waiting_bytes(workload) + gradient,
-        split=split_peak(workload, len(stage.layers)) + gradient,
+        waiting=len(stage.layers) * split_backward_bytes(workload) + gradient,
+        split=split_backward_peak(workload, len(stage.layers)) + gradient,
         reduction=reduction,
         onwards=onwards,
         back=back,
@@ -303,7 +303,7 @@ def _sends(workload: RankWorkload, stage: Stage) -> tuple[bool, bool]:
 
 
 def messages_of_a_micro_batch(workload: RankWorkload) -> int:
-    """Return bytes that messages add to the rank's memory for each micro-batch of a long step."""
+    """Estimate the bytes that messages between stages add to a rank's memory for each micro-batch of a long step."""
     if workload.layout.pipeline == 1 or SCHEDULES[workload.config.parallel.schedule].is_single_stage:
         return 0
     sends = [_sends(workload, stage) for stage in workload.stages]
@@ -319,7 +319,7 @@ def _frees_onwards() -> bool:
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
-    """Return bytes on disk of one checkpoint: weights in the dtype of the computation, moments, and masters if any.
+    """Estimate the bytes on disk of a checkpoint: weights in the dtype of the computation, moments, masters if any.
 
     Each element counts once, whatever the layout, and padding never. None for a model of your own.
     """
@@ -335,7 +335,7 @@ def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
 
 
 def memory_copies_bytes(config: Config, layout: Layout, ranks_per_node: int, accelerator: bool = False) -> int | None:
-    """Return bytes of a node's memory in which copies of the state are kept, at most; None for a model of your own.
+    """Estimate the bytes of a node's memory that copies of the state take at most; None for a model of your own.
 
     A node holds the masters and states that its ranks update, of two steps, and those of another node's ranks too.
     """
@@ -465,7 +465,7 @@ def _matrices(workload: RankWorkload) -> int:
 
 
 def offloaded_bytes(config: Config, layout: Layout, accelerator: bool) -> int:
-    """Return bytes in the host's memory for a rank with `optimizer.offload`: the most of any; 0 without it.
+    """Estimate the bytes of the host's memory for a rank with `optimizer.offload`: the most of any; 0 without it.
 
     The states, and in pinned memory, of which torch gives powers of two, the master of each bucket and the gradients of
     three.
@@ -511,15 +511,15 @@ def _rounding(workload: RankWorkload) -> tuple[int, int]:
     return _FLOAT32 * chunk, (4 + rounded) * _FLOAT32 * min(chunk, owned)
 
 
-def leaves_open(config: Config, layout: Layout, accelerator: bool) -> bool:
-    """Return whether a key leaves something to the memory of a rank.
+def leaves_to_memory(config: Config, layout: Layout, accelerator: bool) -> bool:
+    """Return whether a key leaves something to the estimated memory of a rank.
 
     Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
     """
-    return config.train.recompute == "auto" or (accelerator and len(open_settings(config, layout)) > 1)
+    return config.train.recompute == "auto" or (accelerator and len(settings_left_to_memory(config, layout)) > 1)
 
 
-def open_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
+def settings_left_to_memory(config: Config, layout: Layout) -> list[dict[str, object]]:
     """Return the settings of `parallel` among which the memory chooses, without any first."""
     choices: list[dict[str, object]] = [{}]
     parallel = config.parallel
@@ -536,7 +536,7 @@ def open_settings(config: Config, layout: Layout) -> list[dict[str, object]]:
 
 
 def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The message for a rank that needs more bytes than its device has."""
+    """The message where the estimate of a rank's memory exceeds that of its device."""
     return (
         f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
         f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "

@@ -11,27 +11,27 @@ from typing import get_args
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, Recompute
-from shardwise.estimates.memory import MemoryEstimate, expected_memory, leaves_open, open_settings
+from shardwise.estimates.memory import MemoryEstimate, expected_memory, leaves_to_memory, settings_left_to_memory
 
 
-def candidates(config: Config, layout: Layout) -> Iterator[Config]:
-    """Yield the configuration with each choice that its keys leave open, the fastest first.
+def memory_candidates(config: Config, layout: Layout) -> Iterator[Config]:
+    """Yield the configuration with each choice that its keys leave to a rank's memory, the fastest first.
 
     Messages are tried before more is computed again: they move bytes, which matmuls and attention hide in part.
     """
     recompute = config.train.recompute
     recomputes: tuple[Recompute, ...] = get_args(Recompute) if recompute == "auto" else (recompute,)
     for chosen in recomputes:
-        for settings in open_settings(config, layout):
+        for settings in settings_left_to_memory(config, layout):
             yield config.with_keys(train={"recompute": chosen}, parallel=settings)
 
 
-def first_that_fits(
+def first_fitting_candidate(
     config: Config, layout: Layout, estimated: Callable[[Config], MemoryEstimate], limit: float
 ) -> tuple[Config, MemoryEstimate]:
     """Return the first candidate that needs at most `limit` bytes, or else the one that needs least, and its memory."""
     too_large: list[tuple[Config, MemoryEstimate]] = []
-    for candidate in candidates(config, layout):
+    for candidate in memory_candidates(config, layout):
         memory = estimated(candidate)
         if memory.total <= limit:
             return candidate, memory
@@ -39,7 +39,7 @@ def first_that_fits(
     return min(too_large, key=lambda pair: pair[1].total)
 
 
-def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator: bool, device: str) -> Config:
+def fitted_to_memory(config: Config, layout: Layout, memory: float | None, *, accelerator: bool, device: str) -> Config:
     """Return the configuration with what its keys leave to the memory of a rank.
 
     Args:
@@ -48,7 +48,7 @@ def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator:
     Raises:
         ConfigError: `train.recompute=auto` for memory or a model that is not known.
     """
-    if not leaves_open(config, layout, accelerator):
+    if not leaves_to_memory(config, layout, accelerator):
         return config
     is_auto = config.train.recompute == "auto"
     if is_auto and config.shapes is None:
@@ -68,11 +68,11 @@ def fitted(config: Config, layout: Layout, memory: float | None, *, accelerator:
         assert estimate is not None, "the shapes of the model are known"
         return estimate
 
-    return first_that_fits(config, layout, estimated, memory)[0]
+    return first_fitting_candidate(config, layout, estimated, memory)[0]
 
 
-def choice_text(chosen: Config, config: Config) -> str | None:
-    """Return what was chosen in place of the keys of `config`, as settings; None where nothing was left open."""
+def memory_choice_text(chosen: Config, config: Config) -> str | None:
+    """Return what was chosen to fit a rank's memory, as settings; None where the keys left nothing open."""
     settings = []
     if config.train.recompute != chosen.train.recompute:
         settings.append(f"train.recompute={chosen.train.recompute}")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
@@ -28,7 +27,7 @@ ByUnit = dict[int, int]
 
 
 @dataclass(frozen=True)
-class GatherState:
+class _GatherState:
     """Weights on a rank between two passes.
 
     Attributes:
@@ -41,7 +40,7 @@ class GatherState:
 
 
 @dataclass(frozen=True)
-class GatherPass:
+class _GatherPass:
     """One pass of a micro-batch through a stage.
 
     Attributes:
@@ -50,12 +49,12 @@ class GatherPass:
         values: bytes of whole values at each unit.
     """
 
-    state: GatherState
+    state: _GatherState
     sent: Counter[int]
     values: ByUnit
 
 
-class StageGathers:
+class _StageGathers:
     """The gathers of the weights of one stage; `sizes`: bytes of the whole values of each freed bucket."""
 
     def __init__(self, workload: RankWorkload, stage: Stage) -> None:
@@ -76,32 +75,32 @@ class StageGathers:
         in_order = [unit for unit in (EMBEDDING.unit, *stage.layers, HEAD.unit) if unit in self._buckets]
         self._forward = in_order
         self._backward = [unit for unit in reversed(in_order) if unit >= 0]
-        self._cache: dict[tuple[str, GatherState], GatherPass] = {}
+        self._cache: dict[tuple[str, _GatherState], _GatherPass] = {}
 
     @property
     def whole(self) -> Counter[int]:
-        """Bytes of all whole values, as in `GatherPass.sent`."""
+        """Bytes of all whole values, as in `_GatherPass.sent`."""
         total: Counter[int] = Counter()
         for number, size in self.sizes.items():
             total[self._divided[number]] += size
         return total
 
-    def forward(self, state: GatherState, *, keeps_last: bool = True) -> GatherPass:
+    def forward(self, state: _GatherState, *, keeps_last: bool = True) -> _GatherPass:
         """Do a forward pass; in training, the last block's weights stay for the backward pass."""
         return self._run("forward" if keeps_last else "evaluation", state)
 
-    def backward(self, state: GatherState) -> GatherPass:
+    def backward(self, state: _GatherState) -> _GatherPass:
         """Do a backward pass, which gathers the weights of blocks, and those that no smaller unit has."""
         return self._run("backward", state)
 
-    def _run(self, kind: Literal["forward", "backward", "evaluation"], state: GatherState) -> GatherPass:
+    def _run(self, kind: Literal["forward", "backward", "evaluation"], state: _GatherState) -> _GatherPass:
         if (kind, state) not in self._cache:
             order = self._backward if kind == "backward" else self._forward
             last = self._backward[:1] if kind == "forward" else []
             self._cache[kind, state] = self._replay(order, last, state)
         return self._cache[kind, state]
 
-    def _replay(self, order: Sequence[int], kept: Sequence[int], state: GatherState) -> GatherPass:
+    def _replay(self, order: Sequence[int], kept: Sequence[int], state: _GatherState) -> _GatherPass:
         gathered = set(state.gathered)
         users = set(state.users)
         values: ByUnit = {}
@@ -132,7 +131,7 @@ class StageGathers:
         values.setdefault(EMBEDDING.unit, sum(self.sizes[number] for number in gathered))
         for unit in outside:
             release(unit)
-        return GatherPass(GatherState(frozenset(gathered), frozenset(users)), sent, values)
+        return _GatherPass(_GatherState(frozenset(gathered), frozenset(users)), sent, values)
 
 
 def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
@@ -147,17 +146,17 @@ def _users(unit: int, stage: Stage, *, is_tied: bool) -> Iterator[int]:
 
 
 def gathered_bytes(workload: RankWorkload) -> Counter[int]:
-    """Return the bytes of whole values that a rank gathers for the passes of a step of training.
+    """Estimate the bytes of whole weights that a rank gathers for the passes of a step of training.
 
     They stand by the number of ranks that divide the tensors among them (`BucketShape.divided_over`).
     """
     total: Counter[int] = Counter()
     for stage in workload.stages:
-        gathers = StageGathers(workload, stage)
+        gathers = _StageGathers(workload, stage)
         if workload.config.gather == "step":
             total += gathers.whole
             continue
-        state = GatherState()
+        state = _GatherState()
         parallel = workload.config.parallel
         for action in action_order(parallel, workload.micro_batches, workload.pipeline_rank, workload.recompute):
             if gathers.sizes and action.stage == stage.index:
@@ -168,11 +167,11 @@ def gathered_bytes(workload: RankWorkload) -> Counter[int]:
 
 
 def evaluation_bytes(workload: RankWorkload) -> Counter[int]:
-    """Return the bytes of `gathered_bytes`, but for the forward passes of one global batch."""
+    """Estimate the bytes of whole weights that a rank gathers for the forward passes of one global batch."""
     total: Counter[int] = Counter()
     for stage in workload.stages:
-        gathers = StageGathers(workload, stage)
-        state = GatherState()
+        gathers = _StageGathers(workload, stage)
+        state = _GatherState()
         for _ in range(workload.micro_batches):
             done = gathers.forward(state, keeps_last=False)
             state = done.state
@@ -183,7 +182,7 @@ def evaluation_bytes(workload: RankWorkload) -> Counter[int]:
 # ---- gradients
 
 
-def reduction_copies(workload: RankWorkload, shape: BucketShape) -> int:
+def _reduction_copies(workload: RankWorkload, shape: BucketShape) -> int:
     """Return the bytes of copies for each element of a bucket under reduction.
 
     One copy is made if the dtype of the reduction is not that of the gradients. On a CPU with ZeRO, and with
@@ -260,7 +259,7 @@ class _Reductions:
         return most
 
 
-def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
+def _gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, dict[int, tuple[int, int]], int]:
     """Return bytes of gradients and their copies at each unit of a backward pass, before it, and those left at the end.
 
     With those before it come those while its experts get their gradients, which the rest of a block gets later.
@@ -275,7 +274,7 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, d
     least = 2 if each_pass else 1
     shapes = [shape for shape in bucket_shapes(workload) if shape.stage == stage.index and shape.slices >= least]
     gradient = DTYPE_BYTES[workload.precision.gradient] if each_pass else 0
-    reductions = _Reductions(shapes, gradient, [reduction_copies(workload, shape) for shape in shapes])
+    reductions = _Reductions(shapes, gradient, [_reduction_copies(workload, shape) for shape in shapes])
     # A gradient that is the first of a sum is copied once, into the dtype of the sum, and into the order of its weight
     # in memory, which those of routed weights have.
     is_copied = workload.frees_gradients and (each_pass or workload.micro_batches == 1)
@@ -317,8 +316,8 @@ def gradients_in_flight(workload: RankWorkload, stage: Stage) -> tuple[ByUnit, d
 
 
 @dataclass(frozen=True)
-class StageInFlight:
-    """Bytes of one stage that are in memory only while they are used.
+class StageInFlightBytes:
+    """Estimated bytes of one pipeline stage that are in memory only while they are used.
 
     Attributes:
         weights: whole weights at each unit of a forward and of a backward pass.
@@ -337,23 +336,23 @@ class StageInFlight:
     other_weights: int = 0
 
     @staticmethod
-    def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlight:
+    def of_reduction(workload: RankWorkload, stage: Stage) -> StageInFlightBytes:
         """Copies while gradients are reduced, which there are at each stage of ZeRO."""
-        if workload.frees_gradients or not any(reduction_copies(workload, s) for s in bucket_shapes(workload)):
-            return StageInFlight(({}, {}), {}, {HEAD.unit: 0})
-        return StageInFlight(({}, {}), {}, *gradients_in_flight(workload, stage)[:2])
+        if workload.frees_gradients or not any(_reduction_copies(workload, s) for s in bucket_shapes(workload)):
+            return StageInFlightBytes(({}, {}), {}, {HEAD.unit: 0})
+        return StageInFlightBytes(({}, {}), {}, *_gradients_in_flight(workload, stage)[:2])
 
     @staticmethod
-    def of(workload: RankWorkload, stage: Stage, gathers: StageGathers, other_weights: int) -> StageInFlight:
+    def of(workload: RankWorkload, stage: Stage, gathers: _StageGathers, other_weights: int) -> StageInFlightBytes:
         """All of it, in steps that are not the first."""
-        first = gathers.forward(GatherState())
+        first = gathers.forward(_GatherState())
         # In a pipeline, further forward passes come before the first backward pass, and weights may stay for these.
         second = gathers.forward(first.state)
         back = gathers.backward(second.state)
         forward = {unit: max(first.values[unit], second.values[unit]) for unit in first.values}
-        reduced, before, left = gradients_in_flight(workload, stage)
+        reduced, before, left = _gradients_in_flight(workload, stage)
         gradients = reduced if workload.config.reduce == "micro_batch" else {}
-        return StageInFlight((forward, back.values), gradients, reduced, before, left, other_weights)
+        return StageInFlightBytes((forward, back.values), gradients, reduced, before, left, other_weights)
 
     def forward(self, unit: int) -> int:
         """Bytes at a unit of a forward pass."""
@@ -369,35 +368,40 @@ class StageInFlight:
 
     def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
         """The most at a block of a backward pass, with its activations."""
-        held = self.reduced if last else self.gradients
-        first, early = self.before.get(layer, (0, 0)) if held else (0, 0)
-        most = max(level.peak + first, level.early + early, level.later + held.get(layer, 0))
+        gradients = self.reduced if last else self.gradients
+        first, early = self.before.get(layer, (0, 0)) if gradients else (0, 0)
+        most = max(level.peak + first, level.early + early, level.later + gradients.get(layer, 0))
         return self.weights[1].get(layer, 0) + self.other_weights + most
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """Bytes of a rank that are in memory only while they are used.
+class InFlightBytes:
+    """Estimated bytes of a rank's weights and gradients that are in memory only while they are used.
 
     Attributes:
         constant: whole gradients and weights that have memory until the end of the step.
     """
 
-    stages: dict[int, StageInFlight]
+    stages: dict[int, StageInFlightBytes]
     constant: int
 
     @staticmethod
-    def of(workload: RankWorkload) -> InFlight:
+    def of(workload: RankWorkload) -> InFlightBytes:
         constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
-        gathers = [StageGathers(workload, stage) for stage in workload.stages]
-        kept = [sum(map(each.sizes.__getitem__, each.forward(GatherState()).state.gathered)) for each in gathers]
-        stages = zip(workload.stages, gathers, kept, strict=True)
-        of = partial(StageInFlight.of, workload)
-        return InFlight({stage.index: of(stage, each, sum(kept) - own) for stage, each, own in stages}, constant)
+        gathers = [_StageGathers(workload, stage) for stage in workload.stages]
+        kept = []
+        for stage_gathers in gathers:
+            buckets = stage_gathers.forward(_GatherState()).state.gathered
+            kept.append(sum(stage_gathers.sizes[number] for number in buckets))
+        stages = {
+            stage.index: StageInFlightBytes.of(workload, stage, stage_gathers, sum(kept) - kept_bytes)
+            for stage, stage_gathers, kept_bytes in zip(workload.stages, gathers, kept, strict=True)
+        }
+        return InFlightBytes(stages, constant)
 
 
 def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:
-    """Return the bytes of all gradients, or of those that a step's end frees, with copies for groups of bit-equal sums.
+    """Estimate the bytes of all gradients, or of those that a step's end frees, with copies for bit-equal sums.
 
     With these, tensors that ranks divide have a gradient for each of these ranks.
     """

@@ -12,7 +12,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, or a message to another rank.
+    """An estimated collective, or a message to another rank.
 
     Attributes:
         bytes: size of the whole tensor.
@@ -35,16 +35,16 @@ class Transfer:
         return rounds * self.bytes * self.count * (self.ranks - 1) / self.ranks
 
 
-def over_tensor(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
+def tensor_transfer(workload: RankWorkload, kind: Kind, size: int, tensor: str, count: int = 1) -> Transfer:
     return Transfer("tp", kind, workload.layout.tensor, size, count, tensor)
 
 
-def gathered(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """The start of a region of tensor parallelism; without sequence parallelism each rank has all of it already."""
-    return over_tensor(workload, "all_gather", size if workload.layout.sequence_parallel else 0, tensor, count)
+def gather_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
+    """The all-gather at the start of a region of tensor parallelism; without sequence parallelism it sends nothing."""
+    return tensor_transfer(workload, "all_gather", size if workload.layout.sequence_parallel else 0, tensor, count)
 
 
-def summed(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
-    """The end of such a region; under sequence parallelism each rank gets its part of the sum."""
+def sum_transfer(workload: RankWorkload, size: int, tensor: str, count: int = 1) -> Transfer:
+    """The sum at the end of a region of tensor parallelism; under sequence parallelism each rank gets a part."""
     kind: Kind = "reduce_scatter" if workload.layout.sequence_parallel else "all_reduce"
-    return over_tensor(workload, kind, size, tensor, count)
+    return tensor_transfer(workload, kind, size, tensor, count)

@@ -7,14 +7,14 @@ from dataclasses import replace
 from shardwise.base import units
 from shardwise.config import Config, Layout
 from shardwise.estimates.communication import step_transfers, wire_bytes
-from shardwise.estimates.feed_forward import routed_rows
-from shardwise.estimates.memory import memory_of, neediest_rank
+from shardwise.estimates.feed_forward import expert_rows
+from shardwise.estimates.memory import estimated_memory, neediest_rank
 from shardwise.estimates.rank_workload import RankWorkload
 
 
-def load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
-    """Return a row on what routers choose from, with what a larger load of a rank adds; none without routers."""
-    rows = [] if config.shapes is None else routed_rows(config.shapes, layout)
+def unequal_load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
+    """Estimate the memory and bytes sent that a larger load of experts adds, as rows of text; none without routers."""
+    rows = [] if config.shapes is None else expert_rows(config.shapes, layout)
     if not layout.exchanges_tokens:
         return rows
     rank = neediest_rank(config, layout, accelerator)
@@ -22,7 +22,7 @@ def load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[s
     assert workload is not None, "the shapes of the model are known"
     needed, sent = [], []
     for imbalance in (1.0, 2.0):
-        needed.append(memory_of(replace(workload, imbalance=imbalance)).total)
+        needed.append(estimated_memory(replace(workload, imbalance=imbalance)).total)
         transfers = step_transfers(config, layout, accelerator, pipeline_rank=rank, imbalance=imbalance)
         sent.append(sum((wire_bytes(transfers) or {}).values()))
     further = (

@@ -68,7 +68,7 @@ def print_error(text: str) -> None:
 def _complaint(text: str) -> str:
     """Return the lines of an error. The block of a failed run stands by itself, and so does a warning."""
     program = "" if text.startswith((HEADING, "warning: ")) else "shardwise: "
-    return f"{terminal.fitted(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
+    return f"{terminal.fit_to_terminal(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
 
 
 def text_of_error(error: ShardwiseError) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from shardwise.base.errors import RunError, ShardwiseError, StoppedError
 from shardwise.base.files import user_path
-from shardwise.base.notice_targets import ADDRESS, VARIABLE, target_problem
+from shardwise.base.notice_targets import ADDRESS, VARIABLE, notice_target_problem
 from shardwise.base.redaction import REDACTED, hosts_alone, redacted
 from shardwise.launch.environment import NODE
 from shardwise.launch.first_failure import print_error
@@ -122,7 +122,7 @@ def _tell(target: str, body: bytes | None) -> None:
 def _resolved(target: str) -> str:
     """Return the command or the address of a target. Raises RunError: it cannot be used."""
     text = os.environ.get(target.removeprefix(VARIABLE), "") if target.startswith(VARIABLE) else target
-    problem = target_problem(text)
+    problem = notice_target_problem(text)
     if target.startswith(VARIABLE) and (problem is not None or not re.match(ADDRESS, text)):
         problem = "the variable must be set to an https address without a log-in"
     elif problem is None and not re.match(ADDRESS, text) and shutil.which(program := _words(text)[0]) is None:

@@ -37,7 +37,6 @@ def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Gr
 
 
 def _warn_unshared(owner: str) -> None:
-    """Warn at the line of the user's code that made the layer."""
     # Layers make layers, so the number of frames between the user and this one is not fixed.
     package = __name__.partition(".")[0]
     level = 0
@@ -59,7 +58,7 @@ def refuse_unknown(
     known: Iterable[str] = (),
     kind: Literal["layers", "optimizer"] = "layers",
 ) -> None:
-    """Refuse keyword arguments that a class or function does not take.
+    """Refuse keyword arguments that a layer or a loss does not take.
 
     Args:
         kind: arguments of other libraries for which the message says what replaces them (`config/other_names.yaml`).

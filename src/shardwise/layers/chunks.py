@@ -17,21 +17,6 @@ MASK_CHUNK_ELEMENTS = 2**20
 GRADIENTS_AT_ONCE = 2**22
 """Elements of gradients that ranks which share samples sum by one collective; a larger gradient has one of its own."""
 
-ROUNDING_CHUNK_ELEMENTS_CPU = 2**17
-"""Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
-
-A multiple of `optim.bucket_layout.ALIGNMENT`: the CPU's vectorized kernels compute the last elements of an odd length
-in another way, and the result of an element must not depend on its place.
-"""
-
-ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
-"""Elements of the same on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""
-
-
-def rounding_chunk_elements(accelerator: bool) -> int:
-    """Return the elements that stochastic rounding updates in float32 at once."""
-    return ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if accelerator else ROUNDING_CHUNK_ELEMENTS_CPU
-
 
 def loss_chunk_elements(rows: int, accelerator: bool) -> int:
     """Return the logits that the chunked loss holds at once on a rank that holds `rows` rows of the head."""

@@ -33,13 +33,13 @@ def runs_of_places(length: int, rank: int, ranks: int, parts: int = 1) -> tuple[
 
 
 def chunks_of_rank(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's tokens of all, `[S, …]` → `[S/C, …]`."""
+    """Return a context-parallel rank's tokens of all, `[S, …]` → `[S/C, …]`."""
     runs = runs_of_places(len(x) // group.size, group.rank, group.size, group.parts)
     return torch.cat([x[run.start : run.stop] for run in runs])
 
 
 def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Yield this rank and its x, then the rank before it and x of that rank, and so on.
+    """Pass x round the ring of context-parallel ranks: yield this rank and its x, then the rank before it and its x.
 
     Each tensor is passed on to the next rank, and the next one arrives, while it is used.
 
@@ -61,7 +61,7 @@ def passed_round(x: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 def gather_chunks(x: Tensor, group: Group) -> Tensor:
-    """Return the tokens of all ranks in the order of the sequence, `[S/C, …]` → `[S, …]`.
+    """Return the tokens of all context-parallel ranks in the order of the sequence, `[S/C, …]` → `[S, …]`.
 
     The gradient of a rank's tokens is the sum over the ranks.
     """

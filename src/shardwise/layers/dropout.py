@@ -30,7 +30,7 @@ from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class Place:
-    """The place in the model at which a mask is drawn.
+    """The place in the model at which a dropout mask is drawn.
 
     Attributes:
         shard: number of the part of the activation that this rank has; 0 if it has all of it.
@@ -85,7 +85,7 @@ class _Masks:
 
 @dataclass(frozen=True)
 class DropoutKey(_Masks):
-    """The source of all masks of one micro-batch's forward pass.
+    """The source of all dropout masks of one micro-batch's forward pass.
 
     It travels with the activations, so that recompute draws the same masks, whatever ran in between.
 
@@ -204,7 +204,7 @@ def define_dropout() -> None:
         ctx.p = inputs[2]
 
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        return scaled(dy, ctx.saved_tensors[0], ctx.p), None, None
+        return apply_mask(dy, ctx.saved_tensors[0], ctx.p), None, None
 
     dropout.register_fake(shapes)
     dropout.register_autograd(backward, setup_context=keep_mask)
@@ -267,14 +267,14 @@ class Dropout(nn.Module):
         if key.places_S is not None:
             rows = key.places_S[rows]
         keep = key.keep(rows, width, self.p, self.place, columns)
-        return scaled(x, keep, self.p)
+        return apply_mask(x, keep, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, {self.place}"
 
 
-def scaled(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """Return `x · keep / (1 - p)`; the mask, one byte an element, is kept for the backward pass."""
+def apply_mask(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """Apply a dropout mask: `x · keep / (1 - p)`. The mask, one byte an element, is kept for the backward pass."""
     # 1 / (1 - p) would be infinite, and its product with a mask of zeros NaN.
     if p == 1.0:
         return x * 0.0

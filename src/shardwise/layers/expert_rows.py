@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group
-from shardwise.layers.matmul import product
+from shardwise.layers.matmul import product, writes_in_place
 
 
 def rows_of_each(experts: Tensor, count: int) -> Tensor:
@@ -128,7 +128,7 @@ class _Moved(torch.autograd.Function):
         return journey.moved(grads[0], per_token, parts), None, None, None
 
 
-def runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
+def _runs_of_experts(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """Return each expert that has rows, with its run of the sorted rows."""
     ends = zip(counts, accumulate(counts), strict=True)
     return [(expert, slice(end - count, end)) for expert, (count, end) in enumerate(ends) if count]
@@ -169,11 +169,12 @@ class _WeightedSums(torch.autograd.Function):
         parts = x.shape[1]
         joined = x.new_empty(parts, len(rows), gate_up.shape[1] // parts)
         y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             expert = number % len(down)
             token = tokens[run]
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                terms = outputs(x[token, part], weight[run], joined[part, run], *projections)
+                x_rows = x[:, part].index_select(0, token)
+                terms = expert_outputs(x_rows, weight[run], joined[part, run], *projections)
                 y[:, part].index_add_(0, token, terms)
         ctx.save_for_backward(x, weight, rows, tokens, joined, gate_up, down)
         ctx.weights = weights.dtype, weights.shape
@@ -191,17 +192,24 @@ class _WeightedSums(torch.autograd.Function):
         d_gate_up, d_down = ([torch.empty_like(whole) for _ in views] for whole in (gate_up, down))
         for view, expert in (divmod(number, len(down)) for number, count in enumerate(ctx.counts) if not count):
             d_gate_up[view][expert] = d_down[view][expert] = 0.0
-        for number, run in runs_of_experts(ctx.counts):
+        for number, run in _runs_of_experts(ctx.counts):
             view, expert = divmod(number, len(down))
             token = tokens[run]
             into_width = d_gate_up[view][expert].unflatten(0, (2, parts, -1))
             into_hidden = d_down[view][expert].unflatten(1, (parts, -1))
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
-                results = gradients(dy[token, part], x[token, part], weight[run], joined[part, run], *projections)
-                dx_rows, d_weight[part, run], d_to_width, into_hidden[:, part] = results
-                into_width[:, part] = d_to_width.unflatten(0, (2, -1))
+                into = into_width[:, part], into_hidden[:, part]
+                # No name holds the selected rows beside the next expert's.
+                dx_rows, d_weight[part, run] = expert_gradients(
+                    dy[:, part].index_select(0, token),
+                    x[:, part].index_select(0, token),
+                    weight[run],
+                    joined[part, run],
+                    *projections,
+                    *into,
+                )
                 dx[:, part].index_add_(0, token, dx_rows)
-                del results, dx_rows, d_to_width  # not held beside the next expert's
+                del dx_rows
         d_weights = d_weight.new_zeros(shape.numel()).index_copy_(0, rows, collectives.tree_sum(d_weight))
         return dx, d_weights.view(shape), None, *d_gate_up, *d_down
 
@@ -220,32 +228,47 @@ _LARGE = 2**23
 """Multiplications from which on oneDNN's kernel for one more number of rows, 0.4 ms and 600 KiB, pays."""
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    return product(x, weight) if x.numel() * len(weight) >= _LARGE else F.linear(x, weight)
+def _product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return `x weightᵀ`, written to `out` of any shape, if given; the bits are the same."""
+    if out is not None and out.is_contiguous() and writes_in_place(x, weight):
+        return torch.mm(x, weight.t(), out=out.view(len(x), -1))
+    y = product(x, weight) if x.numel() * len(weight) >= _LARGE else F.linear(x, weight)
+    return y if out is None else out.copy_(y.reshape(out.shape))
 
 
-def outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
+def expert_outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
     """Return `down(weight · silu(gate) · up)` of rows x, `[n, H]`, and write gate and up to `joined`, `[n, 2w]`.
 
     Weights of rows are `[n, 1]`, the projection of gate and up `[2w, H]`, and the down projection `[H, w]`.
     """
-    gate, up = joined.copy_(_product(x, to_width)).chunk(2, dim=-1)
+    gate, up = _product(x, to_width, out=joined).chunk(2, dim=-1)
     return _product(F.silu(gate).mul_(up).mul_(weight), to_hidden)
 
 
-def gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, of the weights `[n]`, and of both projections; dy: that of `outputs`."""
+def expert_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    joined: Tensor,
+    to_width: Tensor,
+    to_hidden: Tensor,
+    into_width: Tensor,
+    into_hidden: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the weights `[n]`; dy: that of `expert_outputs`.
+
+    Those of the projections are written to `into_width`, `[2, w, H]`, and `into_hidden`, `[H, w]`.
+    """
     gate, up = joined.chunk(2, dim=-1)
     silu = F.silu(gate)
     activated = silu * up
     d_activated = _product(dy, to_hidden.t())
     d_weight = torch.linalg.vecdot(d_activated, activated)
-    d_to_hidden = _product(dy.t(), activated.mul_(weight).t())
+    _product(dy.t(), activated.mul_(weight).t(), into_hidden)
     d_activated.mul_(weight)
     d_joined = torch.empty_like(joined)
     d_gate, d_up = d_joined.chunk(2, dim=-1)
     torch.mul(d_activated, silu, out=d_up)
     torch.ops.aten.silu_backward.grad_input(d_activated.mul_(up), gate, grad_input=d_gate)
-    return _product(d_joined, to_width.t()), d_weight, _product(d_joined.t(), x.t()), d_to_hidden
+    _product(d_joined.t(), x.t(), into_width)
+    return _product(d_joined, to_width.t()), d_weight

@@ -219,12 +219,11 @@ class _ColumnParallel(placement.PlacedModule):
         return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
 
     def _gathered(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the parts of all ranks."""
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
         """Return a part of all ranks, each copy once."""
-        gathered = collectives.gather_last(part, self.group)
+        gathered = collectives.gather_last_dim(part, self.group)
         if copies == 1:
             return gathered
         # Neighbours hold the copies: of each run of them, the first one's stays.
@@ -479,7 +478,7 @@ class RowParallelLinear(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            x = collectives.split_last(x, self.group)
+            x = collectives.split_last_dim(x, self.group)
         return row_parallel_sum((self, x))
 
     def _products(self, terms: Sequence[tuple[RowParallelLinear, Tensor]]) -> Tensor:
@@ -520,7 +519,6 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 
 
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x weightᵀ + bias`."""
     if layer.scaling is not None and layer.training:
         return layer.scaling.linear(x, layer.weight, bias)
     return linear(x, layer.weight, bias)

@@ -52,7 +52,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[-1] != weight.shape[-1]:
         raise wrong_width(x, weight)
     if hasattr(weight, "products_add") and products_add(x, weight):
-        return adding_linear(x, weight, bias)
+        return _adding_linear(x, weight, bias)
     if not by_onednn(x, weight):
         return F.linear(x, weight, bias)
     y = cast(Tensor, _Linear.apply(x, weight))  # type: ignore[no-untyped-call]
@@ -383,7 +383,6 @@ def _fused_sum(xs: Sequence[Tensor], weights: Sequence[Tensor], group: Group) ->
 
 
 def _product(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return `Σ_k X_k A_kᵀ`."""
     products = [linear(x, weight) for x, weight in zip(xs, weights, strict=True)]
     total = products[0]
     for product in products[1:]:
@@ -396,7 +395,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     dy_TO = dy.flatten(0, -2)
     x_TI = x.flatten(0, -2)
     if is_made_by_products(x, weight):
-        return add_or_return(weight, dy_TO, x_TI)
+        return _add_or_return(weight, dy_TO, x_TI)
     if by_onednn(dy_TO, x_TI):
         return weight_gradient(dy_TO, x_TI)
     # As autograd multiplies, to the bit.
@@ -448,19 +447,19 @@ def add_without_cast(weights: Iterable[nn.Parameter]) -> None:
 
 
 def products_add(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `adding_linear` computes a linear layer of x `[…, I]` and a weight."""
+    """Return whether `_adding_linear` computes a linear layer of x `[…, I]` and a weight."""
     if not torch.is_grad_enabled() or not is_made_by_products(x, weight):
         return False
     return not torch.compiler.is_compiling() or graph_gradient_of(weight) is not None
 
 
 def is_made_by_products(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `add_or_return` makes the gradient of a weight, for a layer's input x `[…, I]`."""
+    """Return whether `_add_or_return` makes the gradient of a weight, for a layer's input x `[…, I]`."""
     is_bfloat16 = x.dtype == weight.dtype == torch.bfloat16
     return is_bfloat16 and hasattr(weight, "products_add") and not torch.is_autocast_enabled(x.device.type)
 
 
-def adding_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _adding_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return `x weightᵀ + bias`, where products add: x `[…, I]`, weight `[O, I]` → `[…, O]`."""
     if torch.compiler.is_compiling():
         return cast(Tensor, _GraphLinear.apply(x, weight, bias, graph_gradient_of(weight)))  # type: ignore[no-untyped-call]
@@ -482,7 +481,7 @@ class _AddingLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dy_TO = dy.reshape(-1, dy.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1])
-        dw = add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
+        dw = _add_or_return(ctx.weight, dy_TO, x_TI) if ctx.needs_input_grad[1] else None
         # From here on the input's memory is free, where this layer alone has it.
         is_free = ctx.owns_input and not torch_private.graph_is_kept()
         out = x_TI.detach() if is_free else None
@@ -536,7 +535,7 @@ def graph_gradients(gradients: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None
             del cast(Any, weight).graph_gradient
 
 
-def add_or_return(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+def _add_or_return(weight: Tensor, dy_TO: Tensor, x_TI: Tensor) -> Tensor | None:
     """Add `dyᵀ x` to the gradient of a weight that `is_made_by_products`, or return it in float32 for autograd.
 
     ZeRO-2 and 3 have no memory for a gradient before the first one of a step.

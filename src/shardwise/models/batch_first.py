@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.layers.loss import IGNORE_INDEX
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 
 PLAIN_MODULE = (
     "of a plain module that takes ids [batch, sequence] and returns logits, `Trained = shardwise.batch_first(Module)` "
@@ -63,7 +63,7 @@ def pipelined(model_class: type[nn.Module], *modules: str, batch_first: bool = T
 
     class Pipelined(model_class):  # type: ignore[misc, valid-type]
         modules_in_order = modules
-        part = Part()
+        part = ModelPart()
 
         def logits(self, ids_SB: Tensor, x: Tensor | None = None) -> Tensor:
             if x is not None and x.requires_grad:

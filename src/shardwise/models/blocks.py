@@ -8,7 +8,7 @@ Of the key-value cache: L tokens for which there is room, S new tokens, m key an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, TypeVar, cast
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
-from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import Init, of_or_whole, share
 from shardwise.layers.arguments import sharing_group
@@ -54,8 +53,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """The part of a model that one pipeline stage has; by default the whole model.
+class ModelPart:
+    """What a `Family` builds of its model: blocks, and embedding or head; by default all of it.
 
     Attributes:
         layers: numbers of its blocks; None: all.
@@ -90,7 +89,7 @@ class LayerFactory:
     group: Group
     sequence_parallel: bool
     recompute: Recompute
-    part: Part
+    part: ModelPart
     vocab_multiple: int
     options: LayerOptions
     in_blocks: Execution
@@ -186,6 +185,44 @@ class LayerFactory:
             names=names,
             sequence_parallel_enabled=self.sequence_parallel,
             **LinearOptions(**self.options, transposed=transposed),
+        )
+
+    def column(
+        self, config: FamilyConfig, outputs: int, name: str, *, bias: bool = True, transposed: bool = False
+    ) -> ColumnParallelLinear:
+        """Make the layer x → this rank's part of some outputs."""
+        return ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            bias=bias,
+            gather_output=False,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **LinearOptions(**self.options, transposed=transposed),
+        )
+
+    def row(
+        self,
+        config: FamilyConfig,
+        inputs: int,
+        name: str,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+        init: Init | None = None,
+    ) -> RowParallelLinear:
+        """Make the layer of a rank's part of some inputs → a term of x; `init` None: that of all layers."""
+        options = LinearOptions(**self.options, transposed=transposed)
+        if init is not None:
+            options["init"] = init
+        return RowParallelLinear(
+            inputs,
+            config.hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **options,
         )
 
     def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
@@ -285,19 +322,7 @@ class MLP(nn.Module):
         down_init: Init | None = None,
     ) -> None:
         super().__init__()
-        up_name, down_name = names
-        options = LinearOptions(**factory.options, transposed=transposed)
-        down_options = options
-        if down_init is not None:
-            down_options = LinearOptions(**{**options, "init": down_init})
-        self.up = ColumnParallelLinear(
-            config.hidden_size,
-            config.intermediate_size,
-            gather_output=False,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=up_name,
-            **options,
-        )
+        self.up = factory.column(config, config.intermediate_size, names[0], transposed=transposed)
         self.act = factory.activation(config)
         # ReLU keeps its result in place of its input.
         self.drops_activated = factory.drops_cheap and config.activation != "relu"
@@ -310,14 +335,7 @@ class MLP(nn.Module):
             input_is_parallel=True,
             context_group=factory.context_group,
         )
-        self.down = RowParallelLinear(
-            config.intermediate_size,
-            config.hidden_size,
-            input_is_parallel=True,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=down_name,
-            **down_options,
-        )
+        self.down = factory.row(config, config.intermediate_size, names[1], transposed=transposed, init=down_init)
 
     def feed(self, x: Tensor, context: Context, then: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `then` of the input of the second projection, `[S, B, F/g]`."""
@@ -371,7 +389,7 @@ class Family(nn.Module, Generic[_Config]):
         *,
         sequence_parallel: bool = False,
         recompute: Recompute = "none",
-        part: Part | None = None,
+        part: ModelPart | None = None,
         vocab_multiple: int = 1,
         context_group: Group | None = None,
         seed: int | None = None,
@@ -382,7 +400,7 @@ class Family(nn.Module, Generic[_Config]):
         super().__init__()
         self.config = config
         self.recompute = recompute
-        self.part = part or Part()
+        self.part = part or ModelPart()
         ranks = sharing_group(type(self).__name__, group)
         init = Init.normal(config.initializer_range)
         # A layer draws its weight from (seed, name), so that layers may be made in any order and on any rank alone.
@@ -407,32 +425,17 @@ class Family(nn.Module, Generic[_Config]):
 
 
 def gives_losses(model: nn.Module) -> bool:
-    """Return whether a model returns losses; a pipeline stage that is not the last returns the next one's input."""
+    """Return whether a model's forward returns losses; a `ModelPart` without the head returns the next part's input."""
     part = getattr(model, "part", None)
-    return part.is_last if isinstance(part, Part) else True
-
-
-class Stages(nn.ModuleList):
-    """The pipeline stages of one rank, in the order of the model; each is built as a `Part`."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.hidden_size = hidden_size
-        self.plan: list[Stage] = []
-
-    def add(self, stage: Stage, model: nn.Module) -> None:
-        """Append the next stage."""
-        self.plan.append(stage)
-        self.append(model)
-
-    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
-        """Each stage with its model."""
-        return zip(self.plan, self, strict=True)
+    return part.is_last if isinstance(part, ModelPart) else True
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings."""
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and not isinstance(part, Stages)]
+    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings.
+
+    A rank's stages are a list too, whose entries are no blocks.
+    """
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and part is not model]
     embeddings = nn.Embedding, ParallelEmbedding, ReplicatedEmbedding, ParallelLMHead
     matrices = (
         parameter
@@ -446,7 +449,7 @@ def block_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 class KeyValueCache:
-    """Keys and values of the first `length` tokens, so that a forward pass computes only those of new tokens.
+    """A model's cache of attention keys and values, so that a forward pass computes only those of new tokens.
 
     A rank keeps the m key and value heads that it holds: 2 · L · B · m · d elements a block in the dtype of the
     activations, or with a window of w < L tokens 2 · w · B · m · d. They are allocated once, by the first forward pass,

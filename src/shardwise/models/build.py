@@ -17,16 +17,14 @@ from shardwise.config import (
     GPTConfig,
     GPTNeoXConfig,
     Layout,
-    ModelConfig,
 )
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import ExpertRanks, Group, Mesh
 from shardwise.layers.execution import Compiler, Execution, made_with
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 
 if TYPE_CHECKING:
     from shardwise.layers.balance import Balance
-    from shardwise.layers.expert_totals import ExpertTotals
 
 _ARCHITECTURES: dict[type[FamilyConfig], str] = {
     DecoderConfig: "llama:Llama",
@@ -47,7 +45,7 @@ def build_model(
     balance: Balance | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    part: Part | None = None,
+    part: ModelPart | None = None,
     deferred: bool = False,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     compiler: Compiler | None = None,
@@ -100,14 +98,13 @@ def build_model(
 
 
 def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
-    """Import the class of a family's modules."""
     module, _, name = next(path for record, path in _ARCHITECTURES.items() if isinstance(model, record)).partition(":")
     architecture: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
     return architecture
 
 
-def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
-    """Return the objectives of routers of a training; None if there are none."""
+def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
+    """Build the objectives of a model's routers from its configuration; None if there are none."""
     coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None
@@ -126,22 +123,8 @@ def balance_of(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-def balance_loads(rate: float, model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
-    """Balance the loads of experts after each step of the optimizer, by `optimizer.router_bias_rate`."""
-    from shardwise.layers.experts import balance_experts
-
-    balance_experts(model, optimizer, mesh.replicas, rate)
-
-
-def totals_of(settings: ModelConfig, model: nn.Module, mesh: Mesh) -> ExpertTotals | None:
-    """Return what adds up in each step what parts of a model that may have experts count, such as their loads."""
-    from shardwise.layers.expert_totals import ExpertTotals
-
-    return ExpertTotals.of(model, settings, mesh)
-
-
 def products_add(config: Config, device: torch.device) -> bool:
-    """True if products of linear layers add to the weights' gradients, or return them, in float32.
+    """True if linear layers of a built model add the products of their gradients in float32, or return them so.
 
     Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
     gradients of weights, as split backward passes do.
@@ -152,7 +135,7 @@ def products_add(config: Config, device: torch.device) -> bool:
 
 
 def products_add_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if products in compiled graphs add to gradients, which one graph takes as inputs in all micro-batches.
+    """True if compiled blocks of a built model add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """

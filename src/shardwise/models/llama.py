@@ -88,15 +88,7 @@ class GatedMLP(nn.Module):
             sequence_parallel_enabled=factory.sequence_parallel,
             **factory.options,
         )
-        self.down_proj = RowParallelLinear(
-            width,
-            config.hidden_size,
-            bias=config.mlp_bias,
-            input_is_parallel=True,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=f"{name}.down_proj",
-            **factory.options,
-        )
+        self.down_proj = factory.row(config, width, f"{name}.down_proj", bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(*self.enter(x))
@@ -119,7 +111,7 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The sum of the experts that a router chooses for each token, and of the expert that all tokens use, if any."""
+    """The MLP of a sparse Llama block: a layer `Experts`, and the shared expert that all tokens use, if any."""
 
     def __init__(self, config: DecoderConfig, name: str, routing: Routing, factory: LayerFactory) -> None:
         super().__init__()

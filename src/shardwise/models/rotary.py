@@ -17,7 +17,7 @@ from shardwise.config import DecoderConfig, GPTNeoXConfig
 
 
 def frequencies(config: DecoderConfig | GPTNeoXConfig, sequence_length: int) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
+    """Return the rotary angle per position of each pair, `[r/2]` in float32, and the factor on cosine and sine.
 
     Scalings: `default`; `linear` (positions divided by `factor`); `dynamic` (NTK-aware base, grown with the sequence);
     `yarn` (arXiv:2309.00071); `longrope` (arXiv:2402.13753); `llama3` (wavelengths beyond the original context
@@ -142,7 +142,6 @@ class Rotary:
         return cos, sin
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
         # Made on the CPU in float32, so that all devices and dtypes have the same angles.
         inverse, factor = frequencies(self._config, sequence_length)
         angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)

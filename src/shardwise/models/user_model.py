@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import RAISED, ConfigError, error_text, listing, nearest_name, see
 from shardwise.base.files import SAFETENSORS_METADATA, is_tensor_name
-from shardwise.base.user_code import load
+from shardwise.base.user_code import load_user_object
 from shardwise.config import BITWISE, Config, ModelConfig, ParallelConfig, Recompute, UserModelConfig
 from shardwise.config.key_rules import FP8_MULTIPLE
 from shardwise.distributed import devices
@@ -38,7 +38,7 @@ from shardwise.layers.dropout import Dropout
 from shardwise.layers.execution import Execution, execution, made_with
 from shardwise.layers.linear import RowParallelLinear, linear_layers
 from shardwise.models.batch_first import PLAIN_MODULE
-from shardwise.models.blocks import Part, gives_losses
+from shardwise.models.blocks import ModelPart, gives_losses
 
 RUN = ("group", "sequence_parallel", "recompute", "seed", "device", "dtype")
 """Arguments that the run gives. A class that lacks `seed`, `device` or `dtype` is made after
@@ -58,7 +58,7 @@ def check_user_model(config: Config) -> type[nn.Module]:
         "starts_SB": any(source.reset_attention_mask for source in sources),
     }
     problems = user_class.constructor_problems(_keys(config.model), config.parallel, config.recompute)
-    if config.parallel.pipeline > 1 and not isinstance(getattr(user_class.model_class, "part", None), Part):
+    if config.parallel.pipeline > 1 and not isinstance(getattr(user_class.model_class, "part", None), ModelPart):
         problems.append(
             f"parallel.pipeline ({config.parallel.pipeline}) must be 1 with {config.model.family}, which names no "
             "blocks: `Trained = shardwise.pipelined(Class, …)`, with the names of its modules, makes the class to name"
@@ -70,7 +70,7 @@ def check_user_model(config: Config) -> type[nn.Module]:
 
 
 def takes(family: str, argument: str) -> bool:
-    """Return whether the constructor of the class that `model.family` names takes an argument of the run."""
+    """Return whether the constructor of the user's model class takes an argument of the run."""
     return argument in _OwnClass.of(family).names
 
 
@@ -82,7 +82,7 @@ def build_user_model(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seeds: bool = True,
-    part: Part | None = None,
+    part: ModelPart | None = None,
 ) -> nn.Module:
     """Build this rank's shard of the model that `model.family` names, or of a pipeline stage of it.
 
@@ -133,7 +133,7 @@ def build_user_model(
     return model
 
 
-def _drop_other_stages(model: Any, part: Part, section: ModelConfig, pipeline: int) -> None:
+def _drop_other_stages(model: Any, part: ModelPart, section: ModelConfig, pipeline: int) -> None:
     """Leave the modules and blocks of a pipeline stage in a model of `shardwise.pipelined`.
 
     Raises:
@@ -245,7 +245,6 @@ def _move(model: nn.Module, **target: Any) -> None:
 
 
 def _converted_parameter(parameter: nn.Parameter, target: dict[str, Any]) -> nn.Parameter:
-    """Return a new parameter with the same placement."""
     new = nn.Parameter(_converted_tensor(parameter.detach(), target), requires_grad=parameter.requires_grad)
     placement = of(parameter)
     if placement is not None:
@@ -294,7 +293,7 @@ class _OwnClass:
         def takes_any(parameters: Iterable[Parameter]) -> bool:
             return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
 
-        loaded = load("model.family", family, is_model, "a class derived from torch.nn.Module")
+        loaded = load_user_object("model.family", family, is_model, "a class derived from torch.nn.Module")
         model_class = cast("type[nn.Module]", loaded)
         variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         names: dict[str, None] = {}  # a set in order
@@ -398,7 +397,6 @@ def _keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
-    """Return the reasons why a model cannot be trained or saved."""
     trainable = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(parameter.numel() for parameter in trainable.values()):
         return ["the number of trainable parameters (0) must be at least 1"]
@@ -424,7 +422,7 @@ def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
         "a checkpoint holds parameters only, and {} would be lost: register them with persistent=False, or as "
         "parameters": unplaced_state(model),
     }
-    return storage_problems(model) + sentences(problems)
+    return storage_problems(model) + _sentences(problems)
 
 
 def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
@@ -443,7 +441,7 @@ def _dropout_problems(model: nn.Module, group: Group) -> list[str]:
             path for path, module in keyed.items() if places[module.place.layer, module.place.site] > 1
         ],
     }
-    return sentences(problems)
+    return _sentences(problems)
 
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -451,10 +449,10 @@ _SHOWN = 4
 
 
 def storage_problems(model: nn.Module) -> list[str]:
-    """Return an error for parameters that no checkpoint can hold, or that could not be read again."""
+    """Return errors for parameters of a user's model that no checkpoint can hold, or that could not be read again."""
     dtypes = {path: str(parameter.dtype).removeprefix("torch.") for path, parameter in model.named_parameters()}
     names = Counter(name for _, _, record in placements(model) for name in {piece.name for piece in record.pieces})
-    return sentences(
+    return _sentences(
         {
             f"the dtype of {{}} must be {listing(_DTYPES, 'or')}, which checkpoints have: register it as a buffer with "
             "persistent=False": [f"{path} ({dtype})" for path, dtype in dtypes.items() if dtype not in _DTYPES],
@@ -469,6 +467,6 @@ def storage_problems(model: nn.Module) -> list[str]:
     )
 
 
-def sentences(problems: Mapping[str, Sequence[str]]) -> list[str]:
+def _sentences(problems: Mapping[str, Sequence[str]]) -> list[str]:
     """Return each text that has names, with these names in place of `{}`."""
     return [text.format(listing(names, most=_SHOWN)) for text, names in problems.items() if names]

@@ -29,6 +29,16 @@ Between accelerators this is 5 µs at 200 GB/s, or 20 µs at 50 GB/s; between CP
 _LEAST_BYTES = 2**20
 """Floor for small models, whose smaller buckets would only cost the host more calls."""
 
+ROUNDING_CHUNK_ELEMENTS_CPU = 2**17
+"""Elements that stochastic rounding updates in float32 at once on a CPU: they stay in its caches.
+
+A multiple of `ALIGNMENT`: the CPU's vectorized kernels compute the last elements of an odd length
+in another way, and the result of an element must not depend on its place.
+"""
+
+ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
+"""Elements of the same on an accelerator, where short kernels would wait for the host: about 250 MiB for a moment."""
+
 
 class UnitPlace(NamedTuple):
     """The place of a parameter in the model; `unit`: number of its embedding, block or head."""
@@ -92,12 +102,17 @@ def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int],
 
 
 def matrix_chunk_elements(elements: int, ranks: int) -> int:
-    """Return the elements of each rank's matrices that travel at once, of so many elements on all ranks of a stage."""
+    """Return the elements of Muon's matrices that travel at once from each rank, of so many on all ranks of a stage."""
     return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 
+def rounding_chunk_elements(accelerator: bool) -> int:
+    """Return the elements that stochastic rounding updates in float32 at once."""
+    return ROUNDING_CHUNK_ELEMENTS_ACCELERATOR if accelerator else ROUNDING_CHUNK_ELEMENTS_CPU
+
+
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimensions of a dense tensor from the slowest to the fastest.
+    """Return the dimensions of a bucket's dense parameter from the slowest to the fastest in memory.
 
     A dimension of size 1 stays at its place, since its stride is arbitrary and changes nothing.
     """
@@ -107,10 +122,9 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the inverse of a permutation: the place of each dimension in `order`."""
+    """Return the inverse of `memory_order`: the place of each dimension in `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _aligned(elements: int, to: int) -> int:
-    """Round up to a multiple of `to`."""
     return -(-elements // to) * to

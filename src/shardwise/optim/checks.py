@@ -54,11 +54,10 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
                 f"a parameter is cut over {record.group.size} tensor-parallel ranks: give mesh= so that the "
                 "data-parallel group and the gradient norm are the model's"
             )
-    refuse_wrapped(parameters)
+    _refuse_wrapped(parameters)
 
 
-def refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces."""
+def _refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
     classes = [DistributedDataParallel]
     for wrapper_class in classes:  # also those that the next line adds
         classes += wrapper_class.__subclasses__()
@@ -142,8 +141,7 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
 # more than that are refused.
 
 
-def uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the uncut parameters of some parameter groups, in order."""
+def _uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
@@ -155,7 +153,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
     Raises:
         ConfigError: the ranks hold different uncut parameters; raised on every tensor-parallel rank.
     """
-    uncut = uncut_of(groups)
+    uncut = _uncut_of(groups)
     changed: list[int] = []
     tensor = ranks.tensor
     if tensor.size == 1 or not uncut:
@@ -195,7 +193,7 @@ class UncutGradients:
         self._parameters: list[nn.Parameter] = []
         self._views: list[tuple[int, Tensor]] = []
         """Parts of the gradients that this rank owns, each with the number of its parameter."""
-        uncut = set(uncut_of(groups))
+        uncut = set(_uncut_of(groups))
         for bucket in buckets:
             for index, p in enumerate(bucket.parameters):
                 if p in uncut:
@@ -220,7 +218,6 @@ class UncutGradients:
             view.copy_(first)
 
     def _require_equal(self, firsts: Sequence[Tensor]) -> None:
-        """Refuse gradients that differ from those of the first rank."""
         squares = torch.zeros(len(self._parameters), 2, device=self._device)
         for (number, view), first in zip(self._views, firsts, strict=True):
             gradient = view.float()
@@ -243,7 +240,6 @@ class UncutGradients:
 
 
 def _of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return the first rank's values of some tensors, by one broadcast for each dtype."""
     firsts: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         of_dtype = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}
@@ -284,7 +280,7 @@ class ParameterWatch:
 
     def check(self) -> None:
         """Raise if a trainable parameter that is not watched has replaced a watched one, or a wrapper took them."""
-        refuse_wrapped(self._parameters)
+        _refuse_wrapped(self._parameters)
         for reference, name in self._places:
             module = reference()
             current = None if module is None else _direct_parameter(module, name)

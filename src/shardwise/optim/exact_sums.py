@@ -75,13 +75,13 @@ def exact_sum(terms: Tensor) -> int:
 
 
 def joined(sums: Iterable[int]) -> int:
-    """Return the sum of sums."""
+    """Return the sum of exact sums."""
     known = list(sums)
     return NOT_A_NUMBER if NOT_A_NUMBER in known else sum(known)
 
 
 def limbs(sums: Sequence[int], device: torch.device) -> Tensor:
-    """Return sums as int64 numbers `[n, LIMBS]`, which ranks can add up."""
+    """Return exact sums as int64 numbers `[n, LIMBS]`, which ranks can add up."""
     rows = []
     for total in sums:
         if total == NOT_A_NUMBER:
@@ -92,7 +92,7 @@ def limbs(sums: Sequence[int], device: torch.device) -> Tensor:
 
 
 def norms(added_limbs: Tensor, divisor: int) -> list[float]:
-    """Return the square root of each sum divided by `divisor`, from the added limbs of all ranks `[n, LIMBS]`."""
+    """Return the norm of each exact sum of squares divided by `divisor`, from the ranks' added limbs `[n, LIMBS]`."""
     roots = []
     for *numbers, mark in added_limbs.tolist():
         total = sum(number << (_BITS * place) for place, number in enumerate(numbers))

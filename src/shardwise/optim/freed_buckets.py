@@ -24,8 +24,7 @@ from shardwise.optim.sharding import Cut, Dtypes, Sharding
 # ---- memory of flat tensors, whose views stay, and are valid while it is there
 
 
-def has_memory(flat: Tensor) -> bool:
-    """Return whether a flat tensor has memory."""
+def _has_memory(flat: Tensor) -> bool:
     return flat.untyped_storage().nbytes() > 0
 
 
@@ -42,7 +41,7 @@ def release(flat: Tensor) -> None:
 @torch.no_grad()
 def draw_in_place(parameter: nn.Parameter) -> None:
     """Give a parameter memory of its own, and its values, if it was made without (`placement.make_parameter`)."""
-    if not has_memory(parameter):
+    if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())
 
@@ -84,8 +83,7 @@ class ReleasedParameter(nn.Parameter):
         )
 
 
-def mark_released(parameter: nn.Parameter) -> None:
-    """Let a parameter refuse to be read."""
+def _mark_released(parameter: nn.Parameter) -> None:
     if not isinstance(parameter, ReleasedParameter):
         gathered_class = type(parameter)
         parameter.__class__ = ReleasedParameter
@@ -120,7 +118,7 @@ class FreedGradients(Bucket):
 
     def attach_gradients(self) -> None:
         """Make every `.grad` the bucket's view again, or None while the gradients have no memory."""
-        has_gradients = has_memory(self.gradients)
+        has_gradients = _has_memory(self.gradients)
         for leaf, view in self._leaves:
             leaf.grad = view if has_gradients else None
 
@@ -140,7 +138,7 @@ class FreedGradients(Bucket):
         """Give the gradients memory if they have none, of arbitrary values but for 0 between the parameters."""
         if self.is_reducing:
             self.finish_reduction()
-        if has_memory(self.gradients):
+        if _has_memory(self.gradients):
             return False
         for flat in self._gradient_buffers:
             allocate(flat)
@@ -229,7 +227,7 @@ class FreedWeights(FreedGradients):
 
     def begin_gather(self) -> None:
         """Start bringing all elements to this rank, if they have no memory."""
-        if not has_memory(self.values):
+        if not _has_memory(self.values):
             allocate(self.values)
             self._gather = collectives.all_gather_async(self.shard, self.group, out=self.values)
 
@@ -249,11 +247,11 @@ class FreedWeights(FreedGradients):
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
-        if has_memory(self.values):
+        if _has_memory(self.values):
             release(self.values)
             self.has_values = False
             for p in self.parameters:
-                mark_released(p)
+                _mark_released(p)
 
     def take_values(self) -> None:
         """Take over changes of gathered parameters to the owned part and the masters."""
@@ -306,7 +304,6 @@ def _class_of(cut: Cut, parameters: Sequence[nn.Parameter]) -> type[Bucket]:
 
 
 def _is_held_elsewhere(parameter: nn.Parameter) -> bool:
-    """Return whether ranks beyond the group that a parameter is cut over hold copies of it."""
     record = placement.of_or_whole(parameter)
     copies = (piece.copies for piece in record.pieces if piece.copies.size > 1)
     return any(not set(group.ranks) <= set(record.group.ranks) for group in copies)

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError
 from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.mesh import Group
-from shardwise.layers.chunks import rounding_chunk_elements
+from shardwise.optim.bucket_layout import rounding_chunk_elements
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.sharding import Dtypes, Ranks
 
@@ -171,7 +171,6 @@ class _Norms:
         return collectives.all_reduce_(squares, self._world).sqrt().float()
 
     def _exactly_measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
-        """Return the norms with the same bits at every layout."""
         from shardwise.optim import exact_sums
 
         ranks = self._world.size

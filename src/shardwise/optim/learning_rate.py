@@ -88,7 +88,7 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
 
 
 def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
-    """Return a line for the user of a run that goes on after `optimizer.points` have come to a rate of 0."""
+    """Return a note if the learning rates of `optimizer.points` end at 0 before the run's last step."""
     return [
         f"steps {point.at:,} to {steps:,} (train.steps) have a learning rate of 0, as optimizer.points end: "
         "lower train.steps, or move that point"
@@ -98,7 +98,7 @@ def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
 
 
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Return a line for the user of a run whose schedule ends at another step than before; None if it does not.
+    """Return a note if the schedule of learning rates ends at another step than before the resume; else None.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

@@ -56,7 +56,7 @@ class StateSlice:
 def state_slices(
     model: nn.Module, optimizer: ZeroRedundancyOptimizer, *, only_share: bool = True
 ) -> Iterator[StateSlice]:
-    """Yield the slices that this rank saves: over the data-parallel ranks, each element of the local model once.
+    """Yield the slices of buckets that this rank saves: over the data-parallel ranks, each element of the model once.
 
     Ranks that hold copies of a piece (a norm, a replicated K/V head) all yield it.
 
@@ -100,7 +100,7 @@ def weight_slices(
 
 
 def state_tensors(optimizer: ZeroRedundancyOptimizer) -> dict[str, dict[Bucket, Tensor]]:
-    """Return the state by name: a flat tensor over the owned part of each bucket.
+    """Return the optimizer's state by name: a flat tensor over the owned part of each bucket.
 
     Names are those of the wrapped class, such as `exp_avg`, and `master` if masters are separate.
     """
@@ -133,7 +133,7 @@ def state_numbers(optimizer: ZeroRedundancyOptimizer) -> list[dict[str, Number]]
 
 
 def unstorable_states(optimizer: ZeroRedundancyOptimizer) -> list[str]:
-    """Return the entries of the state that `state_tensors` and `state_numbers` leave out, each with its kind."""
+    """Return the entries of the optimizer's state that no checkpoint stores, with their kinds."""
     kinds: dict[str, None] = {}  # a set in order
     for bucket in optimizer.buckets:
         for name, value in optimizer.inner.state[bucket.master].items():
@@ -157,7 +157,7 @@ def kept_states(optimizer: ZeroRedundancyOptimizer) -> dict[Bucket, dict[str, An
 
 
 def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_masters: bool) -> int:
-    """Return bytes of the states, which the first step makes, and of masters: those that are separate, or all."""
+    """Return bytes of the optimizer's states, which the first step makes, and of masters: separate ones, or all."""
     bucket_of = {bucket.master: bucket for bucket in optimizer.buckets}
     total = 0
     for group in optimizer.inner.param_groups:
@@ -170,7 +170,7 @@ def state_bytes(optimizer: ZeroRedundancyOptimizer, spec: OptimizerSpec, *, all_
 
 
 def kept_bytes(model: nn.Module, optimizer: ZeroRedundancyOptimizer, state: int) -> dict[str, int]:
-    """Return bytes by kind that this rank's device keeps from step to step.
+    """Return bytes by kind that an optimizer's buckets keep on this rank's device from step to step.
 
     state: bytes of masters and states, which may be on the host.
     """
@@ -234,7 +234,7 @@ def _like(template: Any, value: Number) -> Any:
 
 @torch.no_grad()
 def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Bring state and parameters to every rank that keeps them, from the ranks that read them; collective."""
+    """Bring the optimizer's state and parameters to all ranks that keep them, from those that read them; collective."""
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
         if bucket.copies.size > 1:

@@ -38,8 +38,8 @@ _DIGITS = 8
 
 
 @functools.lru_cache(maxsize=64)
-def factors(dim: int, count: int) -> Factors:
-    """Return the odd factors of indices 0 to `count` of a dimension, counted from the last one, which is 0."""
+def dimension_factors(dim: int, count: int) -> Factors:
+    """Return a state digest's odd factors of the indices of a dimension; `dim` counts from the last one, which is 0."""
     x = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_INCREMENT)
     x += np.uint64(_STREAM * (dim + 1) % 2**64)
     for shift, factor in _ROUNDS:
@@ -48,17 +48,16 @@ def factors(dim: int, count: int) -> Factors:
     return x | np.uint64(1)
 
 
-def box_factors(shape: Sequence[int], box: Box) -> list[Factors]:
-    """Return the factors of each dimension of a box of a canonical tensor of some shape."""
+def _box_factors(shape: Sequence[int], box: Box) -> list[Factors]:
     last = len(shape) - 1
     return [
-        factors(last - dim, shape[dim])[start : start + size]
+        dimension_factors(last - dim, shape[dim])[start : start + size]
         for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True))
     ]
 
 
 def box_sum(values: npt.NDArray[Any], shape: Sequence[int], box: Box) -> int:
-    """Return the part of a tensor's sum that comes from a box.
+    """Return the part of a tensor's sum in a state digest that comes from a box.
 
     Args:
         values: the box's elements, of shape `box.size`; their bits count, whatever their dtype.
@@ -69,14 +68,14 @@ def box_sum(values: npt.NDArray[Any], shape: Sequence[int], box: Box) -> int:
     if values.itemsize == 8:
         x = (x >> 32) + (x & 0xFFFF_FFFF) * np.int64(LOW_FACTOR)
     total: npt.NDArray[np.uint64] = x.view(np.uint64)
-    for factor in reversed(box_factors(shape, box)):
+    for factor in reversed(_box_factors(shape, box)):
         total = (total * factor).sum(axis=-1, dtype=np.uint64)
     return int(total)
 
 
 @dataclass(frozen=True)
 class StateHash:
-    """The hash of the state of a training after a step.
+    """The digest of weights and optimizer state after a step, and of the place in the training.
 
     Attributes:
         place: numbers that say how far the training is, and its seed.
@@ -116,13 +115,13 @@ class StateHash:
                 yield state, name, self.sums[state][name]
 
 
-def place_in_training(step: int, samples: int, tokens: int, position: int, seed: int) -> dict[str, int]:
-    """Return the numbers of a hash that are not tensors: the place in the data, and what all random numbers follow."""
+def digest_place(step: int, samples: int, tokens: int, position: int, seed: int) -> dict[str, int]:
+    """Return the numbers of a state digest: the place in the training's data, and what random numbers follow."""
     return {"step": step, "samples": samples, "tokens": tokens, "position": position, "seed": seed}
 
 
-def by_tensor(digests: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the digest of each tensor by `STATE/NAME`, from the results of `StateHash.digests` and `names`."""
+def digests_by_tensor(digests: Mapping[str, str], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the digest of each tensor of optimizer state by `STATE/NAME`, from `StateHash.digests` and `names`."""
     return {
         f"{state}/{name}": digests.get(state, "")[number * _DIGITS : (number + 1) * _DIGITS]
         for state, of_state in names.items()

@@ -18,7 +18,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.optim.buckets import Bucket
 from shardwise.optim.gradient_norms import chunk_elements
 from shardwise.optim.state import MASTER, StateSlice, state_slices, state_tensors
-from shardwise.optim.state_digest import LOW_FACTOR, TensorSums, factors
+from shardwise.optim.state_digest import LOW_FACTOR, TensorSums, dimension_factors
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 
 WEIGHT = "model"
@@ -102,9 +102,8 @@ class StateSums:
         return sums
 
     def _factors_of(self, dim: int, count: int) -> Tensor:
-        """The factors of a dimension, on the device."""
         if (dim, count) not in self._factors:
-            signed = torch.from_numpy(factors(dim, count).view("<i8"))
+            signed = torch.from_numpy(dimension_factors(dim, count).view("<i8"))
             self._factors[dim, count] = signed.to(self._device)
         return self._factors[dim, count]
 

@@ -63,7 +63,7 @@ def round_into(target: Tensor, x: Tensor, bits: Tensor, *, keeps_nan: bool = Tru
     target.view(torch.int16).copy_(number)
 
 
-def lanes_(words: Tensor, keys: Sequence[int | Tensor], count: int) -> Iterator[Tensor]:
+def _lanes_(words: Tensor, keys: Sequence[int | Tensor], count: int) -> Iterator[Tensor]:
     """Yield `count` int32 tensors, uniform in [0, 2^16), two for each key; `words` are used up."""
     for half in range(count):
         if half % 2 == 0:
@@ -79,7 +79,7 @@ def rounded(values: Sequence[Tensor], words: Tensor, keys: Sequence[Tensor]) -> 
     Compiled, it is one kernel, with the bits of the separate ones: all its arithmetic is that of integers.
     """
     results = []
-    for number, (value, lane) in enumerate(zip(values, lanes_(words.clone(), keys, len(values)), strict=True)):
+    for number, (value, lane) in enumerate(zip(values, _lanes_(words.clone(), keys, len(values)), strict=True)):
         target = torch.empty_like(value, dtype=torch.bfloat16)
         round_into(target, value.clone(), lane, keeps_nan=number == 0)
         results.append(target)
@@ -145,10 +145,10 @@ class RandomBits:
 
     def of(self, run: ElementRun, step: int, count: int) -> Iterator[Tensor]:
         """Yield `count` int32 tensors over a run of at most `chunk_elements`, uniform in [0, 2^16)."""
-        return lanes_(self.words(run, step), [self._key(step, half) for half in range(0, count, 2)], count)
+        return _lanes_(self.words(run, step), [self._key(step, half) for half in range(0, count, 2)], count)
 
     def keys(self, step: int, count: int, device: torch.device) -> list[Tensor]:
-        """Return the keys of `lanes_` for `count` lanes as numbers on the device, as a compiled function takes them."""
+        """Return the keys of `_lanes_` for `count` lanes as numbers on the device, which a compiled function takes."""
         if step != self._step_of_keys:
             self._keys.clear()
             self._step_of_keys = step
@@ -161,7 +161,7 @@ class RandomBits:
         return hashed(self._seed, step, half)
 
     def words(self, run: ElementRun, step: int) -> Tensor:
-        """Return a number for each element of a run, int32, from which `lanes_` makes random bits."""
+        """Return a number for each element of a run, int32, from which `_lanes_` makes random bits."""
         if run not in self._blocks:
             self._blocks[run] = list(self._find_blocks(run))
         device = run.bucket.values.device

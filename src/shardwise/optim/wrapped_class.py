@@ -52,7 +52,7 @@ def require_elementwise(optimizer_class: type[torch.optim.Optimizer], defaults: 
     )
     # Rows of different size, so that a norm over all of them shows.
     gradients[:, 3:] *= 100.0
-    options = trial_options(defaults)
+    options = _trial_options(defaults)
     matrix = nn.Parameter(weight.clone())
     optimizer = optimizer_class([matrix], **options)
     refusal = f"optimizer_class {optimizer_class.__name__} cannot be sharded: {_ADVICE}"
@@ -75,7 +75,7 @@ def class_for_slices(
 ) -> type[torch.optim.Optimizer]:
     """Make the child of a class that gets the flat slices of this rank; refuse a class that cannot update them."""
     child = without_compiler(optimizer_class)
-    if updates_slices(optimizer_class):
+    if _updates_slices(optimizer_class):
         cast("type[SliceOptimizer]", child).has_slices = True
     elif (tried := (optimizer_class, repr(defaults))) not in _elementwise:
         require_elementwise(child, defaults)
@@ -101,7 +101,7 @@ def kept_state(make: MakeOptimizer, options: dict[str, Any]) -> dict[str, Any]:
     """
     trial = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     trial.grad = torch.zeros_like(trial)
-    optimizer = make({**trial_options(options), "params": [trial]})
+    optimizer = make({**_trial_options(options), "params": [trial]})
     if isinstance(optimizer, SliceOptimizer) and optimizer.whole_tensor_groups():
         optimizer.direction(trial, optimizer.param_groups[0], torch.empty_like(trial))
     else:
@@ -127,7 +127,7 @@ def is_number(value: object, parameter: Tensor) -> bool:
     return isinstance(value, int | float)
 
 
-def trial_options(options: dict[str, Any]) -> dict[str, Any]:
+def _trial_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return options of a class as a trial on the CPU can have them: `capturable` needs an accelerator."""
     replaced = {"lr": 0.01, "capturable": False}
     return {key: replaced.get(key, value) for key, value in options.items()}
@@ -139,7 +139,7 @@ def _run(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: T
         step_optimizer(optimizer)
 
 
-def updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+def _updates_slices(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Return whether a class updates slices as its `step` updates whole tensors.
 
     A child that replaces `step` or `step_tensors` alone does not: its `step_slices` is still that of its parent.
@@ -159,7 +159,7 @@ _KEYS = ("state", "param_groups", "masters", "layout")
 
 
 def layout_of(buckets: Sequence[Bucket], ranks: Group) -> dict[str, Any]:
-    """Return the facts that decide which elements' state a rank has, of those that share it."""
+    """Return the layout of an optimizer's buckets, which decides which elements' state a rank has."""
     orders = [bucket.orders for bucket in buckets]
     layout: dict[str, Any] = {}
     # Left out for contiguous parameters: states of earlier versions lack it.
@@ -201,7 +201,6 @@ def require_loadable(
 def _require_kept(
     state: Mapping[str, Any], kept: Mapping[str, Any], optimizer_class: type[torch.optim.Optimizer], saved: str | None
 ) -> None:
-    """Raise ValueError for the state of a bucket that is not what the class keeps, or is of another class."""
     names = {key for key, value in state.items() if value is not None}
     name = optimizer_class.__name__
     # A class may make more state in later steps than in its first.

@@ -17,7 +17,7 @@ from shardwise.pipeline.action_order import BACKWARD, FORWARD
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of a step in which this rank worked on one of its stages.
+    """Seconds of a pipeline step in which this rank worked on one of its stages.
 
     Attributes:
         stage: index of the stage.
@@ -32,7 +32,7 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A step on this rank.
+    """The timing of a pipeline step on this rank.
 
     Attributes:
         stages: work on each of the rank's stages.

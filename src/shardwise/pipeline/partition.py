@@ -1,17 +1,14 @@
-"""The partition of a model's blocks into pipeline stages, and the micro-batches that each rank has in flight."""
+"""The partition of a model's blocks into pipeline stages."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
 from shardwise.config.layout import Stage, pipeline_rank_of
-from shardwise.models.parameter_counts import LocalWidths, block_work, elements_by_ranks, head_work
-from shardwise.pipeline.action_order import Action, action_order
+from shardwise.models.flops import block_work, head_work
+from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
 
 def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
@@ -59,7 +56,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return the part of a step's work that each stage does, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]
@@ -74,7 +71,7 @@ def _head_in_blocks(model: FamilyConfig, length: int, predictions: int | None) -
 
 @lru_cache(maxsize=2**10)
 def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, such that the most expensive stage is as cheap as possible.
+    """Return the number of blocks of each pipeline stage, such that the most expensive stage is as cheap as possible.
 
     If stages differ by a block, the later ones have more, because earlier stages hold more micro-batches. The embedding
     has no matrix product and counts as no work.
@@ -98,173 +95,3 @@ def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
     fewest, larger_stages = divmod(layers - last_blocks, other_stages)
     sizes = [fewest + (stage >= other_stages - larger_stages) for stage in range(other_stages)]
     return (*sizes, last_blocks)
-
-
-# ---- the peak memory of a pipeline rank that has several micro-batches in flight, in the order of its schedule
-
-
-@dataclass(frozen=True)
-class PassBytes:
-    """Bytes that one micro-batch needs in one stage.
-
-    Attributes:
-        kept: bytes from the forward pass until the gradients of the weights are computed.
-        loss: more bytes than `kept` while the loss is computed.
-        loss_kept: part of `loss` that is held until the backward pass. The first half of a split one copies it.
-        backward: the most during the backward pass, with the part of `kept` that is not free yet.
-        last: bytes at the end of the backward pass.
-        waiting: more bytes than `kept` between the two halves of a split backward pass.
-        reduction: the most during the last micro-batch's backward pass, while this stage's gradients are reduced.
-        split: more bytes than `kept` at the peak of the first half of a split backward pass.
-        onwards: message to the next stage.
-        back: message to the previous stage, which is held until the end of the step.
-        forward: more bytes than `kept` at some time of the forward pass before the loss.
-    """
-
-    kept: int
-    loss: int
-    loss_kept: int
-    backward: int
-    last: int
-    waiting: int
-    reduction: int
-    split: int = 0
-    onwards: int = 0
-    back: int = 0
-    forward: int = 0
-
-
-@dataclass(frozen=True)
-class StepPeak:
-    """The largest numbers of bytes in a step.
-
-    Attributes:
-        activations: bytes kept for backward passes.
-        forward: activations and the bytes that losses need.
-        whole: bytes at any time, without messages.
-        sent: bytes that messages add to `whole`.
-        in_flight: largest number of micro-batches of one stage whose activations are held at once.
-    """
-
-    activations: int
-    forward: int
-    whole: int
-    sent: int
-    in_flight: int
-
-
-def step_peak(
-    order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int, *, frees_onwards: bool = False
-) -> StepPeak:
-    """Return the peak of a rank that does its actions in this order.
-
-    Args:
-        order: actions of the rank.
-        passes: needs of a micro-batch, by stage.
-        micro_batches: number of micro-batches of a step.
-        frees_onwards: true if a message to the next stage is held until the micro-batch's gradient has come back and
-            gone through the stage, false if until the end of the step.
-    """
-    ledger = _Ledger(micro_batches)
-    for action in order:
-        needs = passes[action.stage]
-        match action.kind:
-            case "forward":
-                ledger.forward(action.stage, needs)
-            case "input" if action.stage > 0:
-                ledger.input_gradient(needs)
-            case "input":
-                pass  # torch's first stage does all of its backward pass together with the gradients of the weights
-            case "backward" | "weight":
-                ledger.end_of_backward(action, needs)
-        if frees_onwards and action.kind in ("input", "backward"):
-            ledger.sent -= needs.onwards
-    return ledger.peak()
-
-
-@cache
-def blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
-    """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
-    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
-    # Halves of backward passes keep blocks for longer, so that whole ones are a bound for both.
-    order = action_order(parallel, micro_batches, 0, "full")
-    numbers = sorted({action.stage for action in order})
-    passes = {
-        number: PassBytes(kept=blocks, loss=0, loss_kept=0, backward=0, last=0, waiting=0, reduction=0)
-        for number, blocks in zip(numbers, stages, strict=True)
-    }
-    return step_peak(order, passes, micro_batches).activations
-
-
-class _Ledger:
-    """The bytes that a rank holds at the moment, and the largest values so far.
-
-    Attributes:
-        kept: bytes of activations.
-        losses: bytes of losses.
-        sent: bytes of messages.
-    """
-
-    def __init__(self, micro_batches: int) -> None:
-        self.kept = 0
-        self.losses = 0
-        self.sent = 0
-        self._micro_batches = micro_batches
-        self._forward_count: Counter[int] = Counter()
-        self._backward_count: Counter[int] = Counter()
-        self._most_activations = 0
-        self._most_forward = 0
-        self._most = 0
-        self._most_with_messages = 0
-        self._most_in_flight = 0
-
-    def forward(self, stage: int, needs: PassBytes) -> None:
-        during = self.kept + self.losses + needs.kept + max(needs.loss, needs.forward)
-        self.kept += needs.kept
-        self.losses += needs.loss_kept
-        self.sent += needs.onwards
-        self._forward_count[stage] += 1
-        in_flight = self._forward_count[stage] - self._backward_count[stage]
-        self._most_in_flight = max(self._most_in_flight, in_flight)
-        self._most_activations = max(self._most_activations, self.kept)
-        self._most_forward = max(self._most_forward, during)
-        self._note(during)
-
-    def input_gradient(self, needs: PassBytes) -> None:
-        """Do the first half of a split backward pass, which frees nothing that was kept."""
-        before = self.kept + self.losses
-        with_copied_loss = before + needs.loss_kept
-        in_blocks = before - needs.kept - needs.loss_kept + needs.backward
-        self.kept += needs.waiting
-        afterwards = self.kept + self.losses
-        self.sent += needs.back
-        self._most_activations = max(self._most_activations, self.kept)
-        self._most_forward = max(self._most_forward, afterwards)
-        self._note(max(with_copied_loss, in_blocks, before + needs.split, afterwards))
-
-    def end_of_backward(self, action: Action, needs: PassBytes) -> None:
-        """Do a whole backward pass or the second half of a split one: it frees what the micro-batch kept."""
-        self.kept -= needs.kept
-        self.losses -= needs.loss_kept
-        if action.kind == "weight" and action.stage > 0:
-            self.kept -= needs.waiting
-        if action.kind == "backward":
-            self.sent += needs.back
-        during = self.kept + self.losses + max(needs.backward, needs.last)
-        self._backward_count[action.stage] += 1
-        if self._backward_count[action.stage] == self._micro_batches:
-            during = max(during, self.kept + self.losses + needs.reduction)
-        self._note(during)
-
-    def _note(self, during: int) -> None:
-        self._most = max(self._most, during)
-        self._most_with_messages = max(self._most_with_messages, during + self.sent)
-
-    def peak(self) -> StepPeak:
-        return StepPeak(
-            activations=self._most_activations,
-            forward=self._most_forward,
-            whole=self._most,
-            sent=max(self._most_with_messages, self.sent) - self._most,
-            in_flight=self._most_in_flight,
-        )

@@ -24,10 +24,9 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import head_leaf
 from shardwise.distributed.torch_private import mend_split_backward, open_connections_to_others
-from shardwise.models.blocks import Stages
 from shardwise.pipeline.action_order import BACKWARD, FORWARD, INPUT, WEIGHTS
 from shardwise.pipeline.clock import Clock, StepTiming, name_messages
-from shardwise.pipeline.stages import Compute
+from shardwise.pipeline.stages import Compute, Stages
 
 TORCH_SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,
@@ -39,8 +38,7 @@ TORCH_SCHEDULES: dict[str, Any] = {
 }
 
 
-def make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
-    """Return torch's schedule over a rank's stages."""
+def _make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
     torch_class = TORCH_SCHEDULES[parallel.schedule]
     # Classes for one stage on each rank take the stage itself.
     stage_argument = stages[0] if SCHEDULES[parallel.schedule].is_single_stage else stages
@@ -79,7 +77,7 @@ class Pipeline:
         self._ready: Callable[[nn.Parameter], None] = _ignore
         mend_split_backward()
         open_connections_to_others(self.stages)
-        self.schedule = make_schedule(parallel, self.stages, micro_batches)
+        self.schedule = _make_schedule(parallel, self.stages, micro_batches)
 
     def step(
         self,
@@ -229,7 +227,7 @@ class _Stage(PipelineStage):
             output_args=like_losses if stage.is_last else like_x,
             group=mesh.pp.process_group,
             # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
-            dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
+            dw_builder=_nothing_left if getattr(module.model, "recompute", None) == "full" else None,
         )
         self._message = like_x
         self._module = module
@@ -376,10 +374,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
-
-
-def _recomputes_blocks(model: nn.Module) -> bool:
-    return getattr(model, "recompute", None) == "full"
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 def schedule_picture(
     parallel: ParallelConfig, micro_batches: int, recompute: Recompute, width: int, most_rows: int = MOST_ROWS
 ) -> list[Text]:
-    """Return the picture, its legend and the bubble, in lines of at most `width` characters unless that is too narrow.
+    """Return the picture of a pipeline schedule, its legend and the bubble, in lines of at most `width` characters.
 
     Args:
         parallel: degrees and schedule of the pipeline.
@@ -101,7 +101,7 @@ def _cells(step: Timeline, rank: int, width: int) -> list[Text]:
 
 
 def shortened(items: list[_T], most: int, left_out: Callable[[int], _T]) -> list[_T]:
-    """Return at most `most` items from both ends, and between them `left_out` of the number of omitted items."""
+    """Return at most `most` rows or cells of a schedule's picture, from both ends, and between them `left_out`."""
     omitted = len(items) - most
     if omitted <= 0:
         return items
@@ -110,6 +110,7 @@ def shortened(items: list[_T], most: int, left_out: Callable[[int], _T]) -> list
 
 
 def ranks_left_out(count: int) -> str:
+    """Return the row of a schedule's picture that stands for ranks left out."""
     return f"… {count} pipeline ranks left out"
 
 

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import pipeline_rank_of
+from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.execution import Compiler
-from shardwise.models.blocks import Part, Stages
-from shardwise.models.build import balance_of, build_model
+from shardwise.models.blocks import ModelPart
+from shardwise.models.build import build_balance, build_model
 from shardwise.pipeline.partition import stage_plan
+
+
+class Stages(nn.ModuleList):
+    """The pipeline stages of one rank, in the order of the model; each is built as a `ModelPart`."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.plan: list[Stage] = []
+
+    def add(self, stage: Stage, model: nn.Module) -> None:
+        """Append the next stage."""
+        self.plan.append(stage)
+        self.append(model)
+
+    def pairs(self) -> Iterator[tuple[Stage, nn.Module]]:
+        """Each stage with its model."""
+        return zip(self.plan, self, strict=True)
 
 
 def build_stages(
@@ -48,7 +66,7 @@ def build_stages(
         mesh.tp,
         sequence_parallel=layout.sequence_parallel,
         mesh=mesh,
-        balance=balance_of(config, layout, mesh),
+        balance=build_balance(config, layout, mesh),
         device=mesh.device if device is None else device,
         dtype=dtype,
         deferred=deferred,
@@ -73,7 +91,7 @@ def build_stages(
     stages = Stages(config.model.hidden_size or 0)
     for stage in plan:
         if stage.rank == mesh.pp.rank:
-            stages.add(stage, build(part=Part(stage.layers, stage.is_first, stage.is_last, ends, embeddings)))
+            stages.add(stage, build(part=ModelPart(stage.layers, stage.is_first, stage.is_last, ends, embeddings)))
     return stages
 
 
@@ -124,7 +142,6 @@ def _forward_round(
     shapes: Sequence[tuple[int, int]],
     micro_batches: range,
 ) -> None:
-    """Take these micro-batches through all stages of this rank."""
     dtype = next(model.parameters()).dtype
     sends: list[collectives.Pending] = []
     # The outputs of a stage whose next stage is on this rank too, by micro-batch.

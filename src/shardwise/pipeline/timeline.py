@@ -37,7 +37,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class TimedAction:
+class _TimedAction:
     """An action with its start and end, in the unit of the stages' times."""
 
     action: Action
@@ -53,7 +53,7 @@ class Timeline:
         ranks: actions of each rank, in its order.
     """
 
-    ranks: tuple[tuple[TimedAction, ...], ...]
+    ranks: tuple[tuple[_TimedAction, ...], ...]
 
     @property
     def makespan(self) -> float:
@@ -90,7 +90,7 @@ def timeline(
     orders = [action_order(parallel, micro_batches, rank, recompute) for rank in range(parallel.pipeline)]
     rank_of_stage = [pipeline_rank_of(parallel, stage) for stage in range(len(stages))]
     done: dict[_Pass, float] = {}
-    rows: list[list[TimedAction]] = [[] for _ in orders]
+    rows: list[list[_TimedAction]] = [[] for _ in orders]
     # In each turn every rank goes on until an action's input is not there. A turn without progress is the last one.
     progressed = True
     while progressed:
@@ -109,7 +109,7 @@ def timeline(
                     arrival = done[source] + (message if is_sent else 0.0)
                     start = max(free, arrival)
                 free = start + stages[action.stage].of(action.kind)
-                row.append(TimedAction(action, start, free))
+                row.append(_TimedAction(action, start, free))
                 if action.kind != "weight":
                     done[action.kind == "forward", action.stage, action.micro_batch] = free
                 progressed = True

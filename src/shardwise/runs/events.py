@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of
+from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import RunDirectory, event_bytes
 
 NEXT_STAGE = "next stage"
@@ -95,7 +95,7 @@ def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any
                 end = lines.tell()
                 # A crash cut the line short.
                 with contextlib.suppress(ValueError):
-                    event = record_of(lines.readline())
+                    event = record_of_json(lines.readline())
                     if event.get("event") in kinds and not seconds_of(event) > until:
                         return event
     except (OSError, ValueError):
@@ -111,7 +111,7 @@ def _end(lines: mmap, until: float) -> int:
         lines.seek(position)
         lines.readline()
         try:
-            return seconds_of(record_of(lines.readline()))
+            return seconds_of(record_of_json(lines.readline()))
         except ValueError:
             return math.nan  # a line that a crash cut short, or the end
 

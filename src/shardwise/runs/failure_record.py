@@ -115,7 +115,7 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
         last_start: last "start" event of the run; {} without one.
     """
     try:
-        record = parsing.instance(FailureRecord, facts)
+        record = parsing.record_instance(FailureRecord, facts)
     except ValueError:
         return None
     time = seconds_of(asdict(record))

@@ -58,7 +58,7 @@ from shardwise.base.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.base.parsing import count_of, read_mapping, read_record, record_of
+from shardwise.base.parsing import count_of, read_mapping, read_record, record_of_json
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
 
@@ -297,7 +297,7 @@ class RunDirectory:
                 # To look for bytes is much faster than to parse: most lines are steps, which few readers ask for.
                 if any(mark in line for mark in marks):
                     with contextlib.suppress(ValueError):
-                        event = record_of(line)
+                        event = record_of_json(line)
                         if event.get("event") in kinds:
                             yield event
 

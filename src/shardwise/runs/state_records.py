@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.base.errors import listing
-from shardwise.optim.state_digest import by_tensor
+from shardwise.optim.state_digest import digests_by_tensor
 from shardwise.runs.folder import RunDirectory, last_kept_step
 
 
@@ -66,7 +66,7 @@ class StateRecords:
             elif event["event"] == "state_hash" and type(step) is int:
                 names = event.get("names") or names
                 records.hashes[step] = RecordedHash(
-                    str(event.get("hash")), by_tensor(event.get("tensors") or {}, names)
+                    str(event.get("hash")), digests_by_tensor(event.get("tensors") or {}, names)
                 )
         return records
 

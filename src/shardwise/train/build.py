@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
-from shardwise.checkpoint.save import Keeping, Saver
+from shardwise.checkpoint.save import KeptCheckpoints, Saver
 from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
@@ -27,12 +27,12 @@ from shardwise.launch.stop_requests import make_stop_check
 from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
-from shardwise.models.blocks import Stages, block_matrices
-from shardwise.models.build import balance_loads, products_add, products_add_in_graphs
+from shardwise.models.blocks import block_matrices
+from shardwise.models.build import products_add, products_add_in_graphs
 from shardwise.optim.state import kept_bytes, state_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.partition import stage_plan
-from shardwise.pipeline.stages import build_stages
+from shardwise.pipeline.stages import Stages, build_stages
 from shardwise.train.checkpoint_saving import CheckpointSaver
 from shardwise.train.feed import Feed
 from shardwise.train.hooks import user_loss, user_optimizer
@@ -112,21 +112,21 @@ def _load_weights(
 ) -> None:
     """Read the weights of a Hugging Face folder, or parameters and masters of a checkpoint. Collective."""
     # Costly to import, for a run that begins with weights alone.
-    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite, require_model
-    from shardwise.checkpoint.restore import read_manifest, restore
+    from shardwise.checkpoint.load_weights import load_hugging_face, require_finite_weights, require_model_weights
+    from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 
     # All ranks take the same way, also where a network disk shows the file to some of them later than to others.
     if not collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
         load_hugging_face(model, config, mesh, weights.local(), optimizer)
         return
-    require_model(config, weights, mesh.world)
+    require_model_weights(config, weights, mesh.world)
     try:
-        restore(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
+        restore_checkpoint(weights, read_manifest(weights, mesh.world), model, optimizer, mesh, weights_only=True)
     except StoreError as error:
         if error.is_damage or isinstance(error, ManifestError):
             raise ConfigError(f"checkpoint.load: {error}") from None
         raise  # the store did not answer: the configuration may be right
-    require_finite(model, mesh, weights, optimizer)
+    require_finite_weights(model, mesh, weights, optimizer)
 
 
 def build_run_trainer(opened: OpenedRun, reporter: Reporter) -> Trainer:
@@ -190,7 +190,7 @@ def build_checkpoints(
         companions=opened.companions,
         base_model=opened.base_model,
         buffer_bytes=None if settings.buffer_mib is None else int(settings.buffer_mib * 2**20),
-        keeping=Keeping(settings.keep, settings.keep_every),
+        keeping=KeptCheckpoints(settings.keep, settings.keep_every),
         find_root=None if opened.followed is None else opened.followed.follow,
     )
     return CheckpointSaver(
@@ -287,7 +287,9 @@ def build_optimizer(config: Config, precision: Precision, model: nn.Module, mesh
     # A forward pass of the user's own may change parameters through `.data`; no family of ours does.
     optimizer.compares_values = config.model.is_own
     if config.may_have_experts:
-        balance_loads(settings.router_bias_rate, model, optimizer, mesh)
+        from shardwise.layers.experts import balance_experts
+
+        balance_experts(model, optimizer, mesh.replicas, settings.router_bias_rate)
     return optimizer
 
 

@@ -12,7 +12,7 @@ from shardwise.base.units import counted, size
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.estimates.memory import RESERVED, expected_memory, leaves_open, memory_of_machine, offloaded_bytes
+from shardwise.estimates.memory import RESERVED, expected_memory, leaves_to_memory, memory_of_machine, offloaded_bytes
 from shardwise.train.step_record import Progress
 
 
@@ -76,15 +76,15 @@ def config_for_device_memory(config: Config, layout: Layout, mesh: Mesh) -> tupl
     """
     device = mesh.device
     accelerator = device.type != "cpu"
-    if not leaves_open(config, layout, accelerator):
+    if not leaves_to_memory(config, layout, accelerator):
         return config, None
-    from shardwise.estimates.memory_choice import choice_text, fitted
+    from shardwise.estimates.memory_choice import fitted_to_memory, memory_choice_text
 
     room = memory_for_steps(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     # The ranks choose alike, by the least of them; of -0 nothing is known.
     (least,) = collectives.reduce_numbers([-(room or 0)], mesh.world)
-    chosen = fitted(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
-    return chosen, choice_text(chosen, config)
+    chosen = fitted_to_memory(config, layout, -least or None, accelerator=accelerator, device=devices.name(device))
+    return chosen, memory_choice_text(chosen, config)
 
 
 def require_device(config: Config, layout: Layout, rank: int, device: torch.device) -> str | None:

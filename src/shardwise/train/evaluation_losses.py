@@ -22,8 +22,8 @@ from shardwise.data.samples.batch import Batches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.bert import Bert
-from shardwise.models.blocks import Stages, gives_losses
-from shardwise.pipeline.stages import relay
+from shardwise.models.blocks import gives_losses
+from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.mean_loss import MicroBatch, mean_over_targets, perplexity
 
 

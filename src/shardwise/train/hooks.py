@@ -45,9 +45,9 @@ def check_hooks(hooks: HooksConfig, optimizer: OptimizerConfig) -> None:
 
 
 def _load_reader(path: str) -> object:
-    from shardwise.data.formats.user_samples import load_reader
+    from shardwise.data.formats.user_samples import load_user_samples
 
-    return load_reader(path)
+    return load_user_samples(path)
 
 
 # ---- the loss
@@ -85,9 +85,9 @@ def user_loss(path: str | None) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def _load_loss(path: str) -> Any:
-    from shardwise.base.user_code import accepts, load
+    from shardwise.base.user_code import accepts, load_user_object
 
-    return load(
+    return load_user_object(
         "hooks.loss",
         path,
         lambda value: callable(value) and not isinstance(value, type) and accepts(value, None, None),
@@ -100,11 +100,11 @@ def _load_loss(path: str) -> Any:
 
 def user_optimizer(hooks: HooksConfig, section: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of `hooks.optimizer`, and its arguments after the parameters; ConfigError if it does not suit."""
-    from shardwise.base.user_code import load
+    from shardwise.base.user_code import load_user_object
 
     path = hooks.optimizer
     assert path is not None
-    optimizer_class: type[torch.optim.Optimizer] = load(
+    optimizer_class: type[torch.optim.Optimizer] = load_user_object(
         "hooks.optimizer",
         path,
         lambda value: isinstance(value, type) and issubclass(value, torch.optim.Optimizer),
@@ -169,7 +169,7 @@ def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
     """The callbacks, each with its path: functions, and classes whose objects are still to be made."""
     if not paths:
         return []
-    from shardwise.base.user_code import accepts, load
+    from shardwise.base.user_code import accepts, load_user_object
 
     def is_callback(value: object) -> bool:
         if not isinstance(value, type):
@@ -179,7 +179,7 @@ def _callbacks(paths: Sequence[str]) -> Sequence[tuple[str, Any]]:
         return call is not None and accepts(value) and accepts(call, None, None)
 
     expected = "a function that takes (event), or a class without arguments whose objects do"
-    return [(path, load("hooks.callbacks", path, is_callback, expected)) for path in paths]
+    return [(path, load_user_object("hooks.callbacks", path, is_callback, expected)) for path in paths]
 
 
 def _made(path: str, callback: Any) -> Callback:

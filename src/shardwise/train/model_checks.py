@@ -15,10 +15,10 @@ from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import further_gradients, placements
 from shardwise.models.batch_first import PLAIN_MODULE
-from shardwise.models.blocks import Stages, gives_losses
+from shardwise.models.blocks import gives_losses
 from shardwise.optim.state import weight_slices
 from shardwise.optim.zero import ZeroRedundancyOptimizer
-from shardwise.pipeline.stages import relay
+from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.mean_loss import MicroBatch
 
 _WIDTH_TO_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

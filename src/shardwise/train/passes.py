@@ -19,9 +19,9 @@ from torch.profiler import record_function
 from shardwise.base.errors import RunError, see
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.collectives import Pending
-from shardwise.layers.units import WeightScales, units
-from shardwise.models.blocks import Part, gives_losses
-from shardwise.models.build import balance_of
+from shardwise.layers.units import WeightScales, parameters_by_unit
+from shardwise.models.blocks import ModelPart, gives_losses
+from shardwise.models.build import build_balance
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
 from shardwise.pipeline.stages import Compute, relay
 from shardwise.train.mean_loss import MicroBatch, count_targets, mean_over_targets
@@ -58,7 +58,7 @@ class Passes:
         self._weight_scales = WeightScales(self._model) if config.precision.matmul is not None else None
         self._groups = config.train.groups_apart(self._mesh.dp.size)
         self._layout = training.layout
-        self._balance = balance_of(config, training.layout, self._mesh)
+        self._balance = build_balance(config, training.layout, self._mesh)
         self._captured = devices.captured_call(self._mesh.device) if "cuda_graphs" in config.train.switches else None
 
     def run(self, micro_batches: list[MicroBatch], step: int, *, last: bool = True) -> Tensor:
@@ -79,7 +79,7 @@ class Passes:
             recording = nullcontext() if self._sources is None or only_counts else self._sources.of_batch(batch)
             replicated = nullcontext() if self._replicated is None else self._replicated[part].forward_pass()
             stage = getattr(part, "part", None)
-            first = stage.layers.start if isinstance(stage, Part) and stage.layers else 0
+            first = stage.layers.start if isinstance(stage, ModelPart) and stage.layers else 0
             with dropout.seeded(self._mesh.device, *_WHOLE_MODEL, first), replicated, recording:
                 # Captured passes and others share the graphs of blocks.
                 out = batch.result(part, batch.call_of(part, x, None if self._captured else dropout)())
@@ -163,7 +163,7 @@ class Passes:
         """
         if self._mesh.device.type == "cpu" or self._config.model.is_own:
             return nullcontext()
-        return self._optimizer.gathers.behind_forward(units(self._model), self._optimizer.buckets)
+        return self._optimizer.gathers.behind_forward(parameters_by_unit(self._model), self._optimizer.buckets)
 
     def non_finite_error(
         self, micro_batches: list[MicroBatch], step: int, loss: float, gradient_norm: float

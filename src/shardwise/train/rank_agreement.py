@@ -18,7 +18,7 @@ from shardwise import __version__
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import by_dotted_key
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import agree
+from shardwise.distributed.collectives import raise_on_all_ranks
 from shardwise.distributed.mesh import Group, Mesh, join
 
 _Result = TypeVar("_Result")
@@ -68,7 +68,7 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
         yield
     except ConfigError as error:
         problems = error.problems
-    agree(problems, group)
+    raise_on_all_ranks(problems, group)
 
 
 def require_same_on_ranks(settings: Mapping[str, Any], mesh: Mesh, run_path: Path | None = None) -> None:

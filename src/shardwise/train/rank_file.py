@@ -12,7 +12,7 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of
+from shardwise.base.parsing import record_of_json
 from shardwise.config import Layout
 from shardwise.distributed import devices
 from shardwise.launch.environment import joined
@@ -102,7 +102,7 @@ def place_of_rank(run: RunDirectory, rank: int) -> str:
     """The node, device and stage of a rank, by its `ranks/rank-NNNN.jsonl`; empty where it cannot be read."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
-            start = record_of(file.readline())
+            start = record_of_json(file.readline())
     except (OSError, ValueError):
         return ""
     return f" ({start.get('host')}, {start.get('device')}, stage {(start.get('place') or {}).get('pp')})"

@@ -22,12 +22,13 @@ from shardwise.base import units
 from shardwise.base.errors import see, visible
 from shardwise.base.redaction import redacted
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.config import Config, Layout
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory
 from shardwise.launch import notices
-from shardwise.models.parameter_counts import flops_per_token, model_flops_utilization, parameter_count
+from shardwise.models.flops import flops_per_token, model_flops_utilization
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.runs.folder import JsonLines, RunDirectory, now, open_log
 from shardwise.train.experiment_trackers import ExperimentTrackers
 from shardwise.train.hooks import MetricsWithCallbacks
@@ -227,7 +228,7 @@ class Reporter:
         for change in changes:
             self.message(f"changed: {change}")
 
-    def saved(self, saved: Saved, *, continues: bool = True) -> None:
+    def saved(self, saved: SavedCheckpoint, *, continues: bool = True) -> None:
         """Record a complete checkpoint, or warn that saving failed."""
         if saved.warning is not None:
             self.warning(f"what is left of other checkpoints could not be removed: {saved.warning}")

@@ -26,8 +26,14 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints, find_resumable_checkpoints, goes_back
-from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, abandon, put_in_place, require_step, step_name
-from shardwise.checkpoint.storage.root import Root, StoreError, in_time, require_writable
+from shardwise.checkpoint.storage.checkpoint_folders import (
+    StepFolder,
+    abandon_checkpoint,
+    put_checkpoint_in_place,
+    require_step,
+    step_name,
+)
+from shardwise.checkpoint.storage.root import Root, StoreError, answer_in_time, require_writable_folder
 from shardwise.config import Config, changed_size_stages, data_position_after
 from shardwise.data import PreparedData, continued_stages
 from shardwise.data.samples.batch import BlendedBatches
@@ -55,10 +61,10 @@ def checkpoints_at_start(config: Config, directory: RunDirectory, stored: Mappin
     root = Root.of(config.checkpoint.path or directory.checkpoints)
     try:
         # Before all other looks: at a remote place that does not answer, each of them would hang.
-        exists = in_time(root, root.exists)
+        exists = answer_in_time(root, root.exists)
         present = find_resumable_checkpoints(config, root, directory, stored)
         if exists or config.checkpoint.path is not None:
-            require_writable(root)
+            require_writable_folder(root)
         # Last, as this writes: nothing may change at a place that is refused.
         saved = tuple(_put_in_place(checkpoint, root) for checkpoint in present.saved)
     except StoreError as error:
@@ -72,7 +78,7 @@ def _put_in_place(checkpoint: StepFolder, root: Root) -> StepFolder:
     """Give a complete checkpoint its final name, if a crash came before that."""
     final = root / step_name(checkpoint.step)
     if checkpoint.folder.name != final.name:
-        put_in_place(checkpoint.folder, final)
+        put_checkpoint_in_place(checkpoint.folder, final)
         root.sync()
     return replace(checkpoint, folder=final)
 
@@ -112,13 +118,13 @@ def restore_first_intact(candidates: Sequence[StepFolder], training: Training, r
         unreadable = candidate.unreadable
         if problem is None:
             # Costly to import, for a run that goes on alone.
-            from shardwise.checkpoint.restore import read_manifest, restore
+            from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 
             training.progress.phase = f"loading of the checkpoint of step {step}"
             try:
                 manifest = read_manifest(candidate.folder, mesh.world)
                 require_step(manifest, candidate.folder, step)
-                damage = restore(candidate.folder, manifest, training.model, training.optimizer, mesh).damage
+                damage = restore_checkpoint(candidate.folder, manifest, training.model, training.optimizer, mesh).damage
             except StoreError as error:
                 # A place that does not answer may hold an intact checkpoint: no older one is taken for it.
                 problem = str(error)
@@ -168,7 +174,7 @@ def set_later_checkpoints_aside(
         try:
             for checkpoint in saved:
                 if checkpoint.step > step and not (damaged and checkpoint.incomplete):
-                    names.append(str(abandon(root, checkpoint.step, damaged=damaged)))
+                    names.append(str(abandon_checkpoint(root, checkpoint.step, damaged=damaged)))
         except StoreError as error:
             problem = str(error)
     names, problem = collectives.broadcast_object((names, problem), mesh.world)

@@ -392,9 +392,9 @@ def _report_weights(opened: OpenedRun, reporter: Reporter) -> None:
     changes = opened.folder.changes
     # Rank 0 alone prints: no other rank reads the configuration of the weights, which may be far away.
     if weights is not None and opened.mesh.world.rank == 0:
-        from shardwise.checkpoint.format.model_files import differences
+        from shardwise.checkpoint.format.model_files import model_differences
 
-        changes = (*changes, *differences(opened.config.model, weights).changes)
+        changes = (*changes, *model_differences(opened.config.model, weights).changes)
     reporter.changed(changes)
     if weights is None:
         return

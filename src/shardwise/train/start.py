@@ -13,14 +13,14 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.hub import is_url
-from shardwise.checkpoint.companions import Companions, find_companions, resumed_companions
+from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, continued_checkpoint, earlier_run, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, continued_checkpoint, earlier_run, record_owner
 from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
-from shardwise.data import EvaluationSets, PreparedData, prepare_sets
-from shardwise.data.open_data import prepare
+from shardwise.data import EvaluationSets, PreparedData, prepare_evaluation_sets
+from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import checkpoint_bytes
@@ -96,13 +96,13 @@ def open_run(
 
     def prepared() -> PreparedData:
         if model is None:
-            return prepare(config)
-        from shardwise.checkpoint.storage.model_tokenizer import with_model_tokenizer
+            return prepare_data(config)
+        from shardwise.checkpoint.storage.model_tokenizer import with_loaded_tokenizer
 
-        return prepare(with_model_tokenizer(config, model))
+        return prepare_data(with_loaded_tokenizer(config, model))
 
     data = while_others_wait(prepared, mesh.world)
-    sets = while_others_wait(lambda: prepare_sets(config, data), mesh.world)
+    sets = while_others_wait(lambda: prepare_evaluation_sets(config, data), mesh.world)
     # Asked now: the folder that `checkpoint.load` names may be moved away before a checkpoint is saved.
     load = config.checkpoint.load
     base_model = load if load is not None and hub.is_hub_id(load) else None
@@ -142,7 +142,7 @@ def _find_weights(checkpoint: CheckpointConfig, run_path: Path | None, mesh: Mes
     if is_url(load):
         return Root.of(load), Root.of(load)
     with raised_on_every_rank(mesh.world):
-        folder = hub.resolve(load, checkpoint.revision, cached=True)
+        folder = hub.resolve_weights(load, checkpoint.revision, cached=True)
     if collectives.any_rank(folder.name != collectives.broadcast_object(folder.name, mesh.world), mesh.world):
         commits = sorted(set(collectives.all_gather_objects(folder.name, mesh.world)))
         raise ConfigError(
@@ -183,7 +183,7 @@ def _open(
     if REPLAY not in os.environ:
         directory.mark_latest()
     try:
-        record_owner(checkpoints.root, Owner.here(run_id, directory.path))
+        record_owner(checkpoints.root, RunOwner.here(run_id, directory.path))
     except StoreError as error:
         raise ConfigError(str(error)) from None
     return folder, companions
@@ -205,4 +205,4 @@ def _companions(
         for candidate in checkpoints.candidates:
             with suppress(ConfigError, StoreError):
                 return resumed_companions(candidate.folder, tokenizer)
-    return find_companions(config, weights, tokenizer)
+    return find_checkpoint_companions(config, weights, tokenizer)

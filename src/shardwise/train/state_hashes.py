@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.optim.state_digest import StateHash, place_in_training
+from shardwise.optim.state_digest import StateHash, digest_place
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.reporter import Reporter
 from shardwise.train.training import Training
@@ -21,7 +21,7 @@ class StateHashes:
     def now(self) -> StateHash:
         """The hash of the present state, which is recorded unless this step's is. Collective."""
         progress = self._progress
-        place = place_in_training(progress.step, progress.samples, progress.tokens, progress.position, self._seed)
+        place = digest_place(progress.step, progress.samples, progress.tokens, progress.position, self._seed)
         if self._last is None or self._last.place != place:
             self._last = StateHash(place, self._sums.measure())
             self._reporter.state_hash(progress.step, self._last)

@@ -32,7 +32,6 @@ from shardwise.base.step_detail import StepDetail
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.distributed import collectives, devices
 from shardwise.distributed.mesh import Mesh
-from shardwise.models.build import totals_of
 from shardwise.optim.state import kept_bytes
 from shardwise.optim.zero import ZeroRedundancyOptimizer
 from shardwise.pipeline.action_order import BACKWARD, FORWARD
@@ -257,8 +256,11 @@ class StepMeters:
 
             self.sources = SourceLosses(batches, mesh)
         self.totals: list[_StepTotals] = [] if self.sources is None else [self.sources]
-        if training.config.may_have_experts and (experts := totals_of(training.config.model, training.model, mesh)):
-            self.totals.append(experts)
+        if training.config.may_have_experts:
+            from shardwise.layers.expert_totals import ExpertTotals
+
+            if experts := ExpertTotals.of(training.model, training.config.model, mesh):
+                self.totals.append(experts)
         self._stragglers = _Stragglers(mesh) if mesh.world.size > 1 else None
 
     def read(

@@ -25,12 +25,13 @@ from shardwise.estimates.memory import (
     expected_memory,
     memory_by_rank,
     memory_of_machine,
+    memory_stand_in,
     neediest_rank,
     offloaded_bytes,
-    sized_own,
 )
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.models import parameter_counts
+from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
 from shardwise.pipeline.partition import compute_shares, stages_of_ranks
@@ -90,7 +91,7 @@ def dry_run(
     summary = _Summary(config, layout, accelerator)
     sized = summary
     if counts is not None:
-        sized = _Summary(sized_own(config, counts, accelerator), layout, accelerator, counts)
+        sized = _Summary(memory_stand_in(config, counts, accelerator), layout, accelerator, counts)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
@@ -254,7 +255,7 @@ class _Summary:
 
     def work(self, device: str, counts: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
-        from shardwise.estimates.unequal_loads import load_rows
+        from shardwise.estimates.unequal_loads import unequal_load_rows
 
         config = self.config
         train = config.train
@@ -282,7 +283,7 @@ class _Summary:
             *self._stages(),
             ("tokens", f"{step_tokens:,} per step, {tokens_of_run(config):,} in all"),
             ("parameters", shown_parameters),
-            *load_rows(config, self.layout, self.accelerator),
+            *unequal_load_rows(config, self.layout, self.accelerator),
             (
                 "precision",
                 f"parameters {precision.parameter}, {products}gradients {precision.gradient}, reduction "
@@ -503,7 +504,7 @@ def _named(stages: list[Stage]) -> str:
 
 def _token_flops(config: Config) -> float | None:
     length = config.train.sequence_length
-    return parameter_counts.flops_per_token(config.model, length, config.data.predictions(length))
+    return flops_per_token(config.model, length, config.data.predictions(length))
 
 
 def _recompute(workload: RankWorkload, token_flops: float) -> str:
@@ -514,7 +515,7 @@ def _recompute(workload: RankWorkload, token_flops: float) -> str:
     if config.recompute == "selective" and fused:
         return f"{cheap}, no matrix product"
     part = "each block" if config.recompute == "full" else f"{cheap}, and the attention core"
-    flops = parameter_counts.recomputed_flops_per_token(
+    flops = recomputed_flops_per_token(
         config.model, config.train.sequence_length, config.recompute, fused_attention=fused
     )
     assert flops is not None, "the shapes of the model are known"

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise.base.errors import RunError, listing
-from shardwise.checkpoint.restore import read_manifest, restore
+from shardwise.checkpoint.restore import read_manifest, restore_checkpoint
 from shardwise.checkpoint.save import Saver
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config
-from shardwise.data import random_text
+from shardwise.data import random_tokens
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
-from shardwise.optim.state_digest import StateHash, by_tensor
+from shardwise.optim.state_digest import StateHash, digests_by_tensor
 from shardwise.optim.state_hash import StateSums
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
@@ -81,7 +81,7 @@ def make_trainer(config: Config, cell: Cell, choices: RouterChoices | None = Non
     model = config.model
     train = config.train
     samples = min(_SAMPLES, train.steps * train.global_batch)
-    text = random_text(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
+    text = random_tokens(model.vocab_size, samples + 1, train.sequence_length, pairs="nsp" in model.objectives)
     config = miniature_at_cell(config, cell)
     mesh = _mesh(cell.device, cell.ranks, tuple(config.parallel.degrees.items()), tuple(config.grains.items()))
     trainer = build_trainer(config, mesh, text)
@@ -116,7 +116,7 @@ def _resumed_trainer(config: Config, cell: Cell, folder: Path, choices: RouterCh
     trainer = make_trainer(config, cell, choices)
     checkpoint = Root.of(str(folder))
     manifest = read_manifest(checkpoint, trainer.mesh.world)
-    restore(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
+    restore_checkpoint(checkpoint, manifest, trainer.model, trainer.optimizer, trainer.mesh)
     for key in ("step", *_PROGRESS_KEYS):
         setattr(trainer.progress, key, getattr(manifest, key))
     return trainer
@@ -131,7 +131,7 @@ def _state_texts(trainer: Trainer, records: Sequence[StepRecord]) -> dict[str, s
         return {}
     texts = {f"the gradient norm of step {record.step}": record.grad_norm.hex() for record in records}
     state = StateHash({}, StateSums(trainer.model, trainer.optimizer, trainer.mesh).measure())
-    return texts | by_tensor(state.digests(), state.names())
+    return texts | digests_by_tensor(state.digests(), state.names())
 
 
 def _train_first_half(trainer: Trainer, target: Path) -> tuple[ReferenceTraining, Path]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import read_plain
-from shardwise.checkpoint.storage.checkpoint_folders import step_name, survey
+from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import CheckpointConfig, Config, dump_yaml
 from shardwise.config.load import apply_overrides, config_from_sections
@@ -74,7 +74,7 @@ def _root(run: RunDirectory, checkpoint: CheckpointConfig) -> Root:
 
 def _saved_steps(root: Root) -> list[int]:
     try:
-        return sorted(saved.step for saved in survey(root) if saved.folder.name == step_name(saved.step))
+        return sorted(saved.step for saved in summarize_checkpoints(root) if saved.folder.name == step_name(saved.step))
     except StoreError as error:
         raise ConfigError(str(error)) from None
 

@@ -7,7 +7,7 @@ one process replayed they must not, and the scores must show that each choice th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ from shardwise.verify.tolerance import ChoiceDifferences
 
 _R = TypeVar("_R")
 
+_Token = tuple[tuple[str, int], int]
+"""A recorded sequence, and a place in it."""
 Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
 
@@ -78,8 +80,8 @@ class RouterChoices:
     tolerance: float = 0.0
     replays: bool = False
     recorded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    differing: dict[tuple[tuple[str, int], int], int] = field(default_factory=dict)
-    wrong: dict[tuple[tuple[str, int], int], int] = field(default_factory=dict)
+    differing: dict[_Token, int] = field(default_factory=dict)
+    wrong: dict[_Token, int] = field(default_factory=dict)
     _key: DropoutKey | None = None
 
     def follow(self, model: nn.Module, length: int) -> None:
@@ -118,17 +120,12 @@ class RouterChoices:
             return chosen
         by_sample = [self.reference[name, sample][places] for sample in samples]
         reference_experts = torch.stack(by_sample, dim=1).flatten(0, 1).to(chosen)
-        self._compare(layer, scores, chosen, reference_experts, [(name, sample) for sample in samples], places.tolist())
+        tokens = [((name, sample), place) for place in places.tolist() for sample in samples]
+        self._compare(layer, scores, chosen, reference_experts, tokens)
         return reference_experts if self.replays else chosen
 
     def _compare(
-        self,
-        layer: Experts,
-        scores: Tensor,
-        chosen: Tensor,
-        reference_experts: Tensor,
-        sequences: list[tuple[str, int]],
-        places: list[int],
+        self, layer: Experts, scores: Tensor, chosen: Tensor, reference_experts: Tensor, tokens: Sequence[_Token]
     ) -> None:
         missing = (chosen.unsqueeze(2) != reference_experts.unsqueeze(1)).all(2).sum(1)
         if not missing.any():
@@ -139,7 +136,6 @@ class RouterChoices:
         nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, reference_experts, 2 * error)
         is_wrong = (choose(layer.router.routing, nudged) != reference_experts).any(1)
         for row in missing.nonzero().flatten().tolist():
-            token = (sequences[row % len(sequences)], places[row // len(sequences)])
-            self.differing[token] = int(missing[row])
+            self.differing[tokens[row]] = int(missing[row])
             if is_wrong[row]:
-                self.wrong[token] = int(missing[row])
+                self.wrong[tokens[row]] = int(missing[row])

@@ -36,7 +36,7 @@ from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
 from shardwise_jobs import slurm_commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node
-from shardwise_plan.device_specs import Cluster, cluster, pipeline_warnings
+from shardwise_plan.device_specs import Cluster, parse_cluster, pipeline_warnings
 
 if TYPE_CHECKING:
     from shardwise_plan.plan import Plan
@@ -195,7 +195,7 @@ def _checked(arguments: argparse.Namespace, config: Config, is_elsewhere: bool) 
     problems.require_none(input_problems)
     warnings += [("warning", problem) for problem in input_problems]
     if config.data.tokenizer is None and not config.data.is_built_in:
-        from shardwise.data.describe import TRAINED_AT_START
+        from shardwise.data.preview import TRAINED_AT_START
 
         if any(text.endswith(TRAINED_AT_START) for _, text in inputs):
             warnings.append(("warning", _TRAINS_TOKENIZER))
@@ -209,7 +209,7 @@ def _with_layout(arguments: argparse.Namespace, config: Config, folder: Path) ->
     if nodes is None:
         raise ConfigError("--nodes must be given, or launch.nodes in the recipe: a number of machines, or such as 2-4")
     gres = submission.reserved(config.launch)
-    machines = None if arguments.device is None else cluster(arguments.device, nodes[1])
+    machines = None if arguments.device is None else parse_cluster(arguments.device, nodes[1])
     # Where neither the recipe nor SLURM tells the number, `--device h100:8` does.
     is_unknown = config.launch.ranks_per_node is None and gres is None
     if machines is not None and is_unknown:
@@ -266,25 +266,27 @@ def _rows(job: JobPlan, checked: _Checked) -> tuple[list[tuple[str, str]], Plan 
     warnings += job.config.optimizer.long_warmup(job.config.train.steps)
     plan = None
     if machines is not None:
-        from shardwise_plan.cli.rows import error_text, range_text
-        from shardwise_plan.plan import predicted
-        from shardwise_plan.plan_text import memory_text, predicted_rows
+        from shardwise_plan.cli.wording import published_error_text, time_range_text
+        from shardwise_plan.plan import predict_layout
+        from shardwise_plan.prediction_text import memory_fit_text, predicted_rows
 
         config = with_batch(job.config, layout.world, None)
-        plan = predicted(config, layout, replace(machines, per_node=job.ranks_per_node))
+        plan = predict_layout(config, layout, replace(machines, per_node=job.ranks_per_node))
         rows += [("device", str(machines)), *predicted_rows(plan)]
-        if plan is not None and (ranges := range_text(plan)):
-            rows.append(("  range", f"{ranges} on the calendar, {error_text(plan)}: so far are published steps off"))
+        if plan is not None and (ranges := time_range_text(plan)):
+            rows.append(
+                ("  range", f"{ranges} on the calendar, {published_error_text(plan)}: so far are published steps off")
+            )
         limit = job.config.launch.time
         if plan is not None and limit is not None:
             rows.append(("  starts", _starts(job, layout, limit, plan.seconds)))
         if plan is not None and plan.headroom < 0:
-            warnings.append(("warning", f"memory {memory_text(plan)}"))
+            warnings.append(("warning", f"memory {memory_fit_text(plan)}"))
     return [*rows, *checked.inputs, *warnings], plan
 
 
 def _facts(job: JobPlan, layout: Layout, rows: list[tuple[str, str]], plan: Plan | None) -> dict[str, Any]:
-    from shardwise_plan.plan_text import plan_facts
+    from shardwise_plan.prediction_text import plan_facts
 
     limit = job.config.launch.time
     return {

@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.config import Config, check_layout, config_from_sections, size_stages_of
 from shardwise_plan import device_seconds, device_specs
-from shardwise_plan.plan import Plan, predicted
+from shardwise_plan.plan import Plan, predict_layout
 from shardwise_plan.step_time import COMMUNICATION
 from shardwise_watch.run import RunView, open_run
 
@@ -40,7 +40,7 @@ _CORRECTS: Mapping[str, tuple[tuple[str, bool], ...]] = {
 
 
 def compare_with_run(folder: Path, machines: device_specs.Cluster, *, as_json: bool, write: Path | None) -> None:
-    """Print predicted and measured, and write the corrected device to a file where `write` names one.
+    """Print predicted and measured steps of a run, and write the corrected device to a file where `write` names one.
 
     machines: cluster on which the run was.
     """
@@ -48,8 +48,8 @@ def compare_with_run(folder: Path, machines: device_specs.Cluster, *, as_json: b
     if not run.config:
         raise ConfigError(f"RUN ({run.path}) must hold the configuration of the run, config.yaml")
     plan = _predicted(run, config_from_sections(run.config), machines)
-    facts = compared(run, plan)
-    facts["constants"] = corrected(facts["parts_seconds"], machines.device)
+    facts = _measured_pairs(run, plan)
+    facts["constants"] = _corrected_constants(facts["parts_seconds"], machines.device)
     if as_json:
         output.json(facts)
     else:
@@ -73,7 +73,6 @@ def _show(name: str, plan: Plan, facts: Mapping[str, Any]) -> None:
 
 
 def _cells(pair: Pair, shown: Callable[[float], str]) -> tuple[str, str, str]:
-    """The predicted and the measured amount, and by how much the prediction is off."""
     predicted, measured = pair["predicted"] or 0.0, pair["measured"]
     error = f"{predicted / measured - 1:+.1%}" if measured and predicted else ""
     return shown(predicted), "" if measured is None else shown(measured), error
@@ -82,15 +81,14 @@ def _cells(pair: Pair, shown: Callable[[float], str]) -> tuple[str, str, str]:
 def _write_device_file(path: Path, device: device_specs.Device, facts: Mapping[str, Any], name: str) -> None:
     if not facts["constants"]:
         raise ConfigError("--write needs a run that recorded the parts of its steps (split_seconds), this one did not")
-    device_specs.require_suffix(path, "--write")
+    device_specs.require_device_suffix(path, "--write")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     source = f"corrected {today} by run {name}, {facts['steps']} steps"
-    files.write_new(path, device_specs.described(device, facts["constants"], source), "--write")
+    files.write_new(path, device_specs.changed_device_text(device, facts["constants"], source), "--write")
     output.progress(f"wrote {path}; plan with: shardwise plan RECIPE --device {path}")
 
 
 def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> Plan:
-    """Return what is predicted of a run on a cluster, which must have its ranks."""
     ranks = run.start.get("ranks")
     if not isinstance(ranks, int) or ranks != cluster.world:
         raise ConfigError(
@@ -101,13 +99,13 @@ def _predicted(run: RunView, config: Config, cluster: device_specs.Cluster) -> P
         raise ConfigError(f"RUN ({run.path}) must have steps of one size to be compared, and data.stages changes them")
     # A batch that is given by a rule depends on the number of ranks.
     config = config.with_batch_for(ranks)
-    plan = predicted(config, check_layout(config, ranks), cluster)
+    plan = predict_layout(config, check_layout(config, ranks), cluster)
     if plan is None:
         raise ConfigError(f"model.family ({config.model.family}) must be one whose shapes are known to be predicted")
     return plan
 
 
-def compared(run: RunView, plan: Plan) -> dict[str, Any]:
+def _measured_pairs(run: RunView, plan: Plan) -> dict[str, Any]:
     """Return the medians of the steps that a run recorded beside their prediction, each as a `Pair`.
 
     `memory_bytes` are those of the first rank; on a CPU its measured peak is the process's.
@@ -141,9 +139,9 @@ def _pair(predicted: float, measured: float | None) -> Pair:
     return {"predicted": predicted, "measured": measured}
 
 
-def corrected(parts: Mapping[str, Pair], device: device_specs.Device) -> dict[str, float]:
+def _corrected_constants(parts: Mapping[str, Pair], device: device_specs.Device) -> dict[str, float]:
     """Return constants with which the prediction of each part would be what was measured, within their ranges."""
-    current = device_seconds.constants_of(device)
+    current = device_seconds.device_constants(device)
     constants = {}
     for part, names in _CORRECTS.items():
         predicted, measured = parts[part]["predicted"], parts[part]["measured"]

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.prices import Price
 from shardwise.cli import output
-from shardwise_plan.cli import rows
-from shardwise_plan.cli.nodes import Answer, steps_text
+from shardwise_plan.cli import wording
+from shardwise_plan.cli.nodes import SearchedNodes, growing_batch_text
 from shardwise_plan.plan import Plan
-from shardwise_plan.plan_text import plan_facts
-from shardwise_plan.proposals import objective_of, recommended
+from shardwise_plan.prediction_text import plan_facts
+from shardwise_plan.proposals import objective_value, recommended_plan
 
 
-def named_devices(text: str) -> list[str]:
+def parse_devices(text: str) -> list[str]:
     """The devices that `--device` names, separated by commas; ConfigError: it names none, or one twice."""
     devices = [device for part in text.split(",") if (device := part.strip())]
     if not devices or len(set(devices)) < len(devices):
@@ -23,7 +23,7 @@ def named_devices(text: str) -> list[str]:
     return devices
 
 
-def prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
+def parse_prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     """The price for an hour of each device that `--price` gives, by the device; None where its file says it.
 
     Raises:
@@ -42,7 +42,9 @@ def prices(text: str | None, devices: Sequence[str]) -> dict[str, Price | None]:
     return dict(zip(devices, given, strict=True))
 
 
-def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answered: Callable[[str], Answer]) -> None:
+def compare_devices(
+    arguments: argparse.Namespace, devices: Sequence[str], answered: Callable[[str], SearchedNodes]
+) -> None:
     """Print the fastest layout on each of several devices.
 
     Args:
@@ -58,8 +60,8 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
         except ConfigError as error:
             problems[device] = str(error)
             continue
-        plans[device] = recommended(chosen.result.plans)
-        output.progress(f"{device}: {rows.duration(plans[device].calendar.seconds)} with {plans[device].text()}")
+        plans[device] = recommended_plan(chosen.result.plans)
+        output.progress(f"{device}: {wording.duration(plans[device].calendar.seconds)} with {plans[device].text()}")
         if remark := chosen.remarks["unused"]:
             unused[device] = remark
     if not plans:
@@ -69,37 +71,43 @@ def compare_devices(arguments: argparse.Namespace, devices: Sequence[str], answe
         raise ConfigError(f"--price ({listing(currencies)}) must have one currency for all devices")
     if arguments.objective is not None:
         objective = arguments.objective
-        plans = dict(sorted(plans.items(), key=lambda pair: objective_of(pair[1], objective)))
-    steps = steps_text([*plans.values()])
+        plans = dict(sorted(plans.items(), key=lambda pair: objective_value(pair[1], objective)))
+    steps = growing_batch_text([*plans.values()])
     if arguments.json:
-        facts = {name: plan_facts(plan) | {"accuracy": rows.accuracy_text(plan)} for name, plan in plans.items()}
+        facts = {name: plan_facts(plan) | {"accuracy": wording.accuracy_text(plan)} for name, plan in plans.items()}
         output.json({"devices": facts, "problems": problems, "steps": steps, "unused": unused})
         return
     if steps:
-        rows.prose(steps)
+        wording.print_prose(steps)
         output.line()
     _show([*plans.values()])
     for device, text in (problems | unused).items():
-        rows.prose(f"{device}: {text}", "  ")
+        wording.print_prose(f"{device}: {text}", "  ")
     output.line()
     for plan in plans.values():
-        if sentence := rows.price_text(plan):
-            rows.prose(f"{plan.cluster.device.name}: {sentence}")
+        if sentence := wording.price_text(plan):
+            wording.print_prose(f"{plan.cluster.device.name}: {sentence}")
     best = plans.values()
-    for sentence in (*rows.warnings(best), *rows.pipelines(best), *rows.accuracy(best)):
-        rows.prose(sentence)
-    if sum(map(rows.has_range, plans.values())) > 1:
-        rows.prose(
+    for sentence in (
+        *wording.plan_warnings(best),
+        *wording.pipeline_sentences(best),
+        *wording.accuracy_sentences(best),
+    ):
+        wording.print_prose(sentence)
+    if sum(map(wording.has_published_error, plans.values())) > 1:
+        wording.print_prose(
             "Predictions for these devices probably err in the same direction: their order is surer than their times."
         )
 
 
 def _show(plans: Sequence[Plan]) -> None:
-    head = rows.figure_names(max(plans, key=lambda plan: plan.cost is not None))
+    head = wording.plan_columns(max(plans, key=lambda plan: plan.cost is not None))
     table = []
     for plan in plans:
-        cells = rows.figures(plan)
-        ranges = rows.range_text(plan)
-        further = f"{plan.text()}; {rows.hours_text(plan)}{f'; {ranges}, {rows.error_text(plan)}' if ranges else ''}"
+        cells = wording.plan_cells(plan)
+        ranges = wording.time_range_text(plan)
+        further = f"{plan.text()}; {wording.hours_text(plan)}"
+        if ranges:
+            further += f"; {ranges}, {wording.published_error_text(plan)}"
         table.append((str(plan.cluster), [*cells, *[""] * (len(head) - len(cells))], further))
-    rows.blocks(head, table, "devices", 2)
+    wording.print_blocks(head, table, "devices", 2)

@@ -17,13 +17,13 @@ from shardwise.cli import output
 from shardwise.config import Config, check_layout, tokens_of_run
 from shardwise.config.learning_rate_specs import LEARNING_RATES
 from shardwise.config.stand_in import config_as_given
-from shardwise.models.parameter_counts import flops_per_token
-from shardwise_plan.cli.rows import cost_text, duration, has_range, ratios
-from shardwise_plan.device_specs import Cluster, cluster
+from shardwise.models.flops import flops_per_token
+from shardwise_plan.cli.wording import cost_text, duration, has_published_error, published_error_ratios
+from shardwise_plan.device_specs import Cluster, parse_cluster
 from shardwise_plan.layout_choices import number_of_choices
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import Objective, objective_of, recommended
-from shardwise_plan.search import Search, search
+from shardwise_plan.proposals import Objective, objective_value, recommended_plan
+from shardwise_plan.search import Search, search_layouts
 
 _SECONDS_OF = {"minute": 60, "hour": 3600, "day": 86_400, "week": 7 * 86_400}
 _MOST_PLANS = 30
@@ -41,7 +41,7 @@ _FARTHEST_ADVICE = 64
 
 
 @dataclass(frozen=True)
-class Machines:
+class PricedDevices:
     """The devices of `--device`, with their price and failures, on any number of nodes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Machines:
 
     def on(self, nodes: int) -> Cluster:
         """Return the cluster of so many nodes."""
-        machines = cluster(self.device, nodes)
+        machines = parse_cluster(self.device, nodes)
         given = {"failures_per_year": self.failures_per_year, "restart": self.restart}
         changed = {name: value for name, value in given.items() if value is not None}
         reliability = replace(machines.device.reliability, **changed)
@@ -71,12 +71,12 @@ class Machines:
     def search(self, config: Config, on: Cluster, fixed: Collection[str], best: int) -> Search:
         """Search the layouts on a cluster of these devices."""
         self.work.doing = f"planning on {units.counted(on.nodes, 'node')}"
-        return search(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
+        return search_layouts(config, on, best=best, most=_MOST_TIGHT, fixed=fixed, looked=self.work.advance, once=True)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The layouts that were searched for.
+class SearchedNodes:
+    """The layouts that `shardwise plan` found on one or several numbers of nodes.
 
     Attributes:
         result: layouts and counts, of all numbers of nodes together; the best by the objective come first.
@@ -95,14 +95,14 @@ class Answer:
         return [remark for remark in self.remarks.values() if remark]
 
 
-def seconds_of(text: str) -> float | None:
-    """Return the seconds of a time such as `30 days`; None for anything else, and for no time at all."""
+def parse_time_budget(text: str) -> float | None:
+    """Return the seconds of a budget of time such as `30 days`; None for anything else, and for no time at all."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(minute|hour|day|week)s?\s*", text)
     return float(match[1]) * _SECONDS_OF[match[2]] or None if match is not None else None
 
 
-def node_counts(text: str | None) -> list[int]:
-    """Return the numbers of nodes that `--nodes` names."""
+def parse_node_counts(text: str | None) -> list[int]:
+    """Return the numbers of nodes to plan for that `--nodes` names."""
     if text is None:
         return [1]
     counts = [count for part in text.split(",") if (count := whole_number(part.strip())) is not None]
@@ -111,13 +111,15 @@ def node_counts(text: str | None) -> list[int]:
     return counts
 
 
-def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fixed: set[str]) -> Answer:
-    """Return the best layouts on the nodes that are given, or on the number that a budget allows."""
+def search_nodes(
+    arguments: argparse.Namespace, machines: PricedDevices, config: Config, fixed: set[str]
+) -> SearchedNodes:
+    """Search the best layouts on the nodes that are given, or on the number that a budget allows."""
     objective: Objective = arguments.objective or "time"
     nodes_of = _Nodes(config, machines, fixed)
     budget = None
     if arguments.budget is None:
-        counts = node_counts(arguments.nodes)
+        counts = parse_node_counts(arguments.nodes)
     elif arguments.nodes is None:
         plan, budget = _within_budget(nodes_of, arguments.budget, objective)
         counts = [plan.cluster.nodes]
@@ -129,13 +131,13 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
     for on in clusters:
         results.append(machines.search(config, on, fixed, _MOST_PLANS))
         if len(clusters) > 1 and results[-1].plans:
-            plan = recommended(results[-1].plans)
+            plan = recommended_plan(results[-1].plans)
             output.progress(f"{units.counted(on.nodes, 'node')}: {duration(plan.calendar.seconds)} with {plan.text()}")
     if not any(result.plans for result in results):
         raise ConfigError([nodes_of.why_none(result, nodes) for result, nodes in zip(results, counts, strict=True)])
     for result in results:
         _require_end(result)
-    compared = nodes_of.tried() or [recommended(result.plans) for result in results if result.plans]
+    compared = nodes_of.tried() or [recommended_plan(result.plans) for result in results if result.plans]
     joined = Search()
     for result in results:
         joined.plans += result.plans
@@ -143,11 +145,16 @@ def answer(arguments: argparse.Namespace, machines: Machines, config: Config, fi
         joined.refused += result.refused
         joined.too_large += result.too_large
         joined.equal += result.equal
-    joined.plans.sort(key=lambda plan: objective_of(plan, objective))
-    best = recommended(joined.plans)
+    joined.plans.sort(key=lambda plan: objective_value(plan, objective))
+    best = recommended_plan(joined.plans)
     unused = _unused_devices(best, config, machines, fixed)
-    remarks = {"rates": rates_text(best), "steps": steps_text(joined.plans), "budget": budget, "unused": unused}
-    return Answer(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
+    remarks = {
+        "rates": _learning_rates_text(best),
+        "steps": growing_batch_text(joined.plans),
+        "budget": budget,
+        "unused": unused,
+    }
+    return SearchedNodes(joined, remarks, sorted(compared, key=lambda plan: plan.cluster.nodes))
 
 
 def _require_end(result: Search) -> None:
@@ -162,8 +169,7 @@ def _require_end(result: Search) -> None:
     )
 
 
-def rates_text(plan: Plan) -> str:
-    """Return the learning rates of the recipe, and a warning where its warmup is long for its steps."""
+def _learning_rates_text(plan: Plan) -> str:
     optimizer, steps = plan.config.optimizer, plan.config.train.steps
     lowest = "" if "min_lr" in LEARNING_RATES[optimizer.schedule].excludes else f" to {optimizer.min_lr:g}"
     usual = [("", f"{units.counted(optimizer.warmup_steps, 'step')} of warmup")]
@@ -171,8 +177,8 @@ def rates_text(plan: Plan) -> str:
     return f"Learning rate: {optimizer.schedule}, {optimizer.lr:g}{lowest}; {warmup}"
 
 
-def steps_text(plans: Sequence[Plan]) -> str | None:
-    """Return the steps on each number of devices where they follow a batch that grows; None where they do not."""
+def growing_batch_text(plans: Sequence[Plan]) -> str | None:
+    """Return the steps of plans on each number of devices where the batch grows with them; None where it does not."""
     config = plans[0].config
     if not config.steps_follow_batch:
         return None
@@ -185,7 +191,7 @@ def steps_text(plans: Sequence[Plan]) -> str | None:
     )
 
 
-def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Collection[str]) -> str | None:
+def _unused_devices(best: Plan, config: Config, machines: PricedDevices, fixed: Collection[str]) -> str | None:
     """Return that fewer devices of each node need fewer device-hours; None where they do not.
 
     Only a power of two is tried, and only where the batch lacks the odd factor that the devices of a node have. `best`
@@ -209,19 +215,19 @@ def _unused_devices(best: Plan, config: Config, machines: Machines, fixed: Colle
     )
 
 
-def _fastest(config: Config, machines: Machines, on: Cluster, fixed: Collection[str]) -> Plan | None:
+def _fastest(config: Config, machines: PricedDevices, on: Cluster, fixed: Collection[str]) -> Plan | None:
     """Return the fastest plan on a cluster that leaves memory free, or else the fastest one; None if no layout fits."""
     try:
         plans = machines.search(config, on, fixed, 1).plans
     except ConfigError:
         return None
-    return recommended(plans) if plans and plans[0].calendar.ends else None
+    return recommended_plan(plans) if plans and plans[0].calendar.ends else None
 
 
 class _Nodes:
     """The fastest plan on each number of nodes that is asked for."""
 
-    def __init__(self, config: Config, machines: Machines, fixed: set[str]) -> None:
+    def __init__(self, config: Config, machines: PricedDevices, fixed: set[str]) -> None:
         self._config = config
         self._machines = machines
         self._fixed = fixed
@@ -296,7 +302,7 @@ class _Nodes:
 
 def _within_budget(nodes_of: _Nodes, budget: str, objective: Objective) -> tuple[Plan, str]:
     """Return the best plan that keeps to a time or to a price, and how many nodes that needs, as a sentence."""
-    seconds = seconds_of(budget)
+    seconds = parse_time_budget(budget)
     if seconds is not None:
         return _in_time(nodes_of, budget, seconds, objective)
     price = re.fullmatch(r"\s*((?:\d+|\d{1,3}(?:[_,]\d{3})+)(?:\.\d+)?)\s*([A-Za-z]{3})\s*", budget)
@@ -320,18 +326,18 @@ def _in_time(nodes_of: _Nodes, budget: str, limit: float, objective: Objective) 
     enough = plan.cluster
     verb = "trains" if enough.nodes == 1 else "train"
     sentence = f"{units.counted(enough.nodes, 'node')} of {enough.per_node} {verb} it in {budget}"
-    _, most = ratios(plan)
+    _, most = published_error_ratios(plan)
     late = f"if steps take {most - 1:.0%} longer than predicted"
-    safe = nodes_of.fewest(limit / most) if has_range(plan) else None
+    safe = nodes_of.fewest(limit / most) if has_published_error(plan) else None
     sentence += f", even {late}" if safe is not None and safe.cluster == enough else ", as predicted"
-    if safe is None and has_range(plan):
+    if safe is None and has_published_error(plan):
         sentence += f"; {late}, no number of nodes that was tried does"
     elif safe is not None and safe.cluster != enough:
         sentence += f"; {late}, {units.counted(safe.cluster.nodes, 'node')} are needed"
     if objective == "time":
         return plan, sentence
     larger = [nodes for nodes in nodes_of.counts if enough.nodes < nodes <= _MOST_MORE * enough.nodes]
-    best = min([plan, *filter(None, map(nodes_of.plan, larger))], key=lambda plan: objective_of(plan, objective))
+    best = min([plan, *filter(None, map(nodes_of.plan, larger))], key=lambda plan: objective_value(plan, objective))
     if best is not plan:
         sentence += f"; {units.counted(best.cluster.nodes, 'node')} need the least {objective}"
     return best, sentence

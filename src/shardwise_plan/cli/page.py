@@ -7,20 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from shardwise import __version__
 from shardwise.base import units
-from shardwise.base.terminal import wrapped
+from shardwise.base.terminal import wrap_words
 from shardwise.pipeline.timeline import Timeline
-from shardwise_plan.cli import rows
-from shardwise_plan.cli.layout_list import drop_reasons, notes, what_is_trained
-from shardwise_plan.cli.nodes import Answer
+from shardwise_plan.cli import wording
+from shardwise_plan.cli.layout_list import assumption_sentences, drop_reasons, training_text
+from shardwise_plan.cli.nodes import SearchedNodes
 from shardwise_plan.plan import TIGHT, Plan
 from shardwise_plan.proposals import Proposal, proposals, sensitivities
-from shardwise_watch import report
 from shardwise_watch.report import chart
+from shardwise_watch.report.page import page_environment
 
 _COLOURS = {"forward": 1, "backward": 4, "input": 0, "weight": 5}
 _MOST_ACTIONS = 12_000
@@ -40,8 +39,10 @@ _ROW = 16
 _LEFT = 52
 
 
-def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, commands: Mapping[str, Sequence[str]]) -> str:
-    """Return the page as HTML.
+def plan_page(
+    name: str, answer: SearchedNodes, listed: Sequence[Plan], chosen: Plan, commands: Mapping[str, Sequence[str]]
+) -> str:
+    """Return the page of `shardwise plan --html`.
 
     Args:
         name: name of the recipe.
@@ -50,48 +51,46 @@ def page(name: str, answer: Answer, listed: Sequence[Plan], chosen: Plan, comman
         chosen: the layout of the answer, one of them.
         commands: title and commands that write its recipe and train it.
     """
-    folders = [Path(__file__).parent, Path(report.__file__).parent]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folders),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     proposed = proposals(listed)
-    return environment.get_template("plan_page.html").render(
-        title=f"{name} on {chosen.cluster}",
-        subject=what_is_trained(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
-        sentences=answer.sentences,
-        version=__version__,
-        accuracy=" ".join(rows.accuracy([chosen], source="docs/planner.md, section How far off it is")),
-        layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
-        doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
-        tiles=_tiles(chosen),
-        commands=commands,
-        size=chart.SMALL,
-        left=chart.LEFT,
-        chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
-        charts=_charts(answer, listed, proposed, chosen),
-        proposals=[_proposal(proposal, listed) for proposal in proposed],
-        sensitivity=_sensitivity(proposed),
-        timeline=_timeline(chosen, listed.index(chosen) + 1),
-        memories=[_memory(proposal) for proposal in proposed],
-        names=["devices", "tokens/s", *rows.figure_names(chosen), "bubble", "communication", "device-hours"],
-        rows=[_row(plan) for plan in listed],
-        dropped=drop_reasons(answer.result),
-        notes=notes(listed),
+    return (
+        page_environment(Path(__file__).parent)
+        .get_template("plan_page.html")
+        .render(
+            title=f"{name} on {chosen.cluster}",
+            subject=training_text(name, chosen).partition(", ")[2].replace(f" on {chosen.cluster}:", ""),
+            sentences=answer.sentences,
+            version=__version__,
+            accuracy=" ".join(
+                wording.accuracy_sentences([chosen], source="docs/planner.md, section How far off it is")
+            ),
+            layout=f"Layout {listed.index(chosen) + 1}: {chosen.text()}",
+            doubt=f"It leaves {units.size(chosen.headroom)} of memory and may not fit." if chosen.is_tight else "",
+            tiles=_tiles(chosen),
+            commands=commands,
+            size=chart.SMALL,
+            left=chart.LEFT,
+            chosen=next((_proposal(proposal, listed) for proposal in proposed if proposal.plan is chosen), None),
+            charts=_charts(answer, listed, proposed, chosen),
+            proposals=[_proposal(proposal, listed) for proposal in proposed],
+            sensitivity=_sensitivity(proposed),
+            timeline=_timeline(chosen, listed.index(chosen) + 1),
+            memories=[_memory(proposal) for proposal in proposed],
+            names=["devices", "tokens/s", *wording.plan_columns(chosen), "bubble", "communication", "device-hours"],
+            rows=[_row(plan) for plan in listed],
+            dropped=drop_reasons(answer.result),
+            notes=assumption_sentences(listed),
+        )
     )
 
 
 def _tiles(plan: Plan) -> list[tuple[str, str, str]]:
     """Return what a user asks first of a plan: names, values, and what to know of them."""
     cluster = plan.cluster
-    time, _, price = rows.range_text(plan).partition(" and ")
+    time, _, price = wording.time_range_text(plan).partition(" and ")
     free = f"{plan.headroom / cluster.device.memory:.0%} of {units.size(cluster.device.memory)}"
     tiles = [
-        ("time on the calendar", rows.duration(plan.calendar.seconds), time),
-        ("price", rows.cost_text(plan), price),
+        ("time on the calendar", wording.duration(plan.calendar.seconds), time),
+        ("price", wording.cost_text(plan), price),
         ("devices", f"{cluster.world:,}", f"{units.counted(cluster.nodes, 'node')} of {cluster.per_node}"),
         ("device-hours", f"{plan.device_hours:,.0f}", f"goodput {plan.calendar.goodput:.1%}"),
         ("free memory", units.size(plan.headroom), free),
@@ -110,7 +109,9 @@ def _proposal(proposal: Proposal, listed: Sequence[Plan]) -> dict[str, Any]:
     }
 
 
-def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan) -> list[dict[str, Any]]:
+def _charts(
+    answer: SearchedNodes, listed: Sequence[Plan], proposed: Sequence[Proposal], chosen: Plan
+) -> list[dict[str, Any]]:
     """Return the chart of time, memory and price by layout, and of several numbers of nodes that of time and price."""
     plans = answer.result.plans
     longest = max(plan.calendar.seconds for plan in plans)
@@ -122,7 +123,7 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
 
     def dot(plan: Plan, look: str, y: float, label: str, title: str, radius: float = 4) -> dict[str, Any]:
         x = plan.calendar.seconds / unit
-        return {"x": x, "y": y, "look": look, "label": label, "lines": _told(plan, title), "radius": radius}
+        return {"x": x, "y": y, "look": look, "label": label, "lines": _plan_lines(plan, title), "radius": radius}
 
     # Proposals lie in front, and before them what is listed.
     layouts = [
@@ -137,7 +138,9 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
         for plan in sorted(plans, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
         for number in [numbers.get(id(plan), "")]
     ]
-    legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
+    legend = [
+        (looks[id(proposal.plan)], f"{proposal.title}: layout {numbers[id(proposal.plan)]}") for proposal in proposed
+    ]
     legend.append(("rest", "others"))
     band: list[float] = []
     if any(plan.is_tight for plan in plans):
@@ -162,12 +165,12 @@ def _charts(answer: Answer, listed: Sequence[Plan], proposed: Sequence[Proposal]
 
 def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], band: list[float]) -> dict[str, Any]:
     """Return a chart of dots, of which those between the two values of `band` are doubtful."""
-    area, axes = chart.axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
+    area, axes = chart.chart_axes([dot["x"] for dot in dots], [*(dot["y"] for dot in dots), *band], suffixes)
     placed: list[tuple[float, float, float]] = []
     # Those in front first: one that would cover a number moves to the right.
     for dot in reversed(dots):
         x, y, radius = area.x(dot["x"]), area.y(dot["y"]), dot["radius"]
-        while dot["label"] and any(math.hypot(x - u, y - v) < radius + other for u, v, other in placed):
+        while dot["label"] and any(math.hypot(x - u, y - v) < radius + reach for u, v, reach in placed):
             x += 1
         dot["left"] = x
         placed += [(x, y, radius)] if dot["label"] else []
@@ -178,23 +181,23 @@ def _price(plan: Plan) -> float:
     return plan.device_hours if plan.cost is None else plan.cost
 
 
-def _told(plan: Plan, title: str) -> list[str]:
+def _plan_lines(plan: Plan, title: str) -> list[str]:
     """Return a plan in lines below a chart."""
     degrees, _, details = plan.text().partition(", ")
-    price = rows.cost_text(plan) or rows.hours_text(plan)
-    time = f"{units.counted(plan.cluster.nodes, 'node')}, {rows.duration(plan.calendar.seconds)}, {price}"
+    price = wording.cost_text(plan) or wording.hours_text(plan)
+    time = f"{units.counted(plan.cluster.nodes, 'node')}, {wording.duration(plan.calendar.seconds)}, {price}"
     doubt = " (may not fit)" if plan.is_tight else ""
     memory = f"{units.size(plan.memory.total)}, {units.size(plan.headroom)} free{doubt}"
-    return [f"{title}{degrees}", *wrapped(details, _CHART_COLUMNS), time, memory]
+    return [f"{title}{degrees}", *wrap_words(details, _CHART_COLUMNS), time, memory]
 
 
 def _sensitivity(proposed: Sequence[Proposal]) -> list[tuple[str, list[str]]]:
     """Return a row for what is assumed, and for each change of it, with a cell for each proposal."""
     usual = [proposal.plan.calendar.seconds for proposal in proposed]
-    table = [("as assumed", [*map(rows.duration, usual)])]
+    table = [("as assumed", [*map(wording.duration, usual)])]
     for changes in zip(*(sensitivities(proposal.plan) for proposal in proposed), strict=True):
         cells = [
-            f"{rows.duration(change.seconds)} ({change.seconds / seconds - 1:+.1%})"
+            f"{wording.duration(change.seconds)} ({change.seconds / seconds - 1:+.1%})"
             for change, seconds in zip(changes, usual, strict=True)
         ]
         table.append((changes[0].assumption, cells))
@@ -213,14 +216,14 @@ def _timeline(plan: Plan, number: int) -> dict[str, Any]:
         "number": number,
         "kinds": [(kind, _COLOURS[kind]) for kind in kinds],
         "text": f"{text}; then reduction and update. The rows are ranks, and time runs to the right.",
-        "drawing": Markup(_drawing(steps, shown)),
+        "drawing": Markup(_timeline_svg(steps, shown)),
         "seconds": units.step_duration(total),
         "total": total,
         "parts": _parts(dict(plan.time.rows()), total, units.step_duration),
     }
 
 
-def _drawing(steps: Timeline, shown: int) -> str:
+def _timeline_svg(steps: Timeline, shown: int) -> str:
     """Return a timeline as SVG, with a path for each kind of pass."""
     ranks = [actions[:shown] for actions in steps.ranks]
     end = max(actions[-1].end for actions in ranks)
@@ -284,7 +287,7 @@ def _row(plan: Plan) -> dict[str, Any]:
     cells = (
         f"{plan.cluster.world:,}",
         f"{plan.tokens_per_second:,.0f}",
-        *rows.figures(plan),
+        *wording.plan_cells(plan),
         f"{time.bubble / time.total:.1%}",
         f"{time.communication / time.total:.1%}",
         f"{plan.device_hours:,.0f}",

@@ -28,14 +28,14 @@ from shardwise.config import dump_yaml, largest_size_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model, own_data
 from shardwise.config.stand_in import config_as_given
 from shardwise_plan.cli.against_run import compare_with_run
-from shardwise_plan.cli.devices import compare_devices, named_devices, prices
-from shardwise_plan.cli.layout_list import answer_facts, show
-from shardwise_plan.cli.nodes import Answer, Machines, answer, node_counts, seconds_of
-from shardwise_plan.cli.rows import range_text
-from shardwise_plan.device_specs import MOST_FAILURES, shipped_text
-from shardwise_plan.plan import Plan, distinct
-from shardwise_plan.proposals import OBJECTIVES, recommended
-from shardwise_plan.run_stages import run_with_layout
+from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_prices
+from shardwise_plan.cli.layout_list import answer_facts, print_layouts
+from shardwise_plan.cli.nodes import PricedDevices, SearchedNodes, parse_node_counts, parse_time_budget, search_nodes
+from shardwise_plan.cli.wording import time_range_text
+from shardwise_plan.data_stages import run_with_layout
+from shardwise_plan.device_specs import MOST_FAILURES, shipped_device_text
+from shardwise_plan.plan import Plan, distinct_plans
+from shardwise_plan.proposals import OBJECTIVES, recommended_plan
 
 _MOST_ROWS = 10
 """Rows of the list without `--all`."""
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"-o ({arguments.output}) must go with --calibrate; a recipe is written by --write")
     elif arguments.show_device is not None:
         _require_alone(arguments, f"--show-device ({arguments.show_device})", "show_device")
-        output.raw(shipped_text(arguments.show_device).rstrip("\n"))
+        output.raw(shipped_device_text(arguments.show_device).rstrip("\n"))
     elif arguments.recipe is None:
         raise ConfigError("RECIPE must be named, or the folder of a run, or --calibrate or --show-device given")
     elif arguments.device is None:
@@ -125,10 +125,10 @@ def run(arguments: argparse.Namespace) -> int:
         _require_alone(
             arguments, "RUN (whose keys are as they were)", "recipe", "device", "nodes", "all", "json", "write"
         )
-        nodes = node_counts(arguments.nodes)
+        nodes = parse_node_counts(arguments.nodes)
         if len(nodes) > 1:
             raise ConfigError(f"--nodes ({arguments.nodes}) must be one number: that of the run's machines")
-        machines = Machines(arguments.device).on(nodes[0])
+        machines = PricedDevices(arguments.device).on(nodes[0])
         compare_with_run(Path(arguments.recipe), machines, as_json=arguments.json, write=arguments.write)
     else:
         _plan(arguments)
@@ -155,18 +155,18 @@ def _plan(arguments: argparse.Namespace) -> None:
         # A rule of the batch would otherwise let each of the compared clusters train other tokens.
         config = config.with_tokens_for_any_batch()
     if config.model.is_own:
-        from shardwise_plan.own_model import sized_own  # costly to import, as torch is
+        from shardwise_plan.own_model import own_model_stand_in  # costly to import, as torch is
 
-        config, counts = sized_own(config, fixed)
+        config, counts = own_model_stand_in(config, fixed)
         output.progress(counts)
-    devices = named_devices(arguments.device)
+    devices = parse_devices(arguments.device)
     # That of the recipe is of the user's own devices, and no price of others that they are compared with.
-    price_of = prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
+    price_of = parse_prices(arguments.price or (config.log.price if len(devices) == 1 else None), devices)
 
-    def answered(device: str) -> Answer:
+    def answered(device: str) -> SearchedNodes:
         machines = _machines(arguments, device, price_of[device])
         with machines.work:
-            return answer(arguments, machines, config, fixed)
+            return search_nodes(arguments, machines, config, fixed)
 
     if arguments.layout is not None and arguments.write is None:
         raise ConfigError(f"--layout ({arguments.layout}) must go with --write FILE: it chooses what is written")
@@ -184,42 +184,42 @@ def _plan(arguments: argparse.Namespace) -> None:
         # Before the list, whose reader may close the output, as `head` does.
         _write(arguments.write, recipe, devices[0], listed, arguments.layout)
     if arguments.html is not None:
-        from shardwise_plan.cli.page import page  # costly to import, for a page alone
+        from shardwise_plan.cli.page import plan_page  # costly to import, for a page alone
 
         target = arguments.write or Path("planned.yaml")
-        plan = listed[arguments.layout - 1] if arguments.layout else recommended(listed)
+        plan = listed[arguments.layout - 1] if arguments.layout else recommended_plan(listed)
         training, replaced = _training(target, recipe, devices[0], plan)
         commands = {f"Write its recipe and train it{replaced}": [f"{_command(arguments)} --write {target}", training]}
-        files.write_new(arguments.html, page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
+        files.write_new(arguments.html, plan_page(recipe_name(recipe), chosen, listed, plan, commands), "--html")
         output.progress(f"wrote {arguments.html}")
     if arguments.why is not None:
         _show_differences(listed, *arguments.why)
     elif arguments.json:
         output.json(answer_facts(chosen, listed))
     else:
-        show(recipe_name(recipe), chosen, listed)
+        print_layouts(recipe_name(recipe), chosen, listed)
     if arguments.plot is not None:
         _draw(listed, arguments.plot)
         output.progress(f"wrote {arguments.plot}")
 
 
-def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> Machines:
+def _machines(arguments: argparse.Namespace, device: str, price: Price | None) -> PricedDevices:
     failures = arguments.failures
     if failures is not None and not 0 <= failures <= MOST_FAILURES:
         raise ConfigError(
             f"--failures ({failures}) must be failures of a device in a year, from 0 to {MOST_FAILURES:,g}"
         )
-    restart = None if arguments.restart is None else seconds_of(arguments.restart)
+    restart = None if arguments.restart is None else parse_time_budget(arguments.restart)
     if arguments.restart is not None and restart is None:
         raise ConfigError(
             f"--restart ({arguments.restart!r}) must be a time in minutes, hours, days or weeks, such as '15 minutes'"
         )
-    return Machines(device, price, failures, restart)
+    return PricedDevices(device, price, failures, restart)
 
 
 def _without_details(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans that differ by more than details, at most ten, and of each number of nodes some."""
-    different = [plans[index] for index in distinct(plans)]
+    different = [plans[index] for index in distinct_plans(plans)]
     numbers = Counter[int]()
     most = max(2, _MOST_ROWS // len({plan.cluster.nodes for plan in different}))
     listed = []
@@ -263,7 +263,9 @@ def _show_differences(plans: list[Plan], first: int, second: int) -> None:
     output.table(rows, ("seconds", str(first), str(second), "difference"), right=(1, 2, 3))
     output.line()
     sizes = [dict(plan.memory.rows()) for plan in pair]
-    kinds = [(kind, *(units.size(of.get(kind, 0)) for of in sizes)) for kind in sizes[0] | sizes[1]]
+    kinds = [
+        (kind, *(units.size(bytes_by_kind.get(kind, 0)) for bytes_by_kind in sizes)) for kind in sizes[0] | sizes[1]
+    ]
     output.table(kinds, ("memory", str(first), str(second)), right=(1, 2))
 
 
@@ -274,7 +276,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
     """
     choice = ""
     if number is None:
-        number = plans.index(recommended(plans)) + 1
+        number = plans.index(recommended_plan(plans)) + 1
         choice = ", the first that leaves a tenth of the memory free" if number > 1 else ""
     if not 1 <= number <= len(plans):
         raise ConfigError(f"--layout ({number}) must be a layout of the list, 1 to {len(plans)}")
@@ -292,7 +294,7 @@ def _write(path: Path, recipe: str, device: str, plans: Sequence[Plan], number: 
         values.setdefault("checkpoint", {})["every_minutes"] = max(1.0, round(plan.calendar.interval / 60, 1))
     files.write_new(path, text + dump_yaml(values), "--write")
     command, replaced = _training(path, recipe, device, plan)
-    ranges = range_text(plan)
+    ranges = time_range_text(plan)
     doubt = f", which leaves {units.size(plan.headroom)} of memory and may not fit" if plan.is_tight else ""
     predicted = f" with layout {number}{choice}{doubt}{f', predicted to take {ranges}' if ranges else ''}"
     output.progress(f"wrote {path}{predicted}; train it with{replaced}: {command}")

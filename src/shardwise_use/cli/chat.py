@@ -31,7 +31,7 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.cli import output
 from shardwise.cli.model_argument import HELP
 from shardwise.launch.environment import joined
-from shardwise_use.cli.sampling import add_sampling, require_valid
+from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
 
 _POLL_SECONDS = 0.2
 _PROMPT = "> "
@@ -44,16 +44,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     parser.add_argument("--system", metavar="TEXT", help="instruction before the conversation")
-    add_sampling(parser, max_tokens=512, top_p=0.95)
+    add_sampling_options(parser, max_tokens=512, top_p=0.95)
     parser.add_argument("--stats", action="store_true", help="print the number of tokens and the speed of each answer")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_valid(arguments)
-    return talk(arguments, system=arguments.system, shows_stats=arguments.stats)
+    require_valid_sampling(arguments)
+    return talk_with_model(arguments, system=arguments.system, shows_stats=arguments.stats)
 
 
-def talk(
+def talk_with_model(
     arguments: argparse.Namespace, *, completes: bool = False, system: str | None = None, shows_stats: bool = False
 ) -> int:
     """Start the process of the model, and pass texts between it and the terminal.
@@ -63,7 +63,6 @@ def talk(
 
     Args:
         completes: True to continue texts even if the model has a chat template.
-        system: instruction before the conversation.
         shows_stats: True to print the number of tokens and the speed of each answer.
     """
     if joined() is not None:
@@ -103,7 +102,6 @@ def talk(
 
 
 def _accept(listener: socket.socket, model: subprocess.Popen[bytes]) -> Connection | None:
-    """The connection to the model; None if its process has ended."""
     while model.poll() is None:
         with contextlib.suppress(TimeoutError):
             connection = listener.accept()[0]
@@ -209,7 +207,6 @@ class _Terminal:
             signal.signal(signal.SIGINT, previous)
 
     def _show(self, message: dict[str, Any]) -> bool:
-        """Show a part of an answer; returns True if it was the last."""
         if "refused" in message:
             output.progress(message["refused"])
             return True

@@ -10,7 +10,7 @@ from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank_process import as_rank, enter_job
-from shardwise_use.cli.generate import KEYS, prepare
+from shardwise_use.cli.generate import KEYS, prepare_generation
 
 _LONGEST_WINDOW = 4096
 """Tokens for which the cache of keys and values has room, where the model reads more."""
@@ -30,13 +30,13 @@ def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     values = parse_overrides(arguments.overrides, KEYS, "chat")
     with open_model_folder(arguments.checkpoint, values, cached=is_launched()) as folder:
-        config, tokenizer = prepare(arguments, place, folder, values)
+        config, tokenizer = prepare_generation(arguments, place, folder, values)
         if place is None and config.parallel.model_ranks > 1:
             return launch_command("converse", arguments, folder, config.parallel.model_ranks)
         with as_rank(place) as ending:
             from shardwise.base import hub
             from shardwise.data.tokens.chat_template import ChatTemplate
-            from shardwise_use.conversation import Transcript, run_conversation
+            from shardwise_use.chat_session import ChatTranscript, run_chat_session
 
             template = None
             assert config.data.tokenizer is not None
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             window = _LONGEST_WINDOW if limit is None else min(limit, _LONGEST_WINDOW)
             # An answer leaves half of the window to the question.
             max_tokens = min(arguments.max_tokens, window // 2)
-            transcript = Transcript(tokenizer, template, window, max_tokens, arguments.system)
+            transcript = ChatTranscript(tokenizer, template, window, max_tokens, arguments.system)
             stops = set(folder.stops(tokenizer))
             if template is not None:
                 ids = map(tokenizer.token_id, template.stop_tokens)
@@ -56,5 +56,5 @@ def run(arguments: argparse.Namespace) -> int:
             leads = place is None or place.rank == 0
             client = Client(arguments.socket, "AF_UNIX") if leads else nullcontext()
             with folder, keys_renamed(ARGUMENTS), client as channel:
-                run_conversation(config, folder.weights, transcript, stops, channel)
+                run_chat_session(config, folder.weights, transcript, stops, channel)
         return ending.code

@@ -24,20 +24,8 @@ from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count
-from shardwise.cli import output
-from shardwise.cli.model_argument import (
-    ARGUMENTS,
-    HELP,
-    LAYOUT_KEYS,
-    ModelFolder,
-    evaluation_config,
-    evaluation_ranks_and_config,
-    launch_command,
-    open_model_folder,
-    parse_overrides,
-    tasks_config,
-    tokenizer_of_command,
-)
+from shardwise.cli import model_argument, output
+from shardwise.cli.model_argument import LAYOUT_KEYS, ModelFolder
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
@@ -57,7 +45,7 @@ _TASK_KEYS = (
     "checkpoint.revision",
 )  # fmt: skip
 _TASK_OPTIONS = {
-    **ARGUMENTS,
+    **model_argument.ARGUMENTS,
     "evaluation.tasks_path": "--tasks-path",
     "evaluation.tasks": "--tasks",
     "evaluation.limit": "--limit",
@@ -65,7 +53,7 @@ _TASK_OPTIONS = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=HELP)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=model_argument.HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as data.path=FILE or parallel.tensor=2")
     parser.add_argument(
         "--part",
@@ -91,37 +79,39 @@ def run(arguments: argparse.Namespace) -> int:
     place = enter_job(arguments.nproc)
     on_tasks = arguments.tasks is not None
     keys, name = (_TASK_KEYS, "evaluate --tasks") if on_tasks else (KEYS, "evaluate")
-    values = parse_overrides(arguments.overrides, keys, name)
+    values = model_argument.parse_overrides(arguments.overrides, keys, name)
     for option, value in (("--tasks-path", arguments.tasks_path), ("--limit", arguments.limit)):
         if value is not None and not on_tasks:
             raise ConfigError(f"{option} ({value}) needs --tasks, the names of the tasks")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    with open_model_folder(arguments.checkpoint, values, cached=is_launched(), announce=announce) as folder:
+    with model_argument.open_model_folder(
+        arguments.checkpoint, values, cached=is_launched(), announce=announce
+    ) as folder:
         if on_tasks:
             return _evaluate_on_tasks(arguments, place, values, folder, announce)
         part = _part(arguments.part, values, folder)
-        world, config = evaluation_ranks_and_config(
-            lambda replicas: evaluation_config(folder, values, replicas, part), place, arguments.nproc
+        world, config = model_argument.evaluation_ranks_and_config(
+            lambda replicas: model_argument.evaluation_config(folder, values, replicas, part), place, arguments.nproc
         )
         layout = check_layout(config, world)
         # Once, before the ranks start: each of them then finds data and tokenizer in the cache.
         if not is_launched():
-            from shardwise.data.open_data import prepare
+            from shardwise.data.open_data import prepare_data
             from shardwise.data.reading.dataset_tables import fetch_dataset
 
             if config.data.tokenizer is not None:
-                tokenizer_of_command(config, folder, announce=announce)
+                model_argument.tokenizer_of_command(config, folder, announce=announce)
             fetch_dataset(config.data, announce)
-            prepare(config, announce=announce, any_size=True)
+            prepare_data(config, announce=announce, any_size=True)
         if place is None:
             check_accelerators(world, accelerators()[1])
             if world > 1:
-                return launch_command("evaluate", arguments, folder, world, part=part)
+                return model_argument.launch_command("evaluate", arguments, folder, world, part=part)
         leads = place is None or place.rank == 0
         with as_rank(place) as ending:
             from shardwise_use.inference_jobs import run_evaluation
 
-            with folder, keys_renamed(ARGUMENTS):
+            with folder, keys_renamed(model_argument.ARGUMENTS):
                 # With `all` every document is in the training part.
                 read = "train" if part == "all" else part
                 evaluation = run_evaluation(config, folder.weights, read, shown=leads)
@@ -141,7 +131,6 @@ def _evaluate_on_tasks(
     folder: ModelFolder,
     announce: Callable[[str], None] | None,
 ) -> int:
-    """Run the command with --tasks on the folder that was opened; returns the exit code."""
     if arguments.part is not None:
         raise ConfigError(f"--part ({arguments.part}) must be left out with --tasks, whose files name their data")
     tasks = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
@@ -149,11 +138,11 @@ def _evaluate_on_tasks(
         raise ConfigError(f"--tasks ({arguments.tasks!r}) must name tasks: --tasks arc_easy,lambada_openai")
     settings = {"tasks": tasks, "tasks_path": arguments.tasks_path, "limit": arguments.limit}
     with keys_renamed(_TASK_OPTIONS):
-        world, config = evaluation_ranks_and_config(
-            lambda replicas: tasks_config(folder, values, replicas, settings), place, arguments.nproc
+        world, config = model_argument.evaluation_ranks_and_config(
+            lambda replicas: model_argument.tasks_config(folder, values, replicas, settings), place, arguments.nproc
         )
         layout = check_layout(config, world)
-        tokenizer = tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
+        tokenizer = model_argument.tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
         # Once, before the ranks start: rank 0 then finds the data in the cache.
         if not is_launched():
             from shardwise.data.evaluation_tasks import require_tasks
@@ -162,12 +151,12 @@ def _evaluate_on_tasks(
     if place is None:
         check_accelerators(world, accelerators()[1])
         if world > 1:
-            return launch_command("evaluate", arguments, folder, world)
+            return model_argument.launch_command("evaluate", arguments, folder, world)
     with as_rank(place) as ending:
-        from shardwise_use.inference_jobs import run_tasks
+        from shardwise_use.inference_jobs import run_evaluation_tasks
 
         with folder, keys_renamed(_TASK_OPTIONS):
-            results = run_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
+            results = run_evaluation_tasks(config, folder.weights, tokenizer, folder.stops(tokenizer))
         if results is not None:
             _print_tasks(arguments, folder, config, layout, results)
     return ending.code
@@ -176,7 +165,6 @@ def _evaluate_on_tasks(
 def _print_tasks(
     arguments: argparse.Namespace, folder: ModelFolder, config: Config, layout: Layout, results: dict[str, Any]
 ) -> None:
-    """Print the results: one JSON object, or the tables that `lm_eval` prints."""
     tables = [name for name in ("results", "groups") if name in results]
     if arguments.json:
         facts: dict[str, Any] = {
@@ -201,7 +189,7 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     given: dict[str, Any] = values.get("data", {})
     if chosen is None and not {"path", "blend"}.isdisjoint(given) and "split" not in given:
         return "all"
-    _, held_out, test = evaluation_config(folder, values, 1, "eval").data.split_weights
+    _, held_out, test = model_argument.evaluation_config(folder, values, 1, "eval").data.split_weights
     if chosen == "eval" and not held_out:
         raise ConfigError("--part eval: data.split holds nothing out; give its second part a weight, or --part all")
     if chosen == "test" and not test:

@@ -127,14 +127,14 @@ def _from_0(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     _require_fitting(arguments)
     max_shard_bytes = shard_bytes(arguments.max_shard_size)
-    from shardwise_use.importing.hugging_face import write_checkpoint
+    from shardwise_use.importing.hugging_face import write_imported_checkpoint
 
     opened = _open(arguments)
     opened = replace(opened, progress=_completed(opened.progress, arguments))
     root, run_folder = _place(arguments.dest, is_run=opened.progress is not None)
     for note in opened.notes:
         output.progress(f"note: {note}")
-    done = write_checkpoint(opened, root, max_shard_bytes)
+    done = write_imported_checkpoint(opened, root, max_shard_bytes)
     cut = f" from TP {opened.layout['tensor']} × PP {opened.layout['pipeline']}" if opened.layout else ""
     lines = [
         f"{done.folder}: {opened.config.family}, {units.count(opened.parameters)} parameters in {opened.dtype}{cut}; "
@@ -180,11 +180,7 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
 
 
 def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) -> ForeignProgress | None:
-    """The progress with what the user knows of it.
-
-    Raises:
-        ConfigError: nobody says where the data go on, or there is no progress to tell more of.
-    """
+    """The progress with what the user tells of it; ConfigError: nobody says where the data go on."""
     samples, tokens = arguments.samples, arguments.tokens
     if progress is None or arguments.weights_only:
         if samples is not None or tokens is not None:
@@ -244,21 +240,21 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
 def _open(arguments: argparse.Namespace) -> ForeignModel:
     from shardwise.checkpoint.storage.root import Root
     from shardwise_use.importing.hugging_face import open_hugging_face
+    from shardwise_use.importing.hugging_face_trainer import with_trainer_progress
     from shardwise_use.importing.megatron import open_megatron
     from shardwise_use.importing.nemo import open_nemo
     from shardwise_use.importing.neuronx import open_neuronx
     from shardwise_use.importing.olmo_core import open_olmo_core
     from shardwise_use.importing.torchtitan import open_torchtitan
-    from shardwise_use.importing.trainer import with_progress
 
     ignore = _names(arguments.ignore)
     if arguments.kind == _HUB:
         with keys_renamed(_KEYS):
             if is_url(arguments.source):
                 return open_hugging_face(answering_root(arguments.source), ignore)
-            folder = hub.resolve(arguments.source, arguments.revision, announce=output.progress)
+            folder = hub.resolve_weights(arguments.source, arguments.revision, announce=output.progress)
             model = open_hugging_face(Root.of(folder), ignore)
-            return model if arguments.weights_only else with_progress(model, folder)
+            return model if arguments.weights_only else with_trainer_progress(model, folder)
     source = user_path(arguments.source)
     # Shards of other trainers have no tokenizer beside them.
     vocabulary, files, tokens = _tokenizer(arguments.tokenizer)
@@ -292,7 +288,6 @@ def _names(given: str | None) -> list[str]:
 
 
 def _tokenizer(path: str | None) -> tuple[int | None, dict[str, bytes], dict[str, int | None]]:
-    """The size of a tokenizer's vocabulary, its files, and the ids that `config.json` names."""
     if path is None:
         return None, {}, {}
     from shardwise.checkpoint.storage.root import Root

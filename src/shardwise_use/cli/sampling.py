@@ -9,8 +9,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.base.mesh_axes import DIVIDING_KEYS
 
 
-def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: float) -> None:
-    """Add the options of `Sampler`, the number of tokens, whose defaults are given, and that of ranks."""
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: float) -> None:
+    """Add the options of generated text to a command: those of `TokenSampler`, the numbers of tokens and of ranks."""
     most = f"new tokens at most (default: {max_tokens})"
     parser.add_argument("--max-tokens", metavar="N", type=int, default=max_tokens, help=most)
     parser.add_argument(
@@ -28,8 +28,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int, top_p: flo
     parser.add_argument("--nproc", metavar="N", type=int, help=ranks)
 
 
-def require_valid(arguments: argparse.Namespace) -> None:
-    """Raise a ConfigError for each of these options that has a wrong value."""
+def require_valid_sampling(arguments: argparse.Namespace) -> None:
+    """Raise a ConfigError for each option of generated text that has a wrong value."""
     tokens = arguments.max_tokens
     temperature = arguments.temperature
     top_p = arguments.top_p

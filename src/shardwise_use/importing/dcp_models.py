@@ -14,7 +14,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.hub import has_weights
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL
-from shardwise.checkpoint.format.stored_tensors import lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import lines_of_layers, tensor_mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
 from shardwise_use.importing.hugging_face import ForeignProgress
@@ -33,8 +33,8 @@ _MAKERS = (
 """Value of --from → names in its folders."""
 
 
-def newest_step(source: Path, inside: str = METADATA) -> Path:
-    """The folder of a step, which has a file or folder `inside`: SOURCE, or the newest in it or in its `checkpoint`."""
+def newest_step_folder(source: Path, inside: str = METADATA) -> Path:
+    """The folder of the newest step in SOURCE or in its `checkpoint`, which has an entry `inside`; or SOURCE itself."""
     if (source / inside).exists():
         return source
     steps = {
@@ -47,12 +47,8 @@ def newest_step(source: Path, inside: str = METADATA) -> Path:
     return steps[max(steps)] if steps else source
 
 
-def open_folder(folder: Path, maker: str) -> DcpFolder:
-    """Open the folder of a maker.
-
-    Raises:
-        ConfigError: as `DcpFolder.open`, or another maker wrote it: the message says which.
-    """
+def open_dcp_folder(folder: Path, maker: str) -> DcpFolder:
+    """Open a folder of torch.distributed.checkpoint; ConfigError as of `DcpFolder.open`, or with who else wrote it."""
     if not (folder / METADATA).exists():
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         hint = "is a Hugging Face folder: leave out --from" if has_weights(names) else ""
@@ -72,15 +68,7 @@ def open_folder(folder: Path, maker: str) -> DcpFolder:
 def named_weights(
     where: str, config: FamilyConfig, found: Found, stored: Mapping[str, LazyTensor], state: str = MODEL
 ) -> list[StreamedWeight]:
-    """The weights of a model, or the moments of them, in the model's order.
-
-    Args:
-        where: name of the folder, for messages.
-        stored: all weights, or moments, of the folder: each must be one of the model's.
-
-    Raises:
-        ConfigError: every tensor that is missing, has another shape or is not the model's; or adapters.
-    """
+    """The weights or moments of an imported model, in its order; ConfigError with all of `stored` that do not fit."""
     adapters = [name for name in stored if "lora_" in name]
     if adapters:
         raise ConfigError(
@@ -95,30 +83,30 @@ def named_weights(
     unused = [(name, list(tensor.shape)) for name, tensor in stored.items() if name not in used]
     problems = [
         *lines_of_layers(where, " has {} {}, which the model lacks", unused, "" if state == MODEL else f"{state} of "),
-        *mismatches(where, shapes, {name: tensor.entry for name, tensor in tensors.items()}, state=state),
+        *tensor_mismatches(where, shapes, {name: tensor.entry for name, tensor in tensors.items()}, state=state),
     ]
     if problems:
         raise ConfigError(problems)
     return [tensors[name].streamed(name, state) for name in shapes if name in tensors]
 
 
-def renamed(name: str, layers: str, modules: Mapping[str, str]) -> str:
-    """A canonical name in a folder that has layers under `layers`, by its names of modules; as it is without one."""
+def foreign_name(name: str, layers: str, modules: Mapping[str, str]) -> str:
+    """Another program's name of a canonical weight: layers under `layers`, and its names of modules."""
     match = _CANONICAL.fullmatch(name)
     if match is None or match[2] not in modules:
         return name
     return f"{f'{layers}.{match[1]}.' if match[1] else ''}{modules[match[2]]}.{match[3]}"
 
 
-def without_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:
-    """Remove the second copy of a tied weight, which must equal the first; ConfigError where it does not."""
+def drop_tied_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: str) -> None:
+    """Remove an imported model's second copy of a tied weight; ConfigError where it does not equal the first."""
     if copy in stored and name in stored:
         pairs = zip(stored[name].segments(), stored.pop(copy).segments(), strict=True)
         if any(bytes(first) != bytes(second) for first, second in pairs):
             raise ConfigError(f"{where}: {copy} must equal {name}: the model has one weight for both")
 
 
-def halves(head: Tensor) -> Tensor:
+def pairs_to_halves(head: Tensor) -> Tensor:
     """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
     return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 

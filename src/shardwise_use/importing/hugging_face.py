@@ -14,25 +14,25 @@ from typing import Any
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
+from shardwise.checkpoint.format import writing
 from shardwise.checkpoint.format.export_checkpoint import MASTER, ROUTER_BIAS
 from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, TensorEntry
-from shardwise.checkpoint.format.model_files import files_beside_weights, read_as_it_is, read_model, token_ids
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
-from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_copies, find_sources, mismatches
-from shardwise.checkpoint.format.verify import non_finite, non_finite_text
-from shardwise.checkpoint.format.writing import (
-    CONFIG,
-    MAX_SHARD_BYTES,
-    STREAM_BYTES,
-    PlannedFile,
-    StreamedWeight,
-    WrittenFolder,
-    tensor_entries,
-    to_json,
-    write_folder,
+from shardwise.checkpoint.format.model_files import (
+    config_token_ids,
+    files_beside_weights,
+    read_model,
+    with_readable_tokenizer,
 )
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
+from shardwise.checkpoint.format.stored_tensors import (
+    StoredTensors,
+    differing_tied_copies,
+    find_sources,
+    tensor_mismatches,
+)
+from shardwise.checkpoint.format.verify import count_non_finite, non_finite_text
 from shardwise.checkpoint.storage.checkpoint_folders import step_name
 from shardwise.checkpoint.storage.chunks import FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root
@@ -41,18 +41,18 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
-def described_model(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The file that `--config` names, or that of its folder, and the model in it; `ignore` as of `read_model`."""
-    path = config_file / CONFIG if config_file.is_dir() else config_file
+def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
+    """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
+    path = config_file / writing.CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
     return path, read_model(Root.of(path), ignore)
 
 
-def rate_keys(
+def schedule_keys(
     points: list[dict[str, Any]], lr: float, step: int, next_rate: float, schedule: object
 ) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a schedule by `points`, whose next rate must be the other program's; or a sentence on it."""
+    """The keys of an imported schedule of rates by `points`, whose next rate must fit; or a sentence on it."""
     curve = [RateAtStep(point["at"], lr * point["factor"], point["shape"]) for point in points]
     if curve and math.isclose(rate_at(curve, step + 1), next_rate, rel_tol=1e-6, abs_tol=1e-12):
         return {"optimizer.schedule": "points", "optimizer.points": points}, []
@@ -62,7 +62,7 @@ def rate_keys(
     ]
 
 
-def rate_points(
+def schedule_points(
     first: float, warmup: int, stop: int, end: int, least: float, shape: str, *, lag: int = 1
 ) -> list[dict[str, Any]]:
     """Points of `optimizer.points`, factors of the peak: `first`, 1 from `warmup` to `stop` updates, `least` at `end`.
@@ -89,7 +89,7 @@ class ForeignProgress:
     """
 
     step: int
-    states: Sequence[StreamedWeight]
+    states: Sequence[writing.StreamedWeight]
     samples: int | None = None
     tokens: int | None = None
     updates: int | Mapping[str, int] | None = None
@@ -113,7 +113,6 @@ class ForeignModel:
     """A model of another program, whose weights have not been read yet.
 
     Attributes:
-        config: configuration of the model.
         weights: all canonical weights, in the model's order.
         layout: degrees of parallelism of the source; empty where it is not sharded.
         small_files: name → content of other files of the model.
@@ -123,7 +122,7 @@ class ForeignModel:
     """
 
     config: FamilyConfig
-    weights: Sequence[StreamedWeight]
+    weights: Sequence[writing.StreamedWeight]
     layout: Mapping[str, Any] = field(default_factory=dict)
     small_files: Mapping[str, bytes] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -131,7 +130,7 @@ class ForeignModel:
     progress: ForeignProgress | None = None
 
     @property
-    def tensors(self) -> list[StreamedWeight]:
+    def tensors(self) -> list[writing.StreamedWeight]:
         """The weights, and the optimizer's state of them."""
         return [*self.weights, *(() if self.progress is None else self.progress.states)]
 
@@ -148,8 +147,10 @@ class ForeignModel:
         return max(sizes, key=lambda name: sizes[name])
 
 
-def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MAX_SHARD_BYTES) -> WrittenFolder:
-    """Write a checkpoint into a folder of checkpoints, complete or not at all.
+def write_imported_checkpoint(
+    opened: ForeignModel, root: Root, max_shard_bytes: int = writing.MAX_SHARD_BYTES
+) -> writing.WrittenFolder:
+    """Write an imported model as a checkpoint into a folder of checkpoints, complete or not at all.
 
     It is of step 0 with weights alone, or of the step to which the other program came, with its optimizer's state.
 
@@ -162,7 +163,7 @@ def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MA
     # Values are checked as they are written: to read the weights twice would take twice the time.
     not_finite: Counter[str] = Counter()
 
-    def manifest(entries: Sequence[FileEntry], files: Sequence[PlannedFile]) -> Manifest:
+    def manifest(entries: Sequence[FileEntry], files: Sequence[writing.PlannedFile]) -> Manifest:
         if not_finite:
             raise ConfigError(f"SOURCE must have finite weights, and it has {non_finite_text(not_finite)}")
         return Manifest(
@@ -180,19 +181,18 @@ def write_checkpoint(opened: ForeignModel, root: Root, max_shard_bytes: int = MA
             optimizer=None if opened.progress is None else done.described(),
             losses=done.losses,
             files=tuple(entries),
-            tensors=tensor_entries(entries, [file.piece_rows for file in files]),
+            tensors=writing.tensor_entries(entries, [file.piece_rows for file in files]),
         )
 
     tensors = [replace(tensor, read=partial(_read_counting, tensor, not_finite)) for tensor in opened.tensors]
     described = {**to_hugging_face(opened.config), "torch_dtype": opened.dtype, **opened.tokens}
-    small_files = {**opened.small_files, CONFIG: to_json(described)}
-    return write_folder(
+    small_files = {**opened.small_files, writing.CONFIG: writing.to_json(described)}
+    return writing.write_folder(
         root, step_name(done.step), tensors, small_files, max_shard_bytes=max_shard_bytes, manifest=manifest
     )
 
 
 def _require_fitting_states(opened: ForeignModel) -> None:
-    """Raise ConfigError where a moment of a weight is missing, or has another shape than the weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if math.prod(weight.shape)}
     states: dict[str, dict[str, TensorEntry]] = {}
     for tensor in opened.tensors[len(opened.weights) :]:
@@ -201,31 +201,28 @@ def _require_fitting_states(opened: ForeignModel) -> None:
     for state, entries in states.items():
         # A bias of a router is moved by its own rule, and only low-precision weights have a master.
         needed = [name for name in shapes if state != MASTER and not name.endswith(ROUTER_BIAS)]
-        problems += mismatches("SOURCE", shapes, entries, needed=needed, state=state)
+        problems += tensor_mismatches("SOURCE", shapes, entries, needed=needed, state=state)
     if problems:
         raise ConfigError(problems)
 
 
-def _read_counting(weight: StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
+def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> Iterator[Buffer]:
     for data in weight.read():
-        count = non_finite(memoryview(data).cast("B"), weight.dtype)
+        count = count_non_finite(memoryview(data).cast("B"), weight.dtype)
         if count:
             not_finite[weight.name if weight.state == MODEL else f"{weight.state} of {weight.name}"] += count
         yield data
 
 
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignModel:
-    """The model of a folder with config.json and safetensors weights.
+    """The model of a folder with config.json and safetensors weights, without the fields to `ignore`.
 
-    `ignore`: fields of config.json that change nothing, as the user says.
-
-    Raises:
-        ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file
-        cannot be read.
+    ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file cannot
+    be read.
     """
-    if not (folder / CONFIG).exists():
-        raise ConfigError(f"{folder} must hold a {CONFIG} that describes the model: it has none")
-    config = read_model(folder / CONFIG, ignore)
+    if not (folder / writing.CONFIG).exists():
+        raise ConfigError(f"{folder} must hold a {writing.CONFIG} that describes the model: it has none")
+    config = read_model(folder / writing.CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)
@@ -234,25 +231,24 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
         # Only tied weights have a second copy, whose values must be those of the first.
         tied = {name: names[0] for name, names in sources.items() if len(names) > 1}
         boxes = [(name, box) for name, first in tied.items() for box in _segments(stored[first])]
-        problems = differing_copies(str(folder), tensors, sources, boxes)
+        problems = differing_tied_copies(str(folder), tensors, sources, boxes)
     if problems:
         raise ConfigError(problems)
-    weights: list[StreamedWeight] = []
+    weights: list[writing.StreamedWeight] = []
     for name, shape in shapes.items():
         # A tensor without elements may be missing in the folder.
         for stored_name in sources[name][:1]:
             read = partial(_read, tensors, stored_name)
-            weights.append(StreamedWeight(name, stored[stored_name].dtype, shape, read))
-    small_files = read_as_it_is(files_beside_weights(folder), pairs=not config.causal)
-    return ForeignModel(config, weights, small_files=small_files, tokens=token_ids(folder / CONFIG))
+            weights.append(writing.StreamedWeight(name, stored[stored_name].dtype, shape, read))
+    small_files = with_readable_tokenizer(files_beside_weights(folder), pairs=not config.causal)
+    return ForeignModel(config, weights, small_files=small_files, tokens=config_token_ids(folder / writing.CONFIG))
 
 
 def _read(tensors: StoredTensors, name: str) -> Iterator[Buffer]:
-    """Yield the bytes of a stored weight."""
     for box in _segments(tensors.states[MODEL][name]):
         yield tensors.read(MODEL, name, box).tobytes()
 
 
 def _segments(entry: TensorEntry) -> Iterator[Box]:
     """A tensor, cut so that one box fits into memory."""
-    return segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize)
+    return box_segments(entry.shape, writing.STREAM_BYTES // DTYPES[entry.dtype].itemsize)

@@ -29,16 +29,19 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.foreign_folders import converter
+from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import whole_number
-from shardwise_use.importing import megatron_dist, pickled
+from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count
-from shardwise_use.importing.megatron_model import NO_TOKENS, NO_WEIGHTS, canonical, count_layers, described, role_name
-from shardwise_use.importing.tensor_parallel_shards import Shards, rank_paths, require_ranks
-from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp
+from shardwise_use.importing.tensor_parallel_shards import (
+    TensorParallelShards,
+    require_all_ranks,
+    tensor_parallel_files,
+)
+from shardwise_use.importing.torch_dcp import LazyTensor, is_dcp_folder
 
-RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
+_RankStates: TypeAlias = Mapping[tuple[int, int], Mapping[str, Any]]
 """(tensor-parallel rank, pipeline stage) → content of its file."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -57,47 +60,39 @@ def open_megatron(source: Path, vocab_size: int | None = None, *, allow_drift: b
     Args:
         source: the folder of the checkpoint, or of one iteration.
         vocab_size: number of tokens without padding, where the checkpoint lacks it.
-        allow_drift: the first of several replicas is taken although others differ.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT-2 or Llama, incomplete, or contradicts itself: everything
-        that is wrong; or its files are not safe to open.
     """
     folder = _iteration(source)
-    if is_dcp(folder):
+    if is_dcp_folder(folder):
         return megatron_dist.open_megatron_dist(folder, vocab_size)
     states = {rank: _open(file) for rank, file in _ranks(folder).items()}
-    return combined(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+    return combine_megatron_ranks(states, folder, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
 
-def combined(
-    states: RankStates, folder: Path | str, vocab_size: int | None, rank_names: tuple[str, str], *, allow_drift: bool
+def combine_megatron_ranks(
+    states: _RankStates, folder: Path | str, vocab_size: int | None, rank_names: tuple[str, str], *, allow_drift: bool
 ) -> ForeignModel:
     """The model of which each rank holds a part, as Megatron-LM's files have it.
 
     Args:
         states: content of the ranks' files.
-        folder: folder of the source, for messages.
-        vocab_size, allow_drift: as in `open_megatron`.
         rank_names: formats of the ranks' names, without and with pipeline stages.
     """
     args, version = _common_arguments(states, folder)
     tensor, pipeline = _degrees(args, set(states), folder, rank_names)
-    shards = Shards(str(folder), tensor, allow_drift)
+    shards = TensorParallelShards(str(folder), tensor, allow_drift)
     _add_tensors(states, shards, pipeline)
     first = states[0, 0]
     is_legacy = "language_model" in first["model" if "model" in first else "model0"]  # by `megatron.legacy`
-    config, notes = described(shards, args, vocab_size, legacy=is_legacy)
-    weights = canonical(shards, config, version)
+    config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=is_legacy)
+    weights = megatron_model.megatron_weights(shards, config, version)
     layout = {"tensor": tensor, "pipeline": pipeline}
-    return ForeignModel(config, weights, layout, tokens=NO_TOKENS, notes=[*notes, *shards.notes])
+    return ForeignModel(config, weights, layout, tokens=megatron_model.NO_TOKENS, notes=[*notes, *shards.notes])
 
 
 # ---- files
 
 
 def _iteration(source: Path) -> Path:
-    """The folder with the ranks' folders."""
     tracker = source / _TRACKER
     if not tracker.is_file():
         return source
@@ -112,10 +107,9 @@ def _iteration(source: Path) -> Path:
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → its file."""
     ranks: dict[tuple[int, int], Path] = {}
     problems: list[str] = []
-    for rank, path in rank_paths(folder, _RANK).items():
+    for rank, path in tensor_parallel_files(folder, _RANK).items():
         if files := [path / name for name in _FILES if (path / name).is_file()]:
             ranks[rank] = files[0]
         else:
@@ -124,14 +118,13 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
         raise ConfigError(problems)
     if not ranks:
         names = [file.name for file in folder.iterdir()]
-        hint = "".join(f", and {way}" for way in [converter(str(folder), names)] if way)
+        hint = "".join(f", and {way}" for way in [conversion_hint(str(folder), names)] if way)
         raise ConfigError(f"{folder} must hold folders mp_rank_00, mp_rank_01, … or mp_rank_00_000, …{hint}")
     return ranks
 
 
 def _open(path: Path) -> Mapping[str, Any]:
-    """The content of a rank's file."""
-    state = pickled.load(path)
+    state = pickled.load_pickled(path)
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold a dictionary, as Megatron-LM writes it")
     if not isinstance(state.get("args"), argparse.Namespace):
@@ -139,7 +132,7 @@ def _open(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _common_arguments(states: RankStates, folder: Path | str) -> tuple[dict[str, Any], int]:
+def _common_arguments(states: _RankStates, folder: Path | str) -> tuple[dict[str, Any], int]:
     """The arguments and the checkpoint version, which must be the same in all files."""
     first = next(iter(states.values()))
     args = dict(vars(first["args"]))
@@ -171,14 +164,14 @@ def _degrees(
         raise ConfigError(
             f"{folder}: TP {tensor!r} × PP {pipeline!r} must be whole numbers, at most {_MOST_RANKS:,} ranks"
         )
-    require_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1])
+    require_all_ranks(str(folder), ranks, tensor, pipeline, rank_names[pipeline > 1])
     return tensor, pipeline
 
 
 # ---- names
 
 
-def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
+def _add_tensors(states: _RankStates, shards: TensorParallelShards, pipeline: int) -> None:
     """Add all tensors by the roles in `_NAMES_IN_LAYER` and `_NAMES_OUTSIDE`; layers are counted over all stages."""
     keys = _chunk_keys(states, shards.where)
     # Chunk v of all stages comes before chunk v + 1 of any: the layers are counted in this order.
@@ -189,14 +182,14 @@ def _add_tensors(states: RankStates, shards: Shards, pipeline: int) -> None:
             tensors_by_rank = [_chunk(states[rank, stage][key], first, unknown) for rank in range(shards.ranks)]
             place = f"in {key} of stage {stage}" if pipeline * len(keys) > 1 else f"in {key}"
             shards.add(tensors_by_rank, place)
-            first += count_layers([name for tensors in tensors_by_rank for name in tensors], first)
+            first += megatron_model.count_layers([name for tensors in tensors_by_rank for name in tensors], first)
     if unknown:
         names = listing(unknown, most=_SHOWN)
         shards.problems.append(f"{shards.where} has {names}, of which no GPT-2 or Llama has any")
     shards.require_floats()
 
 
-def _chunk_keys(states: RankStates, where: str) -> list[str]:
+def _chunk_keys(states: _RankStates, where: str) -> list[str]:
     names = {key for state in states.values() for key in state if re.fullmatch(r"model\d*", key)}
     keys = ["model"] if names == {"model"} else [f"model{i}" for i in range(len(names))]
     if not names or any(set(keys) != names & set(state) for state in states.values()):
@@ -210,9 +203,9 @@ def _chunk(state: Mapping[str, Any], first: int, unknown: dict[str, None]) -> di
     """The tensors of a block of layers, which begins with the model's layer number `first`; adds names to `unknown`."""
     tensors: dict[str, Tensor | LazyTensor] = {}
     for name, value in _flattened(state):
-        if NO_WEIGHTS.fullmatch(name):
+        if megatron_model.NO_WEIGHTS.fullmatch(name):
             continue
-        role = role_name(name, first)
+        role = megatron_model.megatron_role(name, first)
         if role is None or not isinstance(value, Tensor | LazyTensor) or role in tensors:
             unknown[name] = None
         else:

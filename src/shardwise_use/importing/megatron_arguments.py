@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.model_files import validated
+from shardwise.checkpoint.format.model_files import validated_model
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise.config.decoders import Qwen2Config, Qwen3Config
 from shardwise.config.sparse import MixtralConfig, Qwen3MoeConfig
@@ -46,28 +46,27 @@ _LARGEST = 10**9
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_args(
+def read_megatron_arguments(
     args: Mapping[str, Any], vocab_size: int, where: str, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The model, and notes on arguments that have no counterpart.
+    """The model that Megatron-LM's arguments describe, and notes on arguments that have no counterpart.
 
     Args:
         vocab_size: number of tokens without padding.
-        where: subject of the messages.
         legacy: the model is one of `megatron.legacy`, which chooses its activation by other arguments.
 
     Raises:
         ConfigError: every argument that makes another model, and every one that is missing.
     """
-    require_known(args, where)
+    require_known_arguments(args, where)
     section, notes = _section(args, vocab_size, where, legacy)
-    config = validated(section, where)
+    config = validated_model(section, where)
     assert isinstance(config, MegatronConfig)
     return config, notes
 
 
-def require_known(args: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, as `read_args` does, for arguments that make another model, or are missing."""
+def require_known_arguments(args: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, as `read_megatron_arguments` does, for arguments that make another model, or are missing."""
     problems = [
         f"{where}: its argument {name} ({args[name]!r}) must be {'unset' if neutral is None else repr(neutral)}: it "
         "makes a model that no family here has"
@@ -88,7 +87,6 @@ def require_known(args: Mapping[str, Any], where: str) -> None:
 
 
 def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool) -> tuple[dict[str, Any], list[str]]:
-    """The configuration's `model` section, and notes on arguments that have no counterpart."""
     positions = args.get("position_embedding_type") or "learned_absolute"
     if args.get("use_rotary_position_embeddings"):
         positions = "rope"
@@ -127,7 +125,6 @@ def _section(args: Mapping[str, Any], vocab_size: int, where: str, legacy: bool)
 def _llama_section(
     args: Mapping[str, Any], where: str, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
 ) -> dict[str, Any]:
-    """The keys of a Llama that a GPT-2 lacks."""
     rotary = args.get("rotary_percent")
     _require(where, "Llama", ("rotary_percent", 1.0 if rotary is None else rotary, 1.0))
     # A Qwen2 is a Llama with biases of Q, K and V alone, a Qwen3 one with norms of query and key heads.
@@ -155,7 +152,6 @@ def _llama_section(
 def _gpt_section(
     args: Mapping[str, Any], where: str, legacy: bool, *, groups: int, head_dim: int, epsilon: float, is_biased: bool
 ) -> dict[str, Any]:
-    """The keys of a GPT-2 that a Llama lacks."""
     heads = args["num_attention_heads"]
     _require(
         where,
@@ -193,16 +189,7 @@ def is_count(value: object) -> bool:
 
 
 def choose_vocabulary(args: Mapping[str, Any], padded: int, vocab_size: int | None, where: str) -> int:
-    """The number of tokens: the embedding has more rows, so that all ranks have equally many.
-
-    Args:
-        padded: rows of the embedding.
-        vocab_size: number of tokens that the user gives, if any.
-        where: subject of the messages.
-
-    Raises:
-        ConfigError: the size of the vocabulary is not known.
-    """
+    """The vocabulary of a Megatron-LM model, of `padded` rows of its embedding; ConfigError: it is not known."""
     # NullTokenizer adds a token to the size that it is given.
     if vocab_size is None and args.get("tokenizer_type") != "NullTokenizer":
         vocab_size = args.get("vocab_size")

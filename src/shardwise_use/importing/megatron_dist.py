@@ -32,12 +32,12 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import json_object
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise_use import sparse_models
 from shardwise_use.importing import megatron_arguments, megatron_model, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
-from shardwise_use.importing.tensor_parallel_shards import Shards
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _FORMAT = "metadata.json"
@@ -61,29 +61,22 @@ _Tensors: TypeAlias = Mapping[str, LazyTensor]
 
 
 def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignModel:
-    """The model in a folder of one iteration, with its progress.
-
-    Args:
-        vocab_size: number of tokens without padding, where the checkpoint lacks it.
-
-    Raises:
-        ConfigError: it is of another version or model, incomplete, contradicts itself, or is not safe to open.
-    """
+    """The model in a `torch_dist` checkpoint of Megatron-LM, with its progress; `vocab_size`: without padding."""
     common = _common(folder)
     args = vars(common["args"])
-    megatron_arguments.require_known(args, str(folder))
+    megatron_arguments.require_known_arguments(args, str(folder))
     stored = DcpFolder.open(folder)
     weights = {name: tensor for name, tensor in stored.tensors.items() if ".optimizer." not in f".{name}"}
     shards = _shards(weights, str(folder))
-    config, notes = megatron_model.described(shards, args, vocab_size, legacy=False)
-    model = megatron_model.canonical(shards, config)
+    config, notes = megatron_model.megatron_config(shards, args, vocab_size, legacy=False)
+    model = megatron_model.megatron_weights(shards, config)
     layout = {name: args.get(f"{name}_model_parallel_size") or 1 for name in ("tensor", "pipeline")}
     opened = ForeignModel(config, model, layout, tokens=megatron_model.NO_TOKENS, notes=notes)
     states, reason = _states(stored, opened, shards, args)
     if not states:
         note = f"the weights alone are imported, without step and optimizer: {reason}"
         return replace(opened, notes=(*notes, note))
-    with pickled.reading(f"{folder / _COMMON} must tell of a training as Megatron-LM does"):
+    with pickled.content_errors(f"{folder / _COMMON} must tell of a training as Megatron-LM does"):
         progress, remarks = _progress(common, states, stored)
     padding = len(shards.parts("word.weight")[0]) - config.vocab_size
     if padding:
@@ -95,7 +88,6 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """The content of common.pt; ConfigError unless it is of a version that is read here."""
     try:
         described = json_object((folder / _FORMAT).read_bytes(), str(folder / _FORMAT))
     except OSError:
@@ -111,7 +103,7 @@ def _common(folder: Path) -> dict[str, Any]:
         )
     if not (folder / _COMMON).is_file():
         raise ConfigError(f"{folder} must have a {_COMMON} beside its tensors: it is missing, copy the folder whole")
-    common = pickled.load(folder / _COMMON)
+    common = pickled.load_pickled(folder / _COMMON)
     if not isinstance(common, dict) or not isinstance(common.get("args"), argparse.Namespace):
         raise ConfigError(
             f"{folder / _COMMON} must hold the arguments of the training under 'args', as Megatron-LM writes them; "
@@ -122,13 +114,13 @@ def _common(folder: Path) -> dict[str, Any]:
     return common
 
 
-def _shards(tensors: _Tensors, where: str) -> Shards:
+def _shards(tensors: _Tensors, where: str) -> TensorParallelShards:
     """Whole tensors by role, as the only rank has them."""
     found: dict[str, LazyTensor] = {}
     unknown: list[str] = []
     for name, tensor in tensors.items():
         for full_name, part in _unstacked(name, tensor):
-            role = megatron_model.role_name(full_name, 0)
+            role = megatron_model.megatron_role(full_name, 0)
             if role is not None:
                 found[role] = part
             elif not megatron_model.NO_WEIGHTS.fullmatch(full_name):
@@ -136,7 +128,7 @@ def _shards(tensors: _Tensors, where: str) -> Shards:
     if unknown:
         names = listing(dict.fromkeys(unknown), most=_SHOWN)
         raise ConfigError(f"{where} has {names}, which its arguments do not tell of")
-    shards = Shards(where, 1)
+    shards = TensorParallelShards(where, 1)
     shards.add([found], "in the checkpoint")
     shards.require_floats()
     return shards
@@ -155,7 +147,7 @@ def _unstacked(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]
 
 
 def _states(
-    stored: DcpFolder, opened: ForeignModel, weights: Shards, args: Mapping[str, Any]
+    stored: DcpFolder, opened: ForeignModel, weights: TensorParallelShards, args: Mapping[str, Any]
 ) -> tuple[list[StreamedWeight], str]:
     """The optimizer's state of all weights; where there is none that can be read, the reason."""
     kinds: dict[str, dict[str, LazyTensor]] = {}
@@ -177,13 +169,17 @@ def _states(
         for kind, shards in found.items()
         # Masters of float32 weights are the weights.
         if _STATES[kind] != "master" or opened.dtype != "float32"
-        for weight in megatron_model.canonical(shards, opened.config)  # type: ignore[arg-type]
+        for weight in megatron_model.megatron_weights(shards, opened.config)  # type: ignore[arg-type]
     ], ""
 
 
 def _unpacked(
-    stored: DcpFolder, buckets: Mapping[str, re.Match[str]], weights: Shards, config: Any, args: Mapping[str, Any]
-) -> dict[str, Shards]:
+    stored: DcpFolder,
+    buckets: Mapping[str, re.Match[str]],
+    weights: TensorParallelShards,
+    config: Any,
+    args: Mapping[str, Any],
+) -> dict[str, TensorParallelShards]:
     """The states in the buffers of the distributed optimizer; {} where the masters there are not the weights."""
     tensor = args.get("tensor_model_parallel_size") or 1
     pipeline = args.get("pipeline_model_parallel_size") or 1
@@ -197,8 +193,8 @@ def _unpacked(
     if left or "param" not in kinds or len(packed) != tensor * pipeline * chunks * len(kinds):
         return {}
 
-    def placed(order: Sequence[str]) -> dict[str, Shards]:
-        found = {kind: Shards(f"{stored.where}: {kind}", tensor) for kind in kinds}
+    def placed(order: Sequence[str]) -> dict[str, TensorParallelShards]:
+        found = {kind: TensorParallelShards(f"{stored.where}: {kind}", tensor) for kind in kinds}
         for chunk, stage in itertools.product(range(chunks), range(pipeline)):
             first = (chunk * pipeline + stage) * per_chunk
             roles = _roles(weights, range(first, first + per_chunk), layers, order)
@@ -217,13 +213,13 @@ def _unpacked(
     for first, matrices in itertools.product(firsts, sparse_models.megatron_orders(args)):
         found = placed((*first, *_ORDER, *matrices))
         if found and _are_masters(
-            megatron_model.tensors(found["param"], config), megatron_model.tensors(weights, config)
+            megatron_model.megatron_tensors(found["param"], config), megatron_model.megatron_tensors(weights, config)
         ):
             return found
     return {}
 
 
-def _roles(weights: Shards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
+def _roles(weights: TensorParallelShards, layers: range, of_all: int, order: Sequence[str]) -> Iterator[str]:
     """The tensors of a model chunk with these layers, in the order of its modules."""
     names = ["word", "position"] if layers.start == 0 else []
     names += [f"layers.{layer}.{role}" for layer in layers for role in order]
@@ -234,8 +230,7 @@ def _roles(weights: Shards, layers: range, of_all: int, order: Sequence[str]) ->
             yield role
 
 
-def _local_shape(role: str, weights: Shards, ranks: int) -> tuple[int, ...]:
-    """The shape on one of the tensor-parallel ranks."""
+def _local_shape(role: str, weights: TensorParallelShards, ranks: int) -> tuple[int, ...]:
     shape = weights.tensors[role if weights.has(role) else "word.weight"][0].shape
     name, _, kind = role.rpartition(".")
     name = name.rpartition(".")[2]
@@ -261,7 +256,6 @@ def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
-    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     row = math.prod(shape[1:])
 
     def load(box: Box) -> Tensor:
@@ -272,11 +266,10 @@ def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
 
 
 def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
-    """True if all weights are their masters, rounded."""
     return all(
         torch.equal(masters[name].load(box).to(weight.dtype), weight.load(box))
         for name, weight in weights.items()
-        for box in segments(weight.shape, _COMPARED)
+        for box in box_segments(weight.shape, _COMPARED)
     )
 
 
@@ -286,7 +279,6 @@ def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
 def _progress(
     common: Mapping[str, Any], states: Sequence[StreamedWeight], stored: DcpFolder
 ) -> tuple[ForeignProgress, list[str]]:
-    """The progress that common.pt tells, and sentences on what has no counterpart."""
     args = vars(common["args"])
     records = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
     groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *records[:1]], "param_groups"), [])
@@ -313,7 +305,7 @@ def _progress(
     balance, unlike = sparse_models.megatron_balance(args)
     keys |= balance
     notes += unlike
-    schedule, unlike = rate_keys(points, rate, step, float(groups[0]["lr"]), style)
+    schedule, unlike = schedule_keys(points, rate, step, float(groups[0]["lr"]), style)
     keys |= schedule
     notes += unlike
     if args.get("fp16"):
@@ -328,7 +320,6 @@ def _progress(
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """The values of a key in nested dictionaries and lists."""
     if isinstance(value, dict):
         if key in value:
             yield value[key]
@@ -355,4 +346,4 @@ def _points(scheduler: Mapping[str, Any], args: Mapping[str, Any], batch: int) -
         shape = None if annealed % 1 or not annealed else _WSD_SHAPES.get(str(args.get("lr_wsd_decay_style")))
         stop = max(warmup, decay - int(annealed))
     end = warmup if style == "constant" else decay
-    return [] if shape is None else rate_points(first, warmup, stop, end, least, shape)
+    return [] if shape is None else schedule_points(first, warmup, stop, end, least, shape)

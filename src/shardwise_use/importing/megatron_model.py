@@ -14,8 +14,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import GPTConfig
-from shardwise_use.importing.megatron_arguments import MegatronConfig, choose_vocabulary, read_args
-from shardwise_use.importing.tensor_parallel_shards import Shards
+from shardwise_use.importing.megatron_arguments import MegatronConfig, choose_vocabulary, read_megatron_arguments
+from shardwise_use.importing.tensor_parallel_shards import TensorParallelShards
 from shardwise_use.importing.torch_dcp import LazyTensor
 from shardwise_use.sparse_models import MEGATRON_NAMES, megatron_module
 
@@ -68,13 +68,13 @@ _ROLE_LAYER = re.compile(r"layers\.(\d+)\.")
 NO_WEIGHTS = re.compile(r".*(_extra_state|rotary(_pos)?_emb\.inv_freq)")
 
 
-def described(
-    shards: Shards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
+def megatron_config(
+    shards: TensorParallelShards, args: Mapping[str, Any], vocab_size: int | None, *, legacy: bool
 ) -> tuple[MegatronConfig, list[str]]:
-    """The model that the arguments describe, and notes on arguments without a counterpart; its layers are counted."""
+    """The configuration of a Megatron-LM model, and notes on arguments without a counterpart; layers are counted."""
     padded = sum(len(part) for part in shards.parts("word.weight"))
     vocabulary = choose_vocabulary(args, padded, vocab_size, shards.where)
-    config, notes = read_args(args, vocabulary, shards.where, legacy=legacy)
+    config, notes = read_megatron_arguments(args, vocabulary, shards.where, legacy=legacy)
     layers = count_layers(shards.tensors, 0)
     if layers != config.num_hidden_layers:
         raise ConfigError(
@@ -84,26 +84,26 @@ def described(
     return config, notes
 
 
-def canonical(shards: Shards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
-    """The canonical weights, or another tensor for each of them; `version`: of the checkpoint."""
+def megatron_weights(shards: TensorParallelShards, config: MegatronConfig, version: int = 3) -> list[StreamedWeight]:
+    """The canonical weights of a Megatron-LM model, or a state of each; `version`: of the checkpoint."""
     if config.tie_word_embeddings:
         shards.require_tied("word.weight", "head.weight")
-    return shards.weights(canonical_shapes(config), tensors(shards, config, version))
+    return shards.weights(canonical_shapes(config), megatron_tensors(shards, config, version))
 
 
-def tensors(shards: Shards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
-    """The canonical tensors by name."""
+def megatron_tensors(shards: TensorParallelShards, config: MegatronConfig, version: int = 3) -> dict[str, LazyTensor]:
+    """The canonical tensors of a Megatron-LM model by name."""
     return dict(_tensors(shards, config, version, canonical_shapes(config)))
 
 
 def count_layers(names: Iterable[str], first: int) -> int:
-    """The number of layers in a block that begins with layer `first`."""
+    """The number of layers in a block of a Megatron-LM model that begins with layer `first`."""
     numbers = [int(match[1]) for name in names if (match := _ROLE_LAYER.match(name))]
     return max(numbers) + 1 - first if numbers else 0
 
 
-def role_name(name: str, first: int) -> str | None:
-    """The name by layer and role, such as `layers.3.qkv.weight`; None for a tensor that has none."""
+def megatron_role(name: str, first: int) -> str | None:
+    """The name of a Megatron-LM tensor by layer and role, such as `layers.3.qkv.weight`; None if it has no role."""
     prefix = ""
     patterns: Sequence[tuple[str, str]] = _NAMES_OUTSIDE
     layer = _LAYER.fullmatch(name)
@@ -119,9 +119,8 @@ def role_name(name: str, first: int) -> str | None:
 
 
 def _tensors(
-    shards: Shards, config: MegatronConfig, version: int, names: Iterable[str]
+    shards: TensorParallelShards, config: MegatronConfig, version: int, names: Iterable[str]
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """The canonical tensors of these names."""
     # Q, K and V, or gate and up, are asked for one by one and cut from one tensor.
     query_key_value = functools.cache(functools.partial(_query_key_value, shards, config, version))
     gate_up = functools.cache(shards.split)
@@ -155,8 +154,7 @@ def _tensors(
         yield name, (tensor.t if is_transposed else tensor)
 
 
-def _query_key_value(shards: Shards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
-    """Q, K and V, each with the rows of all heads in order."""
+def _query_key_value(shards: TensorParallelShards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
     if shards.has(name.replace("qkv", "query")):
         return _separate_queries(shards, config, name)
     n = config.num_attention_heads
@@ -184,7 +182,7 @@ def _query_key_value(shards: Shards, config: MegatronConfig, version: int, name:
     ]
 
 
-def _separate_queries(shards: Shards, config: MegatronConfig, name: str) -> list[LazyTensor]:
+def _separate_queries(shards: TensorParallelShards, config: MegatronConfig, name: str) -> list[LazyTensor]:
     """Q, K and V where the queries are a tensor of their own: K and V alternate head by head in another one."""
     g = config.num_key_value_heads
     d = config.head_dim

@@ -26,10 +26,10 @@ from typing import Any
 from shardwise.base.errors import ConfigError, listing
 from shardwise_use.importing import megatron_arguments, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
-from shardwise_use.importing.megatron import combined
+from shardwise_use.importing.megatron import combine_megatron_ranks
 from shardwise_use.importing.megatron_model import NO_WEIGHTS
-from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
-from shardwise_use.importing.tensor_parallel_shards import rank_paths
+from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
+from shardwise_use.importing.tensor_parallel_shards import tensor_parallel_files
 from shardwise_use.sparse_models import NEMO_ARGUMENTS
 
 _SHOWN = 6
@@ -68,19 +68,13 @@ def open_nemo(
     Args:
         source: the folder with the ranks' folders; FOLDER/NAME.ckpt, if they hold several checkpoints.
         vocab_size: number of tokens without padding, which no checkpoint tells.
-        allow_drift: the first of several replicas is taken although others differ.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, of another model than GPT or Llama, incomplete, or contradicts itself: everything that
-        is wrong; or its files are not safe to open.
     """
     folder, files = _files(source)
     saved = {rank: _opened(file) for rank, file in files.items()}
 
     def combine(where: str, tensors: ByName) -> ForeignModel:
         states = {rank: _as_megatron(str(files[rank]), saved[rank], found) for rank, found in tensors.items()}
-        return combined(states, where, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
+        return combine_megatron_ranks(states, where, vocab_size, _RANK_NAMES, allow_drift=allow_drift)
 
     found = None if weights_only else _optimizers(files, saved)
     values = {rank: (file, _parameters(saved[rank])) for rank, file in files.items()}
@@ -95,14 +89,14 @@ def open_nemo(
             "samples": int(consumed[1]) if consumed else None,
         }
 
-    return combined_with_progress(str(folder), values, {}, found, combine, told)
+    return combine_with_optimizer(str(folder), values, {}, found, combine, told)
 
 
 def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
     """The folder, and (tensor-parallel rank, pipeline stage) → its file. A rank whose file is missing is left out."""
     is_file = source.suffix == ".ckpt"
     folder = source.parent if is_file else source
-    ranks = rank_paths(folder, _RANK) or {(0, 0): folder}
+    ranks = tensor_parallel_files(folder, _RANK) or {(0, 0): folder}
     names = sorted({file.name for path in ranks.values() for file in path.glob("*.ckpt")})
     if not names:
         raise ConfigError(
@@ -120,8 +114,7 @@ def _files(source: Path) -> tuple[Path, dict[tuple[int, int], Path]]:
 
 
 def _opened(path: Path) -> dict[str, Any]:
-    """The content of a rank's file, which has weights and a configuration."""
-    saved = pickled.load(path)
+    saved = pickled.load_pickled(path)
     state = saved.get("state_dict") if isinstance(saved, dict) else None
     if not isinstance(state, dict):
         raise ConfigError(f"{path} must hold the weights of a model under 'state_dict', as PyTorch Lightning writes it")
@@ -150,7 +143,9 @@ def _optimizers(files: Mapping[Rank, Path], saved: Mapping[Rank, Mapping[str, An
     for rank, file in files.items():
         name = re.sub(r"(-last)?\.ckpt$", r"-optimizer_states\g<0>", file.name)
         paths = {int(path.parent.name[-3:]): path for path in file.parent.glob(f"optim/dp_rank_[0-9][0-9][0-9]/{name}")}
-        held = {data: pickled.load(path) for data, path in paths.items()} or {0: saved[rank].get("optimizer_states")}
+        held = {data: pickled.load_pickled(path) for data, path in paths.items()} or {
+            0: saved[rank].get("optimizer_states")
+        }
         for data, states in held.items():
             if isinstance(states, list) and states:
                 found[*rank, data] = paths.get(data, file), states[0]

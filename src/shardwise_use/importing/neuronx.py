@@ -35,13 +35,18 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import token_ids
+from shardwise.checkpoint.format.model_files import config_token_ids
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import LlamaConfig, weight_names
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, described_model
-from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combined_with_progress
-from shardwise_use.importing.tensor_parallel_shards import Shards, drift, rank_paths, require_ranks
+from shardwise_use.importing.hugging_face import ForeignModel, model_of_config_file
+from shardwise_use.importing.optimizer_shards import ByName, Found, Rank, combine_with_optimizer
+from shardwise_use.importing.tensor_parallel_shards import (
+    TensorParallelShards,
+    replica_drift,
+    require_all_ranks,
+    tensor_parallel_files,
+)
 from shardwise_use.importing.torch_dcp import LazyTensor
 
 _RANK = re.compile(r"dp_rank_00_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt|tp_rank_(\d{2,})_pp_rank_(\d{2,})")
@@ -64,35 +69,23 @@ def open_neuronx(
     ignore: Collection[str] = (),
     weights_only: bool = False,
 ) -> ForeignModel:
-    """The model in a checkpoint of neuronx-distributed, with its progress where the state of AdamW is there.
-
-    Args:
-        source: the folder of the checkpoint.
-        config_file: the model's Hugging Face `config.json`, or the folder of it.
-        allow_drift: the first of several replicas is taken although others differ.
-        ignore: fields of the file that change nothing, as the user says.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, of another model than Llama, GPT-NeoX or BERT, incomplete, or contradicts itself:
-        everything that is wrong; or its files are not safe to open.
-    """
-    described, config = described_model(config_file, ignore)
+    """The model in a checkpoint of neuronx-distributed, and its progress; `config_file`: config.json, or its folder."""
+    described, config = model_of_config_file(config_file, ignore)
     if config.family not in ("llama", "gpt_neox", "bert"):
         raise ConfigError(f"the model in {described} ({config.family}) must be llama, gpt_neox or bert")
     ranks = _ranks(source)
     tensor = max(rank for rank, _ in ranks) + 1
     pipeline = max(stage for _, stage in ranks) + 1
-    require_ranks(str(source), set(ranks), tensor, pipeline, "tp_rank_{:02d}_pp_rank_{:02d}")
+    require_all_ranks(str(source), set(ranks), tensor, pipeline, "tp_rank_{:02d}_pp_rank_{:02d}")
     buffers = re.compile(weight_names(config.family).buffers)
-    held = {rank: pickled.load(path) for rank, path in sorted(ranks.items())}
+    held = {rank: pickled.load_pickled(path) for rank, path in sorted(ranks.items())}
     values = {rank: (ranks[rank], _values(state, ranks[rank], buffers)) for rank, state in held.items()}
     found = None if weights_only else _optimizers(source, ranks, held)
     shapes = canonical_shapes(config)
     tied = weight_names(config.family).tied if config.tie_word_embeddings else {}
 
     def combine(where: str, states: ByName) -> ForeignModel:
-        shards = Shards(where, tensor, allow_drift)
+        shards = TensorParallelShards(where, tensor, allow_drift)
         for stage in range(pipeline):
             place = f"of pipeline stage {stage}" if pipeline > 1 else "that others have"
             shards.add([states[rank, stage] for rank in range(tensor)], place)
@@ -105,9 +98,9 @@ def open_neuronx(
                 tensors[name] = _tensor(shards, name, shape)
         weights = shards.weights(shapes, tensors)
         layout = {"tensor": tensor, "pipeline": pipeline}
-        return ForeignModel(config, weights, layout, tokens=token_ids(Root.of(described)), notes=shards.notes)
+        return ForeignModel(config, weights, layout, tokens=config_token_ids(Root.of(described)), notes=shards.notes)
 
-    return combined_with_progress(
+    return combine_with_optimizer(
         str(source), values, tied, found, combine, lambda degree: _training(source, held[0, 0], degree)
     )
 
@@ -116,10 +109,9 @@ def open_neuronx(
 
 
 def _ranks(source: Path) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → its file."""
     if (source / _STARTED).is_file() and not (source / _DONE).exists():
         raise ConfigError(f"{source} must be a checkpoint that was completed: it has no file '{_DONE}'")
-    ranks = rank_paths(source / "model" if (source / "model").is_dir() else source, _RANK)
+    ranks = tensor_parallel_files(source / "model" if (source / "model").is_dir() else source, _RANK)
     files = {rank: path / _OLD_FILE if path.is_dir() else path for rank, path in ranks.items()}
     absent = [str(path) for path in files.values() if not path.is_file()]
     if absent:
@@ -147,12 +139,11 @@ def _values(state: Any, path: Path, buffers: re.Pattern[str]) -> dict[str, Any]:
 
 
 def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, Any]) -> Found:
-    """The states of the optimizer."""
     found: Found = {}
     for path in sorted([*(source / "optim").glob("*"), *source.glob("optim.*")]):
         if match := _OPTIMIZER.fullmatch(path.name):
             data, tensor, stage = (int(number or 0) for number in match.groups())
-            found[tensor, stage, data] = path, pickled.load(path)
+            found[tensor, stage, data] = path, pickled.load_pickled(path)
     inside = {rank: state.get("optimizer") for rank, state in held.items() if isinstance(state, dict)}
     return found or {(*rank, 0): (ranks[rank], state) for rank, state in inside.items() if isinstance(state, dict)}
 
@@ -160,7 +151,7 @@ def _optimizers(source: Path, ranks: Mapping[Rank, Path], held: Mapping[Rank, An
 def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, Any]:
     """Return what is saved of the training; `state`: the content of the first rank's file."""
     paths = {name: source / f"{name}.pt" for name in ("scheduler", "user_content")}
-    content = {name: pickled.load(path) for name, path in paths.items() if path.is_file()}
+    content = {name: pickled.load_pickled(path) for name, path in paths.items() if path.is_file()}
     told = {**(state if "model" in state else {}), **content, **content.get("user_content", {})}
     given = told.get("cli_args") or {}
     per_rank = given.get("train_batch_size") or int(given.get("batch_size", 0)) * int(given.get("grad_accum_usteps", 1))
@@ -170,7 +161,7 @@ def _training(source: Path, state: Mapping[str, Any], degree: int) -> dict[str, 
 # ---- the models
 
 
-def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> LazyTensor:
+def _tensor(shards: TensorParallelShards, name: str, shape: tuple[int, ...]) -> LazyTensor:
     """A tensor that is not fused with others; `shape`: its canonical shape, without rows of padding."""
     # The library cuts a vocabulary only where it was told to: a rank may hold all of it.
     row_parallel = _ROW_PARALLEL.fullmatch(name)
@@ -185,8 +176,7 @@ def _tensor(shards: Shards, name: str, shape: tuple[int, ...]) -> LazyTensor:
     return tensor.rows(0, shape[0]) if _VOCABULARY.fullmatch(name) else tensor
 
 
-def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
+def _fused(shards: TensorParallelShards, config: LlamaConfig) -> Iterator[tuple[str, LazyTensor]]:
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):
@@ -201,7 +191,7 @@ def _fused(shards: Shards, config: LlamaConfig) -> Iterator[tuple[str, LazyTenso
             yield f"{attention}.{letter}_proj.weight", tensor
 
 
-def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Sequence[LazyTensor]:
+def _fused_attention(shards: TensorParallelShards, config: LlamaConfig, attention: str) -> Sequence[LazyTensor]:
     """Q, K, V, and the output projection where heads have copies; none where the tensors are not fused.
 
     `attention`: name of the layer.
@@ -222,13 +212,10 @@ def _fused_attention(shards: Shards, config: LlamaConfig, attention: str) -> Seq
     return []
 
 
-def _without_copies(shards: Shards, config: LlamaConfig, attention: str, qkv: Sequence[LazyTensor]) -> list[LazyTensor]:
-    """Q, K, V and the output projection with every head once and in order, where key/value heads have copies.
-
-    Args:
-        attention: name of the layer.
-        qkv: Q, K and V as the ranks hold them, one rank below the other.
-    """
+def _without_copies(
+    shards: TensorParallelShards, config: LlamaConfig, attention: str, qkv: Sequence[LazyTensor]
+) -> list[LazyTensor]:
+    """Q, K, V and the output projection with each head once and in order; `qkv`: as the ranks hold them."""
     out = shards.rows(f"{attention}.o_proj.weight")
     q, k, v = qkv
     n = config.num_attention_heads
@@ -267,6 +254,6 @@ def _blocks(matrix: LazyTensor, numbers: Sequence[int], rows: int) -> LazyTensor
 
 
 def _drift_of_copies(kv: LazyTensor, head_of_slot: Sequence[int], rows: int) -> float:
-    """The largest `drift` of slots of so many rows that have the same head."""
+    """The largest `replica_drift` of slots of so many rows that have the same head."""
     slots = [kv.rows(slot * rows, (slot + 1) * rows).read() for slot in range(len(head_of_slot))]
-    return max(drift(slots[head_of_slot.index(head)], slots[slot]) for slot, head in enumerate(head_of_slot))
+    return max(replica_drift(slots[head_of_slot.index(head)], slots[slot]) for slot, head in enumerate(head_of_slot))

@@ -21,11 +21,11 @@ from typing import Any
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.parsing import read_record
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import validated
+from shardwise.checkpoint.format.model_files import validated_model
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise_use.importing import dcp_models, pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_points
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
 
 _TENSORS = "model_and_optim"
@@ -66,26 +66,17 @@ _MODEL: Mapping[str, tuple[Any, ...]] = {
 
 
 def open_olmo_core(source: Path, *, weights_only: bool = False) -> ForeignModel:
-    """The model of a checkpoint of OLMo-core's trainer, with its progress where the optimizer's state is there.
-
-    Args:
-        source: the folder of one step, or of several, of which the newest is taken.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, is incomplete, of a model that no family here has, or its pickles ask for more than
-        plain values.
-    """
-    step = source.parent if source.name == _TENSORS else dcp_models.newest_step(source, _TENSORS)
+    """The model of a checkpoint of OLMo-core, with its progress; `source`: a step's folder, or that of several."""
+    step = source.parent if source.name == _TENSORS else dcp_models.newest_step_folder(source, _TENSORS)
     inner = step / _TENSORS
-    folder = dcp_models.open_folder(inner if inner.is_dir() else step, "olmo-core")
+    folder = dcp_models.open_dcp_folder(inner if inner.is_dir() else step, "olmo-core")
     described = _record(step / "config.json")
     where = str(step / "config.json")
-    with pickled.reading(f"{where} is no configuration as OLMo-core writes it"):
-        config, in_pairs = model_of(described, where)
+    with pickled.content_errors(f"{where} is no configuration as OLMo-core writes it"):
+        config, in_pairs = _model_of(described, where)
     stored = {name[6:]: tensor for name, tensor in folder.tensors.items() if name.startswith("model.")}
     if config.tie_word_embeddings:
-        dcp_models.without_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
+        dcp_models.drop_tied_copy(folder.where, stored, "embeddings.weight", "lm_head.w_out.weight")
     weights = dcp_models.named_weights(folder.where, config, _tensors(config, in_pairs, stored), stored)
     told = (None, []) if weights_only else _progress(folder, step, described["train_module"], config, in_pairs)
     progress, notes = told
@@ -109,11 +100,11 @@ def _tensors(
     norm = "attention_norm" if is_reordered else "feed_forward_norm"
     modules = {**_MODULES, "post_attention_layernorm": norm}
     for name in canonical_shapes(config):
-        there = dcp_models.renamed(name, "blocks", modules)
+        there = dcp_models.foreign_name(name, "blocks", modules)
         if there in stored:
             is_rotated = in_pairs and re.search(r"\.[qk]_proj\.", name)
             tensor = stored[there]
-            yield name, there, tensor.by_rows(config.head_dim, dcp_models.halves) if is_rotated else tensor
+            yield name, there, tensor.by_rows(config.head_dim, dcp_models.pairs_to_halves) if is_rotated else tensor
 
 
 # ---- config.json
@@ -125,12 +116,8 @@ def _get(fields: Any, path: str) -> Any:
     return fields
 
 
-def model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
-    """The model of a config.json, and True if its heads are rotated in neighbouring pairs.
-
-    Raises:
-        ConfigError: no family here has it: every field that differs.
-    """
+def _model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bool]:
+    """The model of a config.json, and True if it rotates neighbours; ConfigError with all fields that do not fit."""
     model = described["model"]
     blocks = [_block(model["block"])] * model["n_layers"]
     for number, block in (model.get("block_overrides") or {}).items():
@@ -173,7 +160,7 @@ def model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, bo
     if any(windows):
         types = ("full_attention", "sliding_attention")
         fields |= {"sliding_window": max(windows), "layer_types": [types[bool(window)] for window in windows]}
-    return validated(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
+    return validated_model(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
 
 
 def _block(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,14 +170,12 @@ def _block(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Mapping[str, Any] | None:
-    """The scaling of rotary positions in the first block without a window."""
     full = (block for block, window in zip(blocks, windows, strict=True) if not window)
     scaling: Mapping[str, Any] | None = _get(next(full, None), "attention.rope.scaling")
     return scaling
 
 
 def _scaled(block: Mapping[str, Any], scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A block with another scaling of rotary positions."""
     rope = {name: value for name, value in block["attention"]["rope"].items() if name != "scaling"}
     rope |= {"scaling": scaling} if scaling else {}
     return {**block, "attention": {**block["attention"], "rope": rope}}
@@ -231,11 +216,10 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def _progress(
     folder: DcpFolder, step_folder: Path, module: Mapping[str, Any], config: FamilyConfig, in_pairs: bool
 ) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user; `module`: the fields of `train_module`."""
     path = step_folder / "train" / "rank0.pt"
     if not path.is_file():
         raise ConfigError(f"{path}, which has the step, must be there: copy it, or give --weights-only")
-    trained = pickled.load(path)
+    trained = pickled.load_pickled(path)
     step, tokens, steps = (_get(trained, name) for name in ("global_step", "global_train_tokens_seen", "max_steps"))
     if type(step) is not int or type(tokens) is not int or step < 1:
         raise ConfigError(f"{path} must have a global_step ({step!r}) from 1, and the tokens seen ({tokens!r})")
@@ -281,5 +265,5 @@ def _schedule(scheduler: Mapping[str, Any] | None, lr: float, steps: Any) -> tup
         ends["WSD"] = (last - decay, last, scheduler.get("decay_min_lr", 0.0) / lr, "linear")
     if kind not in ends or warmup is None or scheduler.get("units", "steps") != "steps":
         return {}, [f"the scheduler {kind} by {scheduler.get('units')} is not carried over: give optimizer.schedule"]
-    points = rate_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
+    points = schedule_points(scheduler.get("warmup_min_lr", 0.0) / lr, warmup, *ends[kind], lag=0)
     return {"optimizer.schedule": "points", "optimizer.points": points}, []

@@ -25,9 +25,9 @@ from torch import Tensor
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import MASTER
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, rate_keys, rate_points
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face_trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.importing.trainer import LEAVE, MOMENTS, Groups, adamw_keys, adamw_state
 
 _MASTERS = "sharded_master_weights"
 _RULES = (("bias", "norm"), ("bias",), ("bias", "LayerNorm"))
@@ -41,7 +41,7 @@ Found: TypeAlias = dict[tuple[int, int, int], tuple[Path, Any]]
 ByName: TypeAlias = dict[Rank, dict[str, Tensor | LazyTensor]]
 
 
-def combined_with_progress(
+def combine_with_optimizer(
     where: str,
     values: Values,
     tied: Mapping[str, str],
@@ -49,7 +49,7 @@ def combined_with_progress(
     combine: Callable[[str, ByName], ForeignModel],
     told: Callable[[int], dict[str, Any]],
 ) -> ForeignModel:
-    """A model, and its progress where the state of an optimizer is found.
+    """An imported model, and its progress where shards of an optimizer's state are found.
 
     Args:
         tied: second name of a weight → its name. Where a rank has both, they are one parameter.
@@ -73,7 +73,7 @@ def combined_with_progress(
     moments = {kind: combine(f"{where}: {kind}", by_rank) for kind, by_rank in states.items()}
     streamed = [replace(each, state=kind) for kind, model in moments.items() for each in model.weights]
     path, first = found[0, 0, 0]
-    with pickled.reading(f"{where} must tell of its training as its program does", f"; {LEAVE}"):
+    with pickled.content_errors(f"{where} must tell of its training as its program does", f"; {LEAVE}"):
         is_whole = "base_state" not in first or path.name.startswith("full")
         training = told(0 if is_whole else max(data for *_, data in found) + 1)
         step = int(training.get("total_steps") or training.get("global_step") or updates)
@@ -91,9 +91,8 @@ def combined_with_progress(
 
 
 def _tensors(values: Values) -> ByName:
-    """The weights; with xser each is opened from its own file."""
     found = {
-        rank: {name: pickled.followed(value, path) for name, value in named.items()}
+        rank: {name: pickled.follow_reference(value, path) for name, value in named.items()}
         for rank, (path, named) in values.items()
     }
     for rank, named in found.items():
@@ -114,10 +113,12 @@ def _states(where: str, found: Found, parameters: Values) -> tuple[dict[str, ByN
         parts = [found[*rank, data] for data in range(degree)]
         held = [(path, adamw_state(state, path)[1]) for path, state in parts]
         path, first = parts[0]
-        with pickled.reading(f"{where} must have the state of AdamW for each weight on each rank", f"; {LEAVE}"):
+        with pickled.content_errors(f"{where} must have the state of AdamW for each weight on each rank", f"; {LEAVE}"):
             for number, name in _names(path, first["param_groups"], values)[0].items():
-                updates.add(int(pickled.followed(held[0][1][number]["step"], path)))
-                shape = (first.get("shape_info") or {}).get(number) or pickled.followed(values[name], file).shape
+                updates.add(int(pickled.follow_reference(held[0][1][number]["step"], path)))
+                shape = (first.get("shape_info") or {}).get(number) or pickled.follow_reference(
+                    values[name], file
+                ).shape
                 shards = {moment: [(path, state[number][moment]) for path, state in held] for moment in MOMENTS}
                 # A file `full_…` of the converter has the masters of data-parallel rank 0 alone.
                 if _MASTERS in first and not path.name.startswith("full"):
@@ -150,7 +151,7 @@ def _joined(shards: Sequence[tuple[Path, Any]], shape: Sequence[int], name: str)
     """The tensor of this shape, in float32, of the rows that data-parallel ranks have, without those of padding."""
     expected = (-(-shape[0] // len(shards)), *shape[1:])
     for path, value in shards:
-        tensor = pickled.followed(value, path)
+        tensor = pickled.follow_reference(value, path)
         found = list(tensor.shape) if isinstance(tensor, Tensor) and tensor.is_floating_point() else "no numbers"
         if found != list(expected):
             raise ConfigError(
@@ -160,20 +161,21 @@ def _joined(shards: Sequence[tuple[Path, Any]], shape: Sequence[int], name: str)
 
     # A file is mapped into memory while a box of it is read: there are many of them.
     def part(path: Path, value: Any) -> LazyTensor:
-        return LazyTensor(expected, torch.float32, lambda box: pickled.followed(value, path)[box.slices].float())
+        return LazyTensor(
+            expected, torch.float32, lambda box: pickled.follow_reference(value, path)[box.slices].float()
+        )
 
     return LazyTensor.cat([part(*shard) for shard in shards]).rows(0, shape[0])
 
 
 def _keys(groups: Groups, step: int, training: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The keys by which a run goes on, and sentences on what has no counterpart."""
     keys, notes = adamw_keys(groups)
     given, schedulers = training["given"], training.get("lr_schedulers") or [{}]
     scheduler = training.get("scheduler") or schedulers[0]
     steps = scheduler.get("max_steps") or given.get("max_steps")
     curves = _curves(given | scheduler, keys["optimizer.lr"], steps)
     kind = given.get("name") or "its points are not saved"
-    tried = [rate_keys(curve, keys["optimizer.lr"], step, float(groups[0]["lr"]), kind) for curve in curves]
+    tried = [schedule_keys(curve, keys["optimizer.lr"], step, float(groups[0]["lr"]), kind) for curve in curves]
     schedule, unlike = next((found for found in tried if found[0]), tried[0])
     known = {"train.steps": steps, "train.global_batch": training["batch"], "train.sequence_length": training["length"]}
     notes += [*unlike, "clipping is not saved there: give optimizer.max_norm (1.0 in the programs' scripts, and here)"]
@@ -186,7 +188,7 @@ def _curves(told: Mapping[str, Any], rate: float, steps: int | None) -> list[lis
         return [[]]
     warmup = int(told["warmup_steps"])
     if "decay_steps" not in told:
-        return [rate_points(0.0, warmup, warmup, steps, 0.0, "linear") if "lr_lambdas" in told else []]
+        return [schedule_points(0.0, warmup, warmup, steps, 0.0, "linear") if "lr_lambdas" in told else []]
     end, least = steps - told["constant_steps"], float(told["min_lr"]) / rate
     # CosineAnnealing of NeMo begins at a part of the peak; neuronx-distributed's with constant_steps at 0.
-    return [rate_points(first, warmup, warmup, end, least, "cosine") for first in (1 / (warmup + 1), 0.0)]
+    return [schedule_points(first, warmup, warmup, end, least, "cosine") for first in (1 / (warmup + 1), 0.0)]

@@ -21,7 +21,7 @@ from shardwise.base.errors import ConfigError, error_text, listing, see
 from shardwise.base.files import reason_of
 
 
-class StandIn:
+class _StandIn:
     """Stands for an object whose class is never imported: its content is dropped."""
 
     # Python's own `__new__` takes any arguments where the class has an `__init__`.
@@ -35,13 +35,8 @@ class StandIn:
         return "an object"
 
 
-class Record(StandIn):
-    """Stands for an object of a class that is never imported: what it was made of, and its fields.
-
-    Attributes:
-        value: the first argument that it was made with, which is the value of an enumeration; None without any.
-        fields: its fields by name.
-    """
+class PickledRecord(_StandIn):
+    """Stands for a pickled object whose class is never imported; `value`: the value of an enumeration."""
 
     def __init__(self, *arguments: object, **_: object) -> None:
         self.value = arguments[0] if arguments else None
@@ -53,12 +48,8 @@ class Record(StandIn):
         self.fields = dict(state) if isinstance(state, dict) else {}
 
 
-class Reference:
-    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own.
-
-    Attributes:
-        tid: the number of the tensor.
-    """
+class _TensorReference:
+    """The reference of torch_xla, or of a program that copied it, to a tensor that has a file of its own."""
 
     tid: object = None
 
@@ -78,18 +69,17 @@ _UNNEEDED = (
 _UNNEEDED_PACKAGES = ("megatron.", "transformer_engine.", "nemo.", "pytorch_lightning.", "torchmetrics.", "omegaconf.")
 _CLASSES: dict[str, type] = {
     "argparse.Namespace": argparse.Namespace,
-    "torch_xla.utils.serialization.TensorReference": Reference,
-    "nemo.collections.nlp.parts.serialization.TensorReference": Reference,
-    **dict.fromkeys(_UNNEEDED, StandIn),
+    "torch_xla.utils.serialization.TensorReference": _TensorReference,
+    "nemo.collections.nlp.parts.serialization.TensorReference": _TensorReference,
+    **dict.fromkeys(_UNNEEDED, _StandIn),
 }
 
 
-def load(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = None, name: str = "") -> Any:
-    """The content of a file; its tensors stay in the file until they are read, where the format allows it.
+def load_pickled(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = None, name: str = "") -> Any:
+    """The content of a file of `torch.save`; tensors stay in the file until they are read, where the format allows it.
 
     Args:
-        path: the file.
-        records: packages, such as `transformers.`, each of whose objects becomes a `Record`.
+        records: packages, such as `transformers.`, each of whose objects becomes a `PickledRecord`.
         content: a part of the file that is such a file by itself, with its `name` for messages.
 
     Raises:
@@ -109,8 +99,8 @@ def load(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = N
         else:
             # The names are read from the pickle without running it, so that all that are refused are named at once.
             names = torch.serialization.get_unsafe_globals_in_checkpoint(source())
-            classes = {name: StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
-            classes |= {name: Record for name in names if records and name.startswith(records)}
+            classes = {name: _StandIn for name in names if name.startswith(_UNNEEDED_PACKAGES)} | _CLASSES
+            classes |= {name: PickledRecord for name in names if records and name.startswith(records)}
             if refused := sorted(set(names) - set(classes)):
                 raise ConfigError(
                     f"{where} is refused: beside tensors and plain values its pickle names {listing(refused)}, by "
@@ -122,29 +112,25 @@ def load(path: Path, records: tuple[str, ...] = (), *, content: bytes | None = N
     except ConfigError:
         raise
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"{where} is refused: {sentence(error)}; no code of it was run") from None
+        raise ConfigError(f"{where} is refused: {unpickling_reason(error)}; no code of it was run") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
     except Exception as error:  # noqa: BLE001  what torch's readers raise for bytes they do not expect: almost any
-        raise ConfigError(f"{where} is truncated or no file of torch.save ({sentence(error)})") from None
+        raise ConfigError(f"{where} is truncated or no file of torch.save ({unpickling_reason(error)})") from None
 
 
-def followed(value: Any, path: Path) -> Any:
-    """A value in the content of a file; for a reference, the tensor in the file that it stands for.
-
-    Raises:
-        ConfigError: the reference is none, or its file cannot be read.
-    """
-    if not isinstance(value, Reference):
+def follow_reference(value: Any, path: Path) -> Any:
+    """A value of a pickled file, or the tensor of a reference; ConfigError: a reference names no readable file."""
+    if not isinstance(value, _TensorReference):
         return value
     if not isinstance(value.tid, int) or value.tid < 0:
         raise ConfigError(f"{path} refers to a tensor by {value.tid!r}, which must be a number")
-    return load(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
+    return load_pickled(path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt")
 
 
 @contextlib.contextmanager
-def reading(problem: str, fix: str = "") -> Iterator[None]:
-    """Inside, what unexpected content of a file raises is a ConfigError: the `problem`, its reason and the fix."""
+def content_errors(problem: str, fix: str = "") -> Iterator[None]:
+    """Inside, what unexpected content of an imported file raises is a ConfigError: the `problem`, reason and fix."""
     try:
         yield
     except ConfigError:
@@ -162,8 +148,8 @@ def _require_pickle(path: Path) -> None:
         raise ConfigError(f"{path} must be a file that torch.save has written, and is none")
 
 
-def sentence(error: Exception) -> str:
-    """The reason in torch's message, without its advice to open the file in an unsafe way."""
+def unpickling_reason(error: Exception) -> str:
+    """The reason in torch's message on a pickle, without its advice to open the file in an unsafe way."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "GLOBAL" in line or "nsupported" in line] or lines or [""]
     return reasons[0].partition(". ")[0].rstrip(".") or type(error).__name__

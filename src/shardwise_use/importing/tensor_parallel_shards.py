@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.units import counted
-from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, mismatches
+from shardwise.checkpoint.format.stored_tensors import TRAINABLE, Shapes, lines_of_layers, tensor_mismatches
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.weight_writers import DTYPE_NAMES
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import refuse_divided
+from shardwise_use.sparse_models import refuse_divided_experts
 
 _SHOWN = 8
 _DRIFT_REFUSED = "replicas have drifted apart (--allow-drift takes the first ones), or are of different checkpoints"
@@ -27,12 +27,12 @@ _DRIFT_TOO_LARGE = (
     "configuration (such as num_key_value_heads) is not that of the shards"
 )
 _MOST_DRIFT = 1.0
-"""The largest `drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
+"""The largest `replica_drift` of matrices that may be replicas: that of two random ones is √2, whatever their scale."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element size → integers with the same bits."""
 
 
-def same_bits(tensor: Tensor, replica: Tensor) -> bool:
+def _same_bits(tensor: Tensor, replica: Tensor) -> bool:
     """True if two tensors are equal; a NaN equals itself."""
     if tensor is replica:
         return True
@@ -42,9 +42,9 @@ def same_bits(tensor: Tensor, replica: Tensor) -> bool:
     return torch.equal(tensor.view(integers), replica.view(integers))
 
 
-def drift(tensor: Tensor, replica: Tensor) -> float:
-    """The norm of the difference of two replicas as a part of the larger norm of both; infinite if it is no number."""
-    if same_bits(tensor, replica):
+def replica_drift(tensor: Tensor, replica: Tensor) -> float:
+    """The norm of the difference of two imported replicas, relative to the larger norm; infinite if it is no number."""
+    if _same_bits(tensor, replica):
         return 0.0
     if tensor.shape != replica.shape:
         return math.inf
@@ -57,25 +57,21 @@ def drift(tensor: Tensor, replica: Tensor) -> float:
     return relative if math.isfinite(relative) else math.inf
 
 
-def rank_paths(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
-    """(tensor-parallel rank, pipeline stage) → the file or folder whose name has these numbers.
-
-    Raises:
-        ConfigError: there is no such folder, or it is of a model with experts.
-    """
+def tensor_parallel_files(folder: Path, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """(tensor rank, stage) → the file or folder with these numbers; ConfigError: no such folder, or a sparse model."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} must be the folder of a checkpoint: there is no folder of that name")
     ranks: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.iterdir()):
-        refuse_divided(folder, path.name)
+        refuse_divided_experts(folder, path.name)
         if match := pattern.fullmatch(path.name):
             numbers = [int(number) for number in match.groups() if number]
             ranks[numbers[0], numbers[1] if len(numbers) > 1 else 0] = path
     return ranks
 
 
-def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
-    """Raise ConfigError where the ranks of a source are not those of its degrees; `name`: format of a rank's name."""
+def require_all_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline: int, name: str) -> None:
+    """Raise ConfigError where a checkpoint's ranks are not those of its degrees; `name`: format of ranks."""
     expected = {(t, p) for t in range(tensor) for p in range(pipeline)}
     degrees = f"TP {tensor} × PP {pipeline}"
     problems = [
@@ -90,24 +86,21 @@ def require_ranks(where: str, ranks: Set[tuple[int, int]], tensor: int, pipeline
         raise ConfigError(problems)
 
 
-def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
+def _lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
     return tensor if isinstance(tensor, LazyTensor) else LazyTensor.of(tensor)
 
 
 @dataclass
-class Shards:
-    """The tensors of all tensor-parallel ranks and pipeline stages.
+class TensorParallelShards:
+    """The tensors of an imported checkpoint, of all tensor-parallel ranks and pipeline stages.
 
     What ranks disagree on is collected, so that the user reads all of it at once. A tensor that is missing or has
     another shape is an error by itself. Replicas that differ are a problem unless drift is allowed: stochastic
     rounding, for one, draws other bits on every rank.
 
     Attributes:
-        where: name of the source, for messages.
         ranks: tensor-parallel degree.
-        allow_drift: the first of several replicas is taken although others differ.
         tensors: name → its tensors, one for each tensor-parallel rank.
-        problems: one line each.
     """
 
     where: str
@@ -130,7 +123,7 @@ class Shards:
                     f"{self.where}: tensor-parallel rank {', '.join(map(str, lacking))} lacks {name} {place}"
                 )
                 continue
-            parts = [lazy(tensors[name]) for tensors in tensors_by_rank]
+            parts = [_lazy(tensors[name]) for tensors in tensors_by_rank]
             same = "must be the same on every pipeline stage that has it: they differ on tensor-parallel rank {}"
             # Several stages may have a tensor, such as a tied embedding: the first one counts.
             self._require_replicas(name, self.tensors.setdefault(name, parts), parts, same)
@@ -148,16 +141,16 @@ class Shards:
     ) -> None:
         """Note replicas that differ, rank by rank; `text`: what the tensor must be, with a place for the ranks."""
         drifts = {
-            str(rank): drift(part.read(), replica.read())
+            str(rank): replica_drift(part.read(), replica.read())
             for rank, (part, replica) in enumerate(zip(parts, replicas, strict=True))
-            if part is not replica and not same_bits(part.read(), replica.read())
+            if part is not replica and not _same_bits(part.read(), replica.read())
         }
         if drifts:
             requirement = text.format(", ".join(drifts))
             self.note_drift(name, max(drifts.values()), requirement, are_matrices=len(parts[0].shape) > 1)
 
     def note_drift(self, name: str, drift: float, requirement: str, *, are_matrices: bool) -> None:
-        """Note the `drift` of replicas; `requirement`: what the tensor must be.
+        """Note the `replica_drift` of replicas; `requirement`: what the tensor must be.
 
         Vectors are not bounded: biases begin at 0, so that their drift may be larger than they are, and norm weights
         are much alike in any model.
@@ -181,11 +174,7 @@ class Shards:
         ]
 
     def require_floats(self) -> None:
-        """Refuse tensors that cannot be a model's weights, and ranks that disagree on a shape, with what was noted.
-
-        Raises:
-            ConfigError: all of these problems.
-        """
+        """Refuse tensors that cannot be weights, and ranks that differ; ConfigError with all that was noted."""
         wrong_dtypes: list[tuple[str, str]] = []
         wrong_shapes: list[tuple[str, str]] = []
         for name, parts in self.tensors.items():
@@ -247,17 +236,13 @@ class Shards:
         return ConfigError(f"{self.where}: shape of {name} {list(shape)} must be {requirement}")
 
     def weights(self, shapes: Shapes, tensors: Mapping[str, LazyTensor]) -> list[StreamedWeight]:
-        """The canonical weights, in the order of `shapes`; `tensors`: by canonical name.
-
-        Raises:
-            ConfigError: everything that was wrong.
-        """
+        """The canonical weights, in the order of `shapes`, of `tensors` by name; ConfigError with everything wrong."""
         unused = [(name, list(parts[0].shape)) for name, parts in self.tensors.items() if name not in self._used]
         drift_line = f": {{}} {{}}: {_DRIFT_TOO_LARGE if self.allow_drift else _DRIFT_REFUSED}"
         problems = [
             *lines_of_layers(self.where, drift_line, self._refused_drifts),
             *lines_of_layers(self.where, " has {} {}, which the model lacks", unused),
-            *mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
+            *tensor_mismatches(self.where, shapes, {name: tensor.entry for name, tensor in tensors.items()}),
         ]
         if problems:
             raise ConfigError(problems)

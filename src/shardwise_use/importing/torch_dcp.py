@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import reason_of
-from shardwise.base.tensor_box import Box, segments
+from shardwise.base.tensor_box import Box, box_segments
 from shardwise.checkpoint.format.manifest import MODEL, TensorEntry
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.checkpoint.storage.root import Buffer
@@ -52,11 +52,11 @@ _RECORDS = {
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING", "torch.serialization._get_layout",
     "pathlib.Path", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath",
 }  # fmt: skip
-"""The names that torch's writer puts in `.metadata`; an object of it becomes a `Record`."""
+"""The names that torch's writer puts in `.metadata`; an object of it becomes a `DcpRecord`."""
 
 
-class Record:
-    """The fields of an object whose class is never imported."""
+class DcpRecord:
+    """The fields of an object in `.metadata` whose class is never imported."""
 
     # Python's own `__new__` takes any arguments where the class has an `__init__`.
     def __init__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
             return tuple if name == "Size" else OrderedDict
         if full_name not in _RECORDS:
             self.refused[full_name] = None
-        return type(name, (Record,), {})
+        return type(name, (DcpRecord,), {})
 
 
 class _Part(io.RawIOBase):
@@ -107,12 +107,7 @@ class _Part(io.RawIOBase):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of which boxes are read when they are asked for.
-
-    Attributes:
-        shape, dtype: of the whole.
-        load: function of a box that reads it; the result has shape `box.size`.
-    """
+    """A tensor of another program's checkpoint; `load` reads a box when it is asked for, in shape `box.size`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -181,7 +176,7 @@ class LazyTensor:
 
     def segments(self) -> Iterator[Buffer]:
         """The bytes, row-major, few rows at a time."""
-        for box in segments(self.shape, _PART_BYTES // self.dtype.itemsize):
+        for box in box_segments(self.shape, _PART_BYTES // self.dtype.itemsize):
             yield _bytes(self.load(box).contiguous())
 
     @property
@@ -208,13 +203,7 @@ class _Chunk:
 
 @dataclass
 class DcpFolder:
-    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read.
-
-    Attributes:
-        where: name of the folder, for messages.
-        tensors: name → tensor.
-        objects: name → place of an object.
-    """
+    """A checkpoint of torch.distributed.checkpoint, of which nothing but `.metadata` has been read."""
 
     where: str
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -223,15 +212,11 @@ class DcpFolder:
 
     @staticmethod
     def open(folder: Path) -> DcpFolder:
-        """Open a folder.
-
-        Raises:
-            ConfigError: it is none, is incomplete or of another version, or its pickle asks for more than records.
-        """
+        """Open a folder; ConfigError: it is none, incomplete, of another version, or not safe to open."""
         record = _read_metadata(folder / METADATA)
         opened = DcpFolder(str(folder))
-        with pickled.reading(f"{folder / METADATA} is no list of tensors as torch writes it"):
-            stored: dict[tuple[str, tuple[int, ...] | None], Record] = {
+        with pickled.content_errors(f"{folder / METADATA} is no list of tensors as torch writes it"):
+            stored: dict[tuple[str, tuple[int, ...] | None], DcpRecord] = {
                 (index.fqn, None if index.offset is None else tuple(index.offset)): info
                 for index, info in record.storage_data.items()
             }
@@ -240,8 +225,7 @@ class DcpFolder:
                 opened._add(folder, name, entry, stored)
         return opened
 
-    def _require_files(self, folder: Path, names: set[str], record: Record) -> None:
-        """Raise ConfigError where files are missing, or are not of the version that is read here."""
+    def _require_files(self, folder: Path, names: set[str], record: DcpRecord) -> None:
         if record.version not in _VERSIONS:
             raise ConfigError(
                 f"{folder / METADATA}: its version ({record.version!r}) must be {_VERSIONS[1]!r}: save the checkpoint "
@@ -261,7 +245,7 @@ class DcpFolder:
             raise ConfigError(f"{folder / packed[0]} is compressed by an extension of torch's writer: save without it")
 
     def _add(
-        self, folder: Path, name: str, entry: Record, stored: Mapping[tuple[str, tuple[int, ...] | None], Record]
+        self, folder: Path, name: str, entry: DcpRecord, stored: Mapping[tuple[str, tuple[int, ...] | None], DcpRecord]
     ) -> None:
         def chunk(offset: tuple[int, ...] | None, box: Box) -> _Chunk:
             info = stored[name, offset]
@@ -302,10 +286,9 @@ class DcpFolder:
         chunk = self.objects[name]
         with chunk.path.open("rb") as file:
             file.seek(chunk.start)
-            return pickled.load(chunk.path, content=file.read(chunk.length), name=name)
+            return pickled.load_pickled(chunk.path, content=file.read(chunk.length), name=name)
 
     def _fill(self, target: Tensor, chunk: _Chunk, box: Box, name: str) -> None:
-        """Read a box of a chunk, counted from the chunk's start, into a tensor."""
         place = self._place(chunk, target.dtype, name)
         if isinstance(place, Tensor):
             target.copy_(place[box.slices])
@@ -335,11 +318,11 @@ class DcpFolder:
         return self._places[chunk]
 
 
-def is_dcp(folder: Path) -> bool:
+def is_dcp_folder(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def _read_metadata(path: Path) -> Record:
+def _read_metadata(path: Path) -> DcpRecord:
     if not path.is_file():
         raise ConfigError(
             f"{path.parent} must be a folder of torch.distributed.checkpoint, with {METADATA}: it has none"
@@ -360,7 +343,7 @@ def _read_metadata(path: Path) -> Record:
             f"{listing(sorted(unpickler.refused))}, by which opening it could run code; none was run"
             f"{see('checkpoints#pickle-refused')}"
         )
-    if not isinstance(record, Record) or not isinstance(record.storage_data, dict):
+    if not isinstance(record, DcpRecord) or not isinstance(record.storage_data, dict):
         raise ConfigError(f"{path} must hold torch's Metadata, and it holds another value")
     return record
 
@@ -372,11 +355,10 @@ def _load(part: Any, path: Path, device: str) -> Any:
         part.seek(0)
         return torch.load(part, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"{path} is refused: {pickled.sentence(error)}; no code of it was run") from None
+        raise ConfigError(f"{path} is refused: {pickled.unpickling_reason(error)}; no code of it was run") from None
     except Exception as error:  # noqa: BLE001  what torch's readers raise for bytes they do not expect: almost any
-        raise ConfigError(f"{path} is damaged: no file of torch.save ({pickled.sentence(error)})") from None
+        raise ConfigError(f"{path} is damaged: no file of torch.save ({pickled.unpickling_reason(error)})") from None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which are its own."""
     return tensor.view(-1).view(torch.uint8).numpy().data.cast("B")

@@ -24,9 +24,9 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.config import FamilyConfig
 from shardwise_use.importing import dcp_models
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, described_model
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, model_of_config_file
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor
-from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_number
+from shardwise_use.sparse_models import TORCHTITAN_BIAS, TORCHTITAN_NAMES, without_expert_number
 
 _OTHER = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 _MODULES = {
@@ -37,7 +37,7 @@ _MODULES = {
     "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3", "mlp.gate": "moe.router.gate", **TORCHTITAN_NAMES,
 }  # fmt: skip
-"""Canonical module, `without_number` → torchtitan's."""
+"""Canonical module, `without_expert_number` → torchtitan's."""
 _FAMILIES = {"llama": True, "qwen3": False, "qwen3_moe": False}
 """Family → its heads are rotated in neighbouring pairs there."""
 
@@ -50,14 +50,9 @@ def open_torchtitan(
     Args:
         source: the folder of one step, or of several, of which the newest is taken.
         config_file: the model's Hugging Face `config.json`, or its folder (torchtitan's `hf_assets_path`).
-        ignore: fields of `config.json` that change nothing, as the user says.
-        weights_only: the step and the optimizer's state are left out.
-
-    Raises:
-        ConfigError: it is none, is incomplete or of another model; or its pickles ask for more than plain values.
     """
-    folder = dcp_models.open_folder(dcp_models.newest_step(source), "torchtitan")
-    path, config = described_model(config_file, ignore)
+    folder = dcp_models.open_dcp_folder(dcp_models.newest_step_folder(source), "torchtitan")
+    path, config = model_of_config_file(config_file, ignore)
     if config.family not in _FAMILIES:
         raise ConfigError(f"{path}: its family ({config.family}) must be {listing(_FAMILIES, 'or')} with torchtitan")
     stored = {name: tensor for name, tensor in folder.tensors.items() if not name.startswith(_OTHER)}
@@ -66,7 +61,7 @@ def open_torchtitan(
             raise ConfigError(f"{folder.where}: {name} must be 0, and is not: {config.family} has no such bias")
     if config.tie_word_embeddings:
         for copy in ("lm_head.weight", "output.weight"):
-            dcp_models.without_copy(folder.where, stored, "tok_embeddings.weight", copy)
+            dcp_models.drop_tied_copy(folder.where, stored, "tok_embeddings.weight", copy)
     weights = dcp_models.named_weights(folder.where, config, _tensors(config, stored), stored)
     progress, notes = (None, []) if weights_only else _progress(folder, config)
     return ForeignModel(config, weights, notes=notes, progress=progress)
@@ -74,8 +69,8 @@ def open_torchtitan(
 
 def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator[tuple[str, str, LazyTensor]]:
     for name in canonical_shapes(config):
-        plain, number = without_number(name)
-        there = dcp_models.renamed(plain, "layers", _MODULES)
+        plain, number = without_expert_number(name)
+        there = dcp_models.foreign_name(plain, "layers", _MODULES)
         # The weights of several modules are one tensor, whose name is that of the parameter.
         there = there if number is None else there.removesuffix(".weight")
         fused = re.sub(r"\.w([qkv])(\.\w+)$", r".wqkv\2", there)
@@ -89,11 +84,10 @@ def _tensors(config: FamilyConfig, stored: Mapping[str, LazyTensor]) -> Iterator
         else:
             continue
         is_rotated = _FAMILIES[config.family] and re.search(r"\.[qk]_proj\.", name)
-        yield name, there, tensor.by_rows(config.head_dim, dcp_models.halves) if is_rotated else tensor
+        yield name, there, tensor.by_rows(config.head_dim, dcp_models.pairs_to_halves) if is_rotated else tensor
 
 
 def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTensor:
-    """The rows of q, k or v in a fused projection."""
     size, kv_heads = config.head_dim, config.num_key_value_heads or config.num_attention_heads
     rows = len(tensor) // kv_heads
     stops = {"q": (0, rows - 2 * size), "k": (rows - 2 * size, rows - size), "v": (rows - size, rows)}
@@ -102,7 +96,6 @@ def _of_fused(tensor: LazyTensor, config: FamilyConfig, letter: str) -> LazyTens
 
 
 def _progress(folder: DcpFolder, config: FamilyConfig) -> tuple[ForeignProgress | None, list[str]]:
-    """The progress, and sentences for the user."""
     if not any(name.startswith("optimizer.") for name in folder.tensors):
         return None, [f"{folder.where} has weights alone: torchtitan writes no more at the end of a run by default"]
     step, tokens, ranks = (

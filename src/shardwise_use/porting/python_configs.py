@@ -13,20 +13,12 @@ _MOST_CALLS = 40
 _CONVERSIONS = ("int", "float", "str", "cast", "round")
 
 
-class UnknownValue(str):
-    """Code whose value is known to the program alone."""
+class UnknownPythonValue(str):
+    """Code in a Python config whose value is known to the program alone."""
 
 
 def python_settings(text: str, file: str, wanted: str) -> dict[str, Any]:
-    """The settings of a config by the dotted names of arguments, such as `training.local_batch_size`.
-
-    Args:
-        file: its name in errors.
-        wanted: the function that returns the config; empty for the only one, or for what is assigned in the file.
-
-    Raises:
-        ConfigError: it is no Python, or has several configs and none is named.
-    """
+    """The settings of a Python config by dotted names; `wanted`: the function that returns it, if there are several."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -61,7 +53,6 @@ def _assigned(body: list[ast.stmt]) -> dict[str, ast.expr]:
 
 
 def _config_of(function: ast.FunctionDef) -> ast.expr | None:
-    """The config that a function returns, if it returns one."""
     values = _assigned(function.body)
     returned = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
     return next((value for value in reversed(returned) if _is_config(values.get(ast.unparse(value), value))), None)
@@ -75,13 +66,7 @@ def _is_config(node: ast.expr) -> bool:
 
 
 class _Reader:
-    """Reads calls with named arguments; by an index, it has the values that names stand for.
-
-    Attributes:
-        nodes: what names are assigned to.
-        functions: those of the file.
-        settings: what was read.
-    """
+    """Reads calls with named arguments; `nodes`: what names are assigned to, whose values an index gives."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.nodes = _assigned(tree.body)
@@ -124,7 +109,7 @@ class _Reader:
             except (KeyError, ValueError, TypeError):
                 # A member of an enumeration, such as DType.bfloat16, has its value's name.
                 is_member = isinstance(node, ast.Attribute) and name[:1].isupper() and name.count(".") == 1
-                value = name.partition(".")[2] if is_member else UnknownValue(name)
+                value = name.partition(".")[2] if is_member else UnknownPythonValue(name)
             self._note(path, value)
 
     def _note(self, path: str, value: Any) -> None:
@@ -148,7 +133,7 @@ class _Reader:
         is_class = not name[:1].islower() or name == "dict"
         inner = path if is_class else f"{path}.{name}"
         if path.isidentifier():
-            self._note(path, UnknownValue(ast.unparse(call)))
+            self._note(path, UnknownPythonValue(ast.unparse(call)))
         if is_class or not call.args:
             self._note(f"{path}.{'class' if is_class else 'preset'}", name)
         for argument in call.args[:0] if is_class else call.args[:1]:

@@ -18,20 +18,18 @@ from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
 from shardwise.config.suggestions import is_key_or_option
 from shardwise.config.translation import Setting, is_integer_key, translate_settings
-from shardwise_use.porting.python_configs import UnknownValue, python_settings
-from shardwise_use.porting.shell_scripts import commands
+from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings
+from shardwise_use.porting.shell_scripts import script_commands
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _FILE = "job.config_file"
 """The option of torchtitan before 0.3 that names the TOML with the settings."""
 
 
-class Translation(NamedTuple):
+class _Translation(NamedTuple):
     """A recipe, and where it comes from.
 
     Attributes:
-        program: name of the program in the record.
-        sections: the recipe.
         rows: the program's settings and what became of them.
         problems: what is missing in the recipe or breaks a rule.
         options: options of `shardwise train` with their values.
@@ -44,8 +42,8 @@ class Translation(NamedTuple):
     options: dict[str, Any]
 
 
-def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
-    """The recipe that does what a file of another program says.
+def recipe_of(file: str, overrides: Sequence[str] = ()) -> _Translation:
+    """The recipe that does what a training script or config of another program says.
 
     Args:
         file: its path; of a Python file with several configs, `PATH:NAME`.
@@ -68,7 +66,9 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     asked = {name: value for name, value in settings.items() if find(name) or name not in FACTS}
     # A value may be code, or a variable that the file does not set.
     readable = {
-        name: value for name, value in asked.items() if not isinstance(value, UnknownValue) and "$" not in str(value)
+        name: value
+        for name, value in asked.items()
+        if not isinstance(value, UnknownPythonValue) and "$" not in str(value)
     }
     # A config of torchtitan's package has values that the defaults of its classes are not.
     is_whole = not {"config", _FILE} & settings.keys()
@@ -101,7 +101,7 @@ def recipe_of(file: str, overrides: Sequence[str] = ()) -> Translation:
     except ConfigError as error:
         problems = error.problems
     sections = {name: sections[name] for name in Config.model_fields if name in sections}
-    return Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
+    return _Translation(program, sections, [row for row in rows if _is_told(row, program)], problems, options)
 
 
 def _note(row: Setting, keys: Mapping[str, Any]) -> str:
@@ -171,7 +171,6 @@ def _family(program: str, settings: Mapping[str, Any]) -> tuple[str, tuple[str, 
 
 
 def _settings(file: str) -> tuple[str, dict[str, Any]]:
-    """The program and the settings of a file."""
     path, _, wanted = file.rpartition(":") if ".py:" in file else (file, "", "")
     place = user_path(path)
     candidates = list(_candidates(_text(place), place, wanted))
@@ -224,7 +223,7 @@ def _candidates(text: str, place: Path, wanted: str) -> Iterator[dict[str, Any]]
         elif kind == ".py":
             yield _completed(python_settings(text, str(place), wanted), place)
         else:
-            for settings in commands(text, place.parent):
+            for settings in script_commands(text, place.parent):
                 named = str(settings.get(_FILE))
                 for file in [file for file in (place.parent / named, user_path(named)) if file.is_file()][:1]:
                     # What the command line has counts instead of the file's.

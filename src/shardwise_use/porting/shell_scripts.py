@@ -48,16 +48,10 @@ _PASSES = 8
 """The number of passes that fill in variables inside of the values of variables."""
 
 
-def commands(
+def script_commands(
     text: str, folder: Path, variables: dict[str, str] | None = None, inner: list[Path] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each command line of a script, and of the scripts beside it that it runs.
-
-    Args:
-        folder: the script's.
-        variables: those of the script that runs it.
-        inner: the scripts that were read already.
-    """
+    """Yield the settings of each command line of a training script, and of those that it runs, read once each."""
     is_whole = variables is None
     variables = {"HOME": "~"} if variables is None else variables
     inner = [] if inner is None else inner
@@ -79,21 +73,17 @@ def commands(
             for script in (folder / word for word in words if word.endswith(".sh")):
                 if script not in inner and script.is_file():
                     inner.append(script)
-                    yield from commands(_text_of(script), folder, variables, inner)
-            found_in_it = settings_of(words)
+                    yield from script_commands(_text_of(script), folder, variables, inner)
+            found_in_it = _settings_of(words)
             told = {name.lower(): [value] for name, value in variables.items() if name.lower() in VARIABLES}
             yield {**{name: _value(values) for name, values in told.items()}, **found_in_it} if found_in_it else {}
     if is_whole:
         # A file may hold the arguments alone, for another script.
-        yield settings_of(_words(_filled(" ".join(value for value in variables.values() if "--" in value), variables)))
+        yield _settings_of(_words(_filled(" ".join(value for value in variables.values() if "--" in value), variables)))
 
 
 class _Branches:
-    """The branches of conditions that a script is in; `variables` change while it is read.
-
-    Attributes:
-        knows_unset: True if a name that the script does not assign is known to be unset.
-    """
+    """The branches of conditions around a line; `knows_unset`: a name without an assignment is unset."""
 
     def __init__(self, variables: Mapping[str, str], text: str) -> None:
         self.knows_unset = True
@@ -197,7 +187,6 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _words(line: str) -> list[str]:
-    """The words of the first command of a line."""
     try:
         # Arithmetic that is not known stays one word.
         line = re.sub(r"\$\(\(.*?\)\)+", lambda match: match[0].replace(" ", ""), line.replace("\n", " "))
@@ -208,7 +197,7 @@ def _words(line: str) -> list[str]:
     return [word for word in words[:end] if word not in ("$@", "$*")]
 
 
-def settings_of(words: list[str]) -> dict[str, Any]:
+def _settings_of(words: list[str]) -> dict[str, Any]:
     """Settings by their names: `--name value …`, `--name=value`, `--name` and Hydra's `section.name=value`."""
     given: dict[str, list[str]] = {}
     name: str | None = None

@@ -28,9 +28,10 @@ from shardwise.runs.events import last_event
 from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
-from shardwise_watch import overlay
-from shardwise_watch.curves import read_loss, shown
-from shardwise_watch.report.numbers import config_differences, difference
+from shardwise_watch import curve_points
+from shardwise_watch.curve_points import Points, curve_label
+from shardwise_watch.curves import beginning, read_loss
+from shardwise_watch.report.numbers import config_differences, relative_difference
 
 if TYPE_CHECKING:
     from shardwise.runs.state_records import StateRecords
@@ -85,24 +86,24 @@ def run(arguments: argparse.Namespace) -> int:
     x = arguments.x
     _require_choices(arguments, paths)
     read = [read_loss(paths[0], None, x), *(read_loss(path, arguments.loss, x, arguments.shift) for path in paths[1:])]
-    names = {overlay.label(number): f"{overlay.label(number)}: {path}" for number, path in enumerate(paths)}
+    names = {curve_label(number): f"{curve_label(number)}: {path}" for number, path in enumerate(paths)}
     raw = {name: points for name, (points, _) in zip(names, read, strict=True)}
-    curves = overlay.smoothed(raw, arguments.smooth)
+    curves = curve_points.smoothed_curves(raw, arguments.smooth)
     pairs = []
     for path, name, (_, odd) in [*zip(paths, names, read, strict=True)][1:]:
-        signed = overlay.differences(curves[name], curves["A"], x)
+        signed = curve_points.curve_differences(curves[name], curves["A"], x)
         if not signed:
-            has = [f"{of} has {_extent(curves[letter], x)}" for of, letter in ((paths[0], "A"), (path, name))]
+            has = [f"{source} has {_extent(curves[letter], x)}" for source, letter in ((paths[0], "A"), (path, name))]
             raise ConfigError(f"A and {name} must have {_UNITS[x]}s in common: {'; '.join(has)}")
         pairs.append(_Pair(paths[0], path, name, curves["A"], curves[name], signed, sorted({*read[0][1], *odd}), x))
     if plot is not None:
         _draw(plot, names, raw, pairs, arguments, tolerance)
     facts = [_facts(arguments, pair, tolerance) for pair in pairs]
     # The states are shown where both runs have them, and count with --bits.
-    for each in facts:
-        if not each["states"]["steps"] and not arguments.bits:
-            del each["states"]
-    is_within = all(each["within"] for each in facts)
+    for pair_facts in facts:
+        if not pair_facts["states"]["steps"] and not arguments.bits:
+            del pair_facts["states"]
+    is_within = all(pair_facts["within"] for pair_facts in facts)
     if arguments.json:
         output.json(facts[0] if len(facts) == 1 else {"within": is_within, "pairs": facts})
     elif len(facts) == 1:
@@ -128,23 +129,23 @@ class _Pair:
     a: Path
     b: Path
     name: str
-    points_of_a: overlay.Points
-    points_of_b: overlay.Points
-    signed: overlay.Points
+    points_of_a: Points
+    points_of_b: Points
+    signed: Points
     not_finite: Sequence[float]
     x: str
 
     @cached_property
     def differences(self) -> dict[float, float]:
         """|A - B| / |B| by place."""
-        return {place: difference(self.loss_of_a(place), self.points_of_b[place]) for place in self.signed}
+        return {place: relative_difference(self.loss_of_a(place), self.points_of_b[place]) for place in self.signed}
 
     def loss_of_a(self, place: float) -> float:
         return self.points_of_a.get(place, self.points_of_b[place] - self.signed[place])
 
 
 def _require_choices(arguments: argparse.Namespace, paths: Sequence[Path]) -> None:
-    overlay.require_choices(
+    curve_points.require_curve_options(
         arguments.x, arguments.smooth, arguments.log, {"x": "--x", "smoothing": "--smooth", "scale": "--log"}
     )
     if arguments.x != "step" and (arguments.bits or arguments.shift):
@@ -153,7 +154,7 @@ def _require_choices(arguments: argparse.Namespace, paths: Sequence[Path]) -> No
         raise ConfigError(f"--smooth ({arguments.smooth}) must be left out with --bits, which compares the losses")
     # Two equal paths are a check of this command.
     if len(paths) > 2:
-        overlay.require_distinct(paths, [path.resolve() for path in paths])
+        curve_points.require_distinct_runs(paths, [path.resolve() for path in paths])
 
 
 def _facts(arguments: argparse.Namespace, pair: _Pair, tolerance: float) -> dict[str, Any]:
@@ -244,7 +245,9 @@ def _rows(facts: Mapping[str, Any], pair: _Pair) -> Iterator[tuple[str, str]]:
 
 
 def _keys_text(facts: Mapping[str, Any], name: str) -> list[str]:
-    return [f"{key}: {shown(json.dumps(a))} in A, {shown(json.dumps(b))} in {name}" for key, a, b in facts["keys"]]
+    return [
+        f"{key}: {beginning(json.dumps(a))} in A, {beginning(json.dumps(b))} in {name}" for key, a, b in facts["keys"]
+    ]
 
 
 def _not_finite(pair: _Pair) -> str:
@@ -253,15 +256,14 @@ def _not_finite(pair: _Pair) -> str:
 
 
 def _print_table(
-    names: Mapping[str, str], curves: Mapping[str, overlay.Points], pairs: Sequence[_Pair], facts: Sequence[Any]
+    names: Mapping[str, str], curves: Mapping[str, Points], pairs: Sequence[_Pair], facts: Sequence[Any]
 ) -> None:
-    """Print a row for each of three or more curves, and in which keys their runs differ from A."""
     x = pairs[0].x
     rows = [[text, _extent(curves[name], x), f"{[*curves[name].values()][-1]:.6g}"] for name, text in names.items()]
-    for row, pair, found in zip(rows[1:], pairs, facts, strict=True):
-        last, largest = found["last"], found["largest"]
-        beyond = f"beyond at {units.counted(len(found['beyond']), _UNITS[x])}"
-        result = "within" if found["within"] else beyond if found["beyond"] else "not equal to the bit"
+    for row, pair, pair_facts in zip(rows[1:], pairs, facts, strict=True):
+        last, largest = pair_facts["last"], pair_facts["largest"]
+        beyond = f"beyond at {units.counted(len(pair_facts['beyond']), _UNITS[x])}"
+        result = "within" if pair_facts["within"] else beyond if pair_facts["beyond"] else "not equal to the bit"
         row += [
             f"{last['difference']:+.4g} at {_place(x, last[x])}",
             f"{largest['difference']:.3g} at {_place(x, largest[x])}",
@@ -271,11 +273,11 @@ def _print_table(
     largest_of = "largest |A - it| / |it|"
     tolerance = f"tolerance {facts[0]['tolerance']:g}"
     output.table(rows, ("", f"{_UNITS[x]}s", "final loss", "last minus A", largest_of, tolerance))
-    for pair, found in zip(pairs, facts, strict=True):
-        if found["keys"] is not None:
-            output.line(f"{pair.name}: {'; '.join(_keys_text(found, pair.name)) or 'no key differs from A'}")
+    for pair, pair_facts in zip(pairs, facts, strict=True):
+        if pair_facts["keys"] is not None:
+            output.line(f"{pair.name}: {'; '.join(_keys_text(pair_facts, pair.name)) or 'no key differs from A'}")
     failures = [("A", facts[0]["failures"]["a"])]
-    failures += [(pair.name, found["failures"]["b"]) for pair, found in zip(pairs, facts, strict=True)]
+    failures += [(pair.name, pair_facts["failures"]["b"]) for pair, pair_facts in zip(pairs, facts, strict=True)]
     for name, failure in failures:
         output.line(f"{name} failed {failure}") if failure else None
 
@@ -330,7 +332,6 @@ def _records_of(run: RunDirectory) -> StateRecords | None:
 
 
 def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
-    """The gradient norms of two runs at the steps that both recorded, to the bit."""
     if a is None or b is None:
         return {"steps": 0, "first_difference": None, "not_compared": _missing(a, b)}
     steps = [step for step in a.norms if step in b.norms]
@@ -341,7 +342,6 @@ def _compare_norms(a: StateRecords | None, b: StateRecords | None) -> dict[str, 
 
 
 def _compare_states(a: StateRecords | None, b: StateRecords | None) -> dict[str, Any]:
-    """The state hashes of two runs at the steps that both have."""
     steps = [] if a is None or b is None else [step for step in a.hashes if step in b.hashes]
     if a is None or b is None or not steps:
         return {"steps": 0, "first_difference": None, "tensors": [], "not_compared": _missing(a, b)}
@@ -392,7 +392,7 @@ def _extent(curve: Mapping[float, float], x: str) -> str:
 def _draw(
     file: Path,
     names: Mapping[str, str],
-    curves: Mapping[str, overlay.Points],
+    curves: Mapping[str, Points],
     pairs: Sequence[_Pair],
     arguments: argparse.Namespace,
     tolerance: float,
@@ -400,7 +400,7 @@ def _draw(
     """Draw the curves and, below them, the difference of two on a logarithmic scale, or of more from the first."""
     # Costly to import, for a plot alone.
     from shardwise.base.registered import optional_library
-    from shardwise_watch.plot import STYLE, draw_curves, finish
+    from shardwise_watch.plot import STYLE, draw_curves, finish_axes
 
     matplotlib, figures = (
         optional_library(name, "--plot needs", "plot") for name in ("matplotlib", "matplotlib.figure")
@@ -410,12 +410,12 @@ def _draw(
         figure = figures.Figure(figsize=(8, 6), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         draw_curves(above, {names[name]: curve for name, curve in curves.items()}, arguments.smooth, broad=1)
-        finish(above, "training loss", x, log)
+        finish_axes(above, "training loss", x, log)
         above.set_xlabel("")
         if len(pairs) > 1:
             # A label with this beginning has no place in a legend: the colours are those above.
             draw_curves(below, {f"_{pair.name}": pair.signed for pair in pairs}, first=1)
-            finish(below, "loss minus A", x, log.replace("y", ""))
+            finish_axes(below, "loss minus A", x, log.replace("y", ""))
         else:
             differences = pairs[0].differences
             largest = max(differences, key=differences.__getitem__)
@@ -423,7 +423,7 @@ def _draw(
             label = f"largest: {differences[largest]:.3g} at {_place(x, largest)}"
             below.plot([largest], [differences[largest]], "o", color=below.lines[0].get_color(), label=label)
             below.axhline(tolerance, color=_GREY, linestyle="--", label=f"tolerance: {tolerance:g}")
-            finish(below, "|A − B| / |B|", x, log.replace("y", "") + "y" * (differences[largest] > 0))
+            finish_axes(below, "|A − B| / |B|", x, log.replace("y", "") + "y" * (differences[largest] > 0))
         try:
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
         except OSError as error:
@@ -432,21 +432,21 @@ def _draw(
 
 def _draw_in_terminal(
     names: Mapping[str, str],
-    curves: Mapping[str, overlay.Points],
+    curves: Mapping[str, Points],
     pairs: Sequence[_Pair],
     arguments: argparse.Namespace,
 ) -> None:
     # Costly to import, for a drawing alone.
     from rich.console import Console
 
-    from shardwise_watch.screen.overlaid import COLOURS, overlaid
+    from shardwise_watch.screen.curve_overlay import COLOURS, draw_curve_overlay
 
     console = Console(highlight=False, markup=False)
     log = arguments.log or ""
     minus_a = {"A": {}, **{pair.name: pair.signed for pair in pairs}}
     shown = [("training loss", curves, log), ("minus A", minus_a, log.replace("y", ""))]
-    for title, each, logarithmic in shown:
-        for line in overlaid(title, each, console.width, arguments.x, logarithmic):
+    for title, shown_curves, logarithmic in shown:
+        for line in draw_curve_overlay(title, shown_curves, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
         console.print(f" {output.printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)

@@ -24,8 +24,8 @@ from shardwise.cli import output
 from shardwise.runs import local_devices
 from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS, RunDirectory
-from shardwise_watch import summary
-from shardwise_watch.run import RunView, Unreadable, owners, runs_at
+from shardwise_watch import run_snapshot
+from shardwise_watch.run import RunView, UnreadableRun, ranks_by_process, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
-    ranks = owners(run for run in listed_runs if isinstance(run, RunView))
+    ranks = ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices_of_machine(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems
@@ -55,12 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         problems.append(f"submitted jobs: {error}")
     if arguments.json:
         machine = {
-            "schema": summary.SCHEMA,
+            "schema": run_snapshot.SCHEMA,
             "host": platform.node(),
             "devices": [asdict(device) for device in machine_devices.devices],
         }
         machine["jobs"] = [{**asdict(job), "run": str(job.run)} for job in jobs]
-        output.json({**machine, "runs": [summary.row(run) for run in listed_runs], "problems": problems})
+        output.json({**machine, "runs": [run_snapshot.run_row(run) for run in listed_runs], "problems": problems})
         return 0
     _table([_device(device) for device in machine_devices.devices], _DEVICES, (2,), widest=4)
     output.line()
@@ -96,8 +96,8 @@ def _processes(processes: Sequence[local_devices.DeviceProcess]) -> str:
     return "; ".join([*named, *(f"process {process.pid}" for process in processes if process.run is None)])
 
 
-def run_cells(run: RunView | Unreadable) -> tuple[str, ...]:
-    fields = summary.row(run)
+def run_cells(run: RunView | UnreadableRun) -> tuple[str, ...]:
+    fields = run_snapshot.run_row(run)
     speed = number(fields["tokens_per_second"])
     parent = fields["parent"]
     steps = "?" if fields["steps"] is None else fields["steps"]

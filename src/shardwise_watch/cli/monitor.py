@@ -17,7 +17,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
 from shardwise_watch.run import open_run
-from shardwise_watch.summary import snapshot
+from shardwise_watch.run_snapshot import run_snapshot
 
 _LARGEST_PORT = 65_535
 _LONGEST_INTERVAL = 86_400
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--once prints one object, and --prometheus prints none: leave one of them out")
     watched = open_run(arguments.run, all_steps=False)
     if arguments.once:
-        output.json(snapshot(watched), indent=None)
+        output.json(run_snapshot(watched), indent=None)
         return 0
     end = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         end.wait()
         return 0
     while True:
-        output.json(snapshot(watched), indent=None)
+        output.json(run_snapshot(watched), indent=None)
         sys.stdout.flush()
         # Wakes at once where a signal ends the command, without waiting for the interval.
         if end.wait(interval):

@@ -19,8 +19,8 @@ from shardwise.base.files import reason_of, require_replaceable, write_atomic
 from shardwise.base.prices import Price
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
-from shardwise_watch.overlay import require_distinct
-from shardwise_watch.report.numbers import comparison, report_of
+from shardwise_watch.curve_points import require_distinct_runs
+from shardwise_watch.report.numbers import compare_runs, report_numbers
 from shardwise_watch.run import branches_of, open_run
 
 _LONGEST_NAME = 150
@@ -52,28 +52,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     price = None if arguments.price is None else Price.of(arguments.price, "--price")
     watched = [open_run(path, all_steps=True) for path in (arguments.run, *arguments.others)]
-    require_distinct([run.path for run in watched], [run.path.resolve() for run in watched])
+    require_distinct_runs([run.path for run in watched], [run.path.resolve() for run in watched])
     branches = [] if arguments.others else branches_of(watched[0])
-    compared = comparison(*watched) if arguments.others else None
+    compared = compare_runs(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
-    others = [run.name for run in watched[1:]]
-    joined = "-".join(others)
+    other_names = [run.name for run in watched[1:]]
+    joined = "-".join(other_names)
     if len(joined) > _LONGEST_NAME:
-        joined = f"{others[0]}-and-{len(others) - 1}-more"
+        joined = f"{other_names[0]}-and-{len(other_names) - 1}-more"
     name = "report.html" if compared is None else f"report-with-{joined}.html"
     file: Path = arguments.output or watched[0].path / name
     if price is None and watched[0].section("log").get("price") is None:
         price = _price_before(file)
-    reports = [report_of(run, price) for run in [*watched, *shown]]
+    reports = [report_numbers(run, price) for run in [*watched, *shown]]
     if len(shown) < len(branches) and not arguments.json:
         output.line(f"branches: the first {len(shown)} of {len(branches)}; name one as the second RUN to see it")
     require_replaceable(file, "--output")
     if arguments.png is not None:
         # Costly to import, for pictures alone.
-        from shardwise_watch.report.page import draw
+        from shardwise_watch.report.page import draw_pictures
 
         try:
-            files = draw(reports, arguments.png)
+            files = draw_pictures(reports, arguments.png)
         except OSError as error:
             raise ConfigError(f"--png ({error.filename}) cannot be written: {reason_of(error)}") from None
         if not arguments.json:
@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         output.json(_facts(reports, compared))
         return 0
     # Costly to import, for the page alone.
-    from shardwise_watch.report.page import page
+    from shardwise_watch.report.page import report_page
 
     try:
-        write_atomic(file, page(reports, compared))
+        write_atomic(file, report_page(reports, compared))
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {reason_of(error)}; --output chooses another file") from None
     output.line(f"report: {file}")
@@ -93,10 +93,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _price_before(file: Path) -> Price | None:
-    """The price in a report that is there."""
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = re.search(r'<meta name="price" content="([^"]+)">', text)
-    return None if found is None else Price.of(found[1], f"give --price: that in {file}")
+    match = re.search(r'<meta name="price" content="([^"]+)">', text)
+    return None if match is None else Price.of(match[1], f"give --price: that in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:

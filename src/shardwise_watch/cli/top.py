@@ -18,10 +18,10 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.cli import output
 from shardwise.runs.folder import RUNS
-from shardwise_watch.overlay import require_distinct
+from shardwise_watch.curve_points import require_distinct_runs
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing
-from shardwise_watch.screen.frame import Frame, Reader, frame_of
+from shardwise_watch.screen.frame import Frame, FrameReader, make_frame
 
 _LEAST_SECONDS = 0.2
 
@@ -43,25 +43,24 @@ def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.run, *arguments.others)
     if arguments.once:
         for number, path in enumerate(paths):
-            frame = frame_of(open_run(path, all_steps=False))
+            frame = make_frame(open_run(path, all_steps=False))
             output.line() if number else None
             output.table(_rows(frame))
             for line in frame.failure_lines:
                 output.line(line)
         return 0
     _require_screen()
-    reader = Reader(*paths)
-    require_distinct(paths, reader.paths)
+    reader = FrameReader(*paths)
+    require_distinct_runs(paths, reader.paths)
     # Costly to import, for the screen alone.
-    from shardwise_watch.screen.app import Top
+    from shardwise_watch.screen.app import TopScreen
 
     # Without the mouse, so that the terminal still selects text.
-    Top(reader.read, arguments.interval, *reader.paths[1:2]).run(mouse=False)
+    TopScreen(reader.read, arguments.interval, *reader.paths[1:2]).run(mouse=False)
     return 0
 
 
 def _require_screen() -> None:
-    """ConfigError where no screen can be drawn."""
     terminal = os.environ.get("TERM", "")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("standard input and output must be a terminal: `shardwise top --once` prints a table")
@@ -70,7 +69,6 @@ def _require_screen() -> None:
 
 
 def _rows(frame: Frame) -> list[tuple[str, str]]:
-    """The rows of a run, under stable names."""
     last = frame.last
     lost = frame.lost
     slowest = frame.slowest
@@ -84,7 +82,10 @@ def _rows(frame: Frame) -> list[tuple[str, str]]:
         ("step", f"{frame.step:,}{total}{pace}{left}"),
         ("loss", _loss(frame)),
         *([("evaluation", _evaluation(frame.evaluation))] if frame.evaluation else []),
-        ("speed", f"{drawing.rate(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}"),
+        (
+            "speed",
+            f"{drawing.rate_text(last.get('tokens_per_second'))} tokens/s, MFU {drawing.percent(last.get('mfu'))}",
+        ),
         *([("sources", _sources(last))] if last.get("sources") else []),
         *drawing.further_rows(last),
         ("split", _shares(frame.split)),
@@ -114,24 +115,26 @@ def _reason(frame: Frame) -> str:
 
 
 def _evaluation(event: Mapping[str, Any]) -> str:
-    loss = drawing.plain(event.get("loss"), ".4f")
-    return f"loss {loss}, perplexity {drawing.plain(event.get('perplexity'), '.4g')} at step {event.get('step'):,}"
+    loss = drawing.number_text(event.get("loss"), ".4f")
+    return (
+        f"loss {loss}, perplexity {drawing.number_text(event.get('perplexity'), '.4g')} at step {event.get('step'):,}"
+    )
 
 
 def _loss(frame: Frame) -> str:
     last = frame.last
     if not last:
         return "no step is recorded yet"
-    rate = drawing.plain(last.get("lr"), ".2e")
-    norm = drawing.plain(last.get("grad_norm"), ".3g")
-    return f"{drawing.plain(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
+    rate = drawing.number_text(last.get("lr"), ".2e")
+    norm = drawing.number_text(last.get("grad_norm"), ".3g")
+    return f"{drawing.number_text(last.get('loss'), '.4f')}, learning rate {rate}, gradient norm {norm}"
 
 
 def _sources(last: Mapping[str, Any]) -> str:
     shown = []
     for name, numbers in last["sources"].items():
         share = drawing.percent(numbers.get("share"), 0)
-        shown.append(f"{name} loss {drawing.plain(numbers.get('loss'), '.4f')} ({share} of the samples)")
+        shown.append(f"{name} loss {drawing.number_text(numbers.get('loss'), '.4f')} ({share} of the samples)")
     return ", ".join(shown)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, NamedTuple
 
-from shardwise_watch.step_metrics import Column, Curve
+from shardwise_watch.step_metrics import CurveColumn, StepCurve
 
 LEFT = 62
 RIGHT = 10
@@ -40,20 +40,20 @@ _UNITS = ((1e12, 1e12, " T"), (1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e5, 1e3, " k
 Rows = Sequence[Sequence[float]]
 
 
-class Size(NamedTuple):
-    """The size of a chart, in pixels of its picture, which is drawn as wide as its place in the page."""
+class ChartSize(NamedTuple):
+    """The size of a report's chart, in pixels of its picture, which is drawn as wide as its place in the page."""
 
     width: int
     height: int
 
 
-SMALL = Size(420, 236)
-LARGE = Size(640, 300)
-BELOW = Size(640, 190)
+SMALL = ChartSize(420, 236)
+LARGE = ChartSize(640, 300)
+BELOW = ChartSize(640, 190)
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """A thin vertical line between two steps, whose text a browser shows at the pointer.
 
     Attributes:
@@ -82,7 +82,7 @@ class _PlotArea:
     high_x: float
     low_y: float
     high_y: float
-    size: Size = SMALL
+    size: ChartSize = SMALL
 
     @property
     def width(self) -> int:
@@ -112,14 +112,14 @@ class _PlotArea:
 
 def line_chart(
     title: str,
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, StepCurve],
     *,
     percent: bool = False,
     is_cut: bool = True,
     notes: Sequence[str] = (),
-    marks: Sequence[Mark] = (),
-    size: Size = SMALL,
-    by_axis: Mapping[str, Mapping[str, Curve]] | None = None,
+    marks: Sequence[ChartMark] = (),
+    size: ChartSize = SMALL,
+    by_axis: Mapping[str, Mapping[str, StepCurve]] | None = None,
     axis: str = "step",
 ) -> str:
     """Draw curves over the steps of a run: a line of means in a band from the least to the largest value of a column.
@@ -135,7 +135,7 @@ def line_chart(
         axis: name of the axis that is drawn.
     """
     known = {name: curve for name, curve in curves.items() if curve.columns or curve.dots or curve.breaks}
-    dots = [Column(step, value, value, value) for curve in known.values() for step, value in curve.dots]
+    dots = [CurveColumn(step, value, value, value) for curve in known.values() for step, value in curve.dots]
     columns = [*(column for curve in known.values() for column in curve.known), *dots]
     if not columns:
         return ""
@@ -152,7 +152,7 @@ def line_chart(
     if size == LARGE:
         drawn += [_mark_label(area, mark, number) for number, mark in enumerate(mark for mark in marks if mark.label)]
     # A curve has one colour in all charts, also in those where another has no values.
-    looks = {name: look_of(number) for number, name in enumerate(curves)}
+    looks = {name: curve_classes(number) for number, name in enumerate(curves)}
     drawn += _curves(area, known, looks, has_zero=by_axis is not None)
     outside = [value for value in (least, largest) if not area.low_y <= value <= area.high_y]
     if outside:
@@ -169,7 +169,7 @@ def line_chart(
     return _figure(title, legend, drawn, area, _line_data(known, further), notes=notes)
 
 
-def _curves(area: _PlotArea, curves: Mapping[str, Curve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
+def _curves(area: _PlotArea, curves: Mapping[str, StepCurve], looks: Mapping[str, str], *, has_zero: bool) -> list[str]:
     """Draw curves, and the line of 0. The inner picture cuts off what leaves the chart, but no dots at its edge."""
     drawn = [
         f'<svg x="{LEFT}" y="{TOP}" width="{area.width}" height="{area.height}" '
@@ -185,7 +185,7 @@ def _curves(area: _PlotArea, curves: Mapping[str, Curve], looks: Mapping[str, st
     return drawn
 
 
-def _line_data(known: Mapping[str, Curve], further: Mapping[str, Any]) -> dict[str, Any]:
+def _line_data(known: Mapping[str, StepCurve], further: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of curves for the script, with what it needs besides; empty parts are left out."""
     dots = {name: [[x, _rounded(y, _DIGITS)] for x, y in curve.dots] for name, curve in known.items() if curve.dots}
     breaks = {name: curve.breaks for name, curve in known.items() if curve.breaks}
@@ -194,12 +194,14 @@ def _line_data(known: Mapping[str, Curve], further: Mapping[str, Any]) -> dict[s
     return {"curves": {name: _column_data(curve.known) for name, curve in known.items()}, **shown}
 
 
-def _data_by_axis(by_axis: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
-    named = {x: {name: curve.known for name, curve in of.items() if curve.known} for x, of in by_axis.items()}
-    return {"by": {x: {name: _column_data(of[name]) for name in of} for x, of in named.items()}}
+def _data_by_axis(by_axis: Mapping[str, Mapping[str, StepCurve]]) -> dict[str, Any]:
+    named = {x: {name: curve.known for name, curve in curves.items() if curve.known} for x, curves in by_axis.items()}
+    return {"by": {x: {name: _column_data(curves[name]) for name in curves} for x, curves in named.items()}}
 
 
-def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[Mark] = ()) -> str:
+def stacked_chart(
+    title: str, names: Sequence[str], rows: Sequence[Sequence[float]], marks: Sequence[ChartMark] = ()
+) -> str:
     """Draw the seconds of parts over the steps, one on the other; an empty text without rows.
 
     Args:
@@ -225,7 +227,7 @@ def stacked_chart(title: str, names: Sequence[str], rows: Sequence[Sequence[floa
     return _figure(title, legend, drawn, area, data)
 
 
-def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, note: str) -> str:
+def bar_chart(title: str, columns: Sequence[CurveColumn], axis: str, suffix: str, note: str) -> str:
     """Draw a bar for each column: up to its largest value, and darker up to its least.
 
     Args:
@@ -255,7 +257,7 @@ def bar_chart(title: str, columns: Sequence[Column], axis: str, suffix: str, not
     return _figure(title, [], drawn, area, data, notes=[note] if note else [])
 
 
-def axes(x: Sequence[float], y: Sequence[float], suffixes: tuple[str, str]) -> tuple[_PlotArea, str]:
+def chart_axes(x: Sequence[float], y: Sequence[float], suffixes: tuple[str, str]) -> tuple[_PlotArea, str]:
     """Return the area of a small chart that holds these values, and its two axes with their units as suffixes."""
     across, upward = _ticks(x), _ticks(y)
     area = _PlotArea(across[0], across[-1], upward[0], upward[-1])
@@ -266,14 +268,14 @@ _LOADS = {"no token": 0.0, "to 0.5": 1e-9, "to 0.8": 0.5, "to 1.25": 0.8, "to 2"
 """Least load over the mean of each colour; the fourth is that of a load near the mean."""
 
 
-def load_map(title: str, rows: Mapping[str, Rows], axis: str, note: str, size: Size = SMALL) -> str:
-    """Draw a load over the mean as the colour of a cell.
+def load_map(title: str, rows: Mapping[str, Rows], axis: str, note: str, size: ChartSize = SMALL) -> str:
+    """Draw the loads of experts over their mean as the colours of cells.
 
     Args:
         rows: by block, the first one on top, [number on the axis, load] of each cell; equally many.
         axis: name of the numbers on the axis.
     """
-    area = _PlotArea(*ends_of_cells(rows), 0.0, len(rows), size)
+    area = _PlotArea(*load_map_ends(rows), 0.0, len(rows), size)
     width, height = area.width / len(next(iter(rows.values()))), area.height / len(rows)
     paths: dict[int, list[str]] = {}
     drawn = [_x_axis(area, axis)]
@@ -292,7 +294,7 @@ def load_map(title: str, rows: Mapping[str, Rows], axis: str, note: str, size: S
     return _figure(title, legend, drawn, area, {**data, "is_map": True}, [note])
 
 
-def ends_of_cells(rows: Mapping[str, Rows]) -> tuple[float, float]:
+def load_map_ends(rows: Mapping[str, Rows]) -> tuple[float, float]:
     """Return the ends of the axis of a `load_map`, half a cell before the first number and after the last one."""
     numbers = [cell[0] for cell in next(iter(rows.values()))]
     half = (numbers[-1] - numbers[0]) / max(1, len(numbers) - 1) / 2 or 0.5
@@ -300,7 +302,7 @@ def ends_of_cells(rows: Mapping[str, Rows]) -> tuple[float, float]:
 
 
 def time_ticks(seconds: float) -> list[tuple[float, str]]:
-    """Return at most nine round times from 0 on within a duration, each as seconds and as text."""
+    """Return at most nine round times for the axis of a chart, each as seconds and as text."""
     units = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
     steps = {"s": (1, 2, 5, 10, 15, 30), "min": (1, 2, 5, 10, 15, 30), "h": (1, 2, 3, 6, 12), "d": (1, 2, 5)}
     choices = [(count * units[unit], unit) for unit, counts in steps.items() for count in counts]
@@ -313,13 +315,13 @@ def time_ticks(seconds: float) -> list[tuple[float, str]]:
     return [(tick * step, f"{tick * step / units[unit]:g} {unit}") for tick in range(int(seconds / step) + 1)]
 
 
-def attribute(value: Any) -> str:
-    """Return JSON as the text of an attribute in single quotes, which takes less room than in double ones."""
+def json_attribute(value: Any) -> str:
+    """Return JSON as the text of an HTML attribute in single quotes, which takes less room than in double ones."""
     return escape(json.dumps(value, allow_nan=False, separators=(",", ":")), quote=False).replace("'", "&#39;")
 
 
-def short(values: Sequence[float]) -> list[str]:
-    """Write the numbers of an axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
+def axis_numbers(values: Sequence[float]) -> list[str]:
+    """Write the numbers of a chart's axis in the unit of the largest: 0, 0.5 M, 1 M; 5,000 and 10,000; 3e-05."""
     largest = max(map(abs, values), default=0.0)
     unit, suffix = next(((unit, name) for least, unit, name in _UNITS if largest >= least), (1.0, ""))
     return [f"{value / unit:,.6g}{suffix}" if value else "0" for value in values]
@@ -340,7 +342,7 @@ def _figure(
     style = f"chart{'' if area.size == SMALL else ' large'}{' many' if len(legend) > _FEW_CURVES else ''}"
     ends = [area.low_x, area.high_x]
     return (
-        f"<figure class=\"{style}\" data-chart='{attribute({'ends': ends, **data})}'>"
+        f"<figure class=\"{style}\" data-chart='{json_attribute({'ends': ends, **data})}'>"
         f"<figcaption>{escape(title)}{keys}{small_print}</figcaption>"
         f'<svg viewBox="0 0 {width} {height}" role="img" tabindex="0" '
         f'aria-label="{escape(title)}: arrow keys show values">{"".join(drawn)}'
@@ -348,14 +350,13 @@ def _figure(
     )
 
 
-def look_of(number: int) -> str:
+def curve_classes(number: int) -> str:
     """Return the classes of a curve's colour and line, which page.css has."""
     dashes = number // _COLOURS % _LINES
     return f"c{number % _COLOURS}{f' d{dashes}' if dashes else ''}"
 
 
-def _curve(area: _PlotArea, curve: Curve, look: str) -> str:
-    """Draw the band, the line and the breaks of a curve."""
+def _curve(area: _PlotArea, curve: StepCurve, look: str) -> str:
     parts = []
     if curve.breaks is not None:
         first, last = curve.breaks
@@ -375,7 +376,7 @@ def _curve(area: _PlotArea, curve: Curve, look: str) -> str:
     return "".join(parts)
 
 
-def _mark(area: _PlotArea, mark: Mark) -> str:
+def _mark(area: _PlotArea, mark: ChartMark) -> str:
     """Draw a mark, with a wider line that cannot be seen, for the pointer; nothing outside of the chart."""
     if not area.low_x <= mark.place <= area.high_x:
         return ""
@@ -384,7 +385,7 @@ def _mark(area: _PlotArea, mark: Mark) -> str:
     return f'<g class="mark"><title>{escape(mark.text)}</title><line {line}/><line class="near" {line}/></g>'
 
 
-def _mark_label(area: _PlotArea, mark: Mark, number: int) -> str:
+def _mark_label(area: _PlotArea, mark: ChartMark, number: int) -> str:
     """Write the label of a mark on the side of its line that has more room; neighbouring labels are not at one height.
 
     Args:
@@ -405,7 +406,7 @@ def _dot(area: _PlotArea, x: float, y: float, look: str) -> str:
 
 def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percent: bool = False) -> str:
     parts = []
-    texts = [_tick_text(tick, percent) for tick in ticks] if percent else short(ticks)
+    texts = [_tick_text(tick, percent) for tick in ticks] if percent else axis_numbers(ticks)
     for tick, text in zip(ticks, texts, strict=True):
         y = area.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + area.width}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -416,9 +417,9 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
 def _x_axis(area: _PlotArea, name: str, ticks: Sequence[float] = (), suffix: str = "") -> str:
     below = area.size.height - 8
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{below}" text-anchor="end">{name}</text>']
-    whole = _ticks([area.low_x, area.high_x], are_whole=True)
-    ticks = ticks or [tick for tick in whole if area.low_x <= tick <= area.high_x]
-    for tick, text in zip(ticks, short(ticks), strict=True):
+    whole_ticks = _ticks([area.low_x, area.high_x], are_whole=True)
+    ticks = ticks or [tick for tick in whole_ticks if area.low_x <= tick <= area.high_x]
+    for tick, text in zip(ticks, axis_numbers(ticks), strict=True):
         x = area.x(tick)
         # A text in the middle of its tick would leave the picture at its ends.
         anchor = "end" if x > area.size.width - 3 * RIGHT else "start" if x < LEFT + 4 else "middle"
@@ -426,7 +427,7 @@ def _x_axis(area: _PlotArea, name: str, ticks: Sequence[float] = (), suffix: str
     return "".join(parts)
 
 
-def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
+def _shown_range(columns: Sequence[CurveColumn]) -> tuple[float, float]:
     """Return the values to show: all, unless a tenth of the columns would hide the rest, as a steep beginning does."""
     lows = sorted(column.least for column in columns)
     highs = sorted(column.largest for column in columns)
@@ -442,7 +443,7 @@ def _shown_range(columns: Sequence[Column]) -> tuple[float, float]:
     return shown_low, shown_high
 
 
-def _column_data(columns: Sequence[Column]) -> list[list[float]]:
+def _column_data(columns: Sequence[CurveColumn]) -> list[list[float]]:
     """Return columns for the script: [step, value] if each is a single value, else [step, least, mean, largest]."""
     if all(column.least == column.largest for column in columns):
         return [[column.step, _rounded(column.mean, _DIGITS)] for column in columns]
@@ -457,7 +458,7 @@ def _rounded(value: float, digits: int) -> float:
 
 
 def _tick_text(value: float, percent: bool) -> str:
-    return f"{100 * value:.4g}%" if percent else short([value])[0]
+    return f"{100 * value:.4g}%" if percent else axis_numbers([value])[0]
 
 
 def _ticks(values: Sequence[float], *, are_whole: bool = False) -> list[float]:

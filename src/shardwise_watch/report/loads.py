@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise_watch.json_lines import GrowingFile
 from shardwise_watch.run import RunView
-from shardwise_watch.step_metrics import equal_counts
+from shardwise_watch.step_metrics import ranges_of_equal_counts
 
 _RECENT_STEPS = 20
 _COLUMNS = 60
@@ -38,7 +38,7 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
     shown = [step for step in steps if step in loads]
     if not shown:
         return {}
-    columns = [steps[begin:stop] for begin, stop in equal_counts(len(steps), _COLUMNS)]
+    columns = [steps[begin:stop] for begin, stop in ranges_of_equal_counts(len(steps), _COLUMNS)]
     return {
         "expert_loads": {
             "title": "Load of each expert over the mean of its block",
@@ -51,7 +51,10 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
             "axis": "step",
             "note": "a row for each block",
             "rows": {
-                name: [(of[-1], round(sum(largest[step][row] for step in of) / len(of), 3)) for of in columns]
+                name: [
+                    (column[-1], round(sum(largest[step][row] for step in column) / len(column), 3))
+                    for column in columns
+                ]
                 for row, name in enumerate(shape)
             },
         },

@@ -12,26 +12,27 @@ from typing import Any
 
 from shardwise.base import redaction
 from shardwise.base.errors import listing
+from shardwise.base.parsing import by_dotted_key
 from shardwise.base.prices import Price
 from shardwise.estimates.device_peaks import devices_per_chip
 from shardwise.runs.events import number, seconds_of
 from shardwise.runs.layout_spans import LayoutSpan, spans_text
+from shardwise_watch.curve_points import AXES, axis_places, curve_differences, metric_points
 from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
-from shardwise_watch.overlay import AXES, Points, differences, places_of, points_of
 from shardwise_watch.report.loads import load_maps
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.run import RunView
+from shardwise_watch.run_snapshot import run_row
 from shardwise_watch.step_metrics import (
     PARTS,
     REPORT_CURVES,
     STEP_METRICS,
-    Column,
-    columns_of,
-    equal_counts,
+    CurveColumn,
     finite_values,
+    ranges_of_equal_counts,
+    reduce_to_columns,
 )
-from shardwise_watch.summary import row
 
 SCHEMA = 1
 _COLUMNS = 120
@@ -51,7 +52,7 @@ _MARKS = re.compile(r"\s*(?:</?s>|<[be]os>|<pad>|<\|\w+\|>|<end_of_turn>|\[(?:SE
 """Marks of tokenizers for the beginning and the end of a text."""
 
 
-def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
+def report_numbers(run: RunView, price: Price | None = None) -> dict[str, Any]:
     """Collect the numbers of a report on one run, of which all steps were read; `price` replaces that of its keys."""
     series = run.series
     scores = _task_scores(run)
@@ -62,21 +63,21 @@ def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
     diverged = {metric.name: _not_finite(run, metric.name) for metric in STEP_METRICS if metric.is_in_every_step}
     report = {
         "schema": SCHEMA,
-        **row(run),
+        **run_row(run),
         "created": _stamp(time.time()),
         "failure": None if run.failure is None else run.failure.lines(run.path),
         "sample": _MARKS.sub("\n", str(run.results.get("sample") or "")).strip(),
         **_cost(run, price),
         "numbers": _headline(run),
         "places": _places(run),
-        "curves": {metric.name: columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
-        "source_curves": {name: columns(series.steps, losses) for name, losses in series.sources.items()},
-        "balance_curves": {name: columns(series.steps, losses) for name, losses in series.balance.items()},
+        "curves": {metric.name: curve_columns(series.steps, series.numbers[metric.name]) for metric in REPORT_CURVES},
+        "source_curves": {name: curve_columns(series.steps, losses) for name, losses in series.sources.items()},
+        "balance_curves": {name: curve_columns(series.steps, losses) for name, losses in series.balance.items()},
         "load_maps": load_maps(run),
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
-        "task_curves": {metric: _as_curves(of) for metric, of in scores.items() if "_stderr" not in metric},
+        "task_curves": {metric: _as_curves(tasks) for metric, tasks in scores.items() if "_stderr" not in metric},
         "tasks": _tasks(scores),
         "layouts": [[span.steps_before, span.layout] for span in layouts],
         **_split(run, layouts),
@@ -106,7 +107,7 @@ def report_of(run: RunView, price: Price | None = None) -> dict[str, Any]:
     return {**report, "verdict": verdict(report)}
 
 
-def comparison(a: RunView, *others: RunView) -> dict[str, Any]:
+def compare_runs(a: RunView, *others: RunView) -> dict[str, Any]:
     """Compare runs with the first one: largest differences of training loss, keys of configuration, losses, curves.
 
     A difference is relative to the other run; that of the curves is the other run's loss minus A's. Steps at which a
@@ -115,7 +116,8 @@ def comparison(a: RunView, *others: RunView) -> dict[str, Any]:
     runs = (a, *others)
     pairs = [_pair(a, b) for b in others]
     steps = sorted(set.intersection(*(set(run.series.steps) for run in runs)))
-    of_a = {x: points_of(a.series, "loss", x) for x in AXES}
+    losses = {x: [metric_points(run.series, "loss", x) for run in runs] for x in AXES}
+    layouts = [spans_text(run.layouts) for run in runs]
     return {
         # Of two runs these are the numbers of their only pair.
         **(pairs[0] if len(pairs) == 1 else {}),
@@ -123,16 +125,20 @@ def comparison(a: RunView, *others: RunView) -> dict[str, Any]:
         "curves": [_curves_between(run, steps[0], steps[-1]) for run in runs] if steps else [],
         "losses": _compared_losses(runs, steps),
         "config": config_differences(*(run.config for run in runs)),
-        "layouts": layout_differences(*(run.layouts for run in runs)),
-        "differences": {x: [_difference_columns(run, of_a[x], x) for run in others] for x in AXES},
+        # They are shown where all are known, and not all equal.
+        "layouts": layouts if all(layouts) and len(set(layouts)) > 1 else None,
+        "differences": {
+            x: [_as_curve(curve_differences(points, of_a, x)) for points in of_others]
+            for x, (of_a, *of_others) in losses.items()
+        },
     }
 
 
 def _places(run: RunView) -> list[list[float | None]]:
     """Return [step, tokens, seconds of training] at the first step and at the end of each column; None if unknown."""
     steps = run.series.steps
-    ends = [0, *(stop - 1 for _, stop in equal_counts(len(steps), _COLUMNS))] if steps else []
-    places = [places_of(run.series, x) for x in AXES]
+    ends = [0, *(stop - 1 for _, stop in ranges_of_equal_counts(len(steps), _COLUMNS))] if steps else []
+    places = [axis_places(run.series, x) for x in AXES]
     return [[_finite(of_axis[at]) for of_axis in places] for at in dict.fromkeys(ends)]
 
 
@@ -145,7 +151,7 @@ def _pair(a: RunView, b: RunView) -> dict[str, Any]:
     not_finite = []
     for pair in common:
         if math.isfinite(pair["a"]) and math.isfinite(pair["b"]):
-            comparable.append({"difference": difference(pair["a"], pair["b"]), **pair})
+            comparable.append({"difference": relative_difference(pair["a"], pair["b"]), **pair})
         else:
             not_finite.append(pair)
     return {
@@ -155,33 +161,21 @@ def _pair(a: RunView, b: RunView) -> dict[str, Any]:
     }
 
 
-def _difference_columns(run: RunView, of_a: Points, x: str) -> list[Column]:
-    signed = differences(points_of(run.series, "loss", x), of_a, x)
-    return columns([*signed], [*signed.values()])
-
-
 def _losses(run: RunView) -> Iterable[tuple[int, float]]:
     return zip(run.series.steps, run.series.numbers["loss"], strict=True)
 
 
 def config_differences(*configs: Mapping[str, Any]) -> list[list[Any]]:
     """Return [key, its value in each] of each key by which configurations differ, without secrets."""
-    flat = [dict(_flat(redaction.without_secrets(config))) for config in configs]
+    flat = [by_dotted_key(redaction.without_secrets(config)) for config in configs]
     rows = [[key, *(keys.get(key) for keys in flat)] for key in dict.fromkeys(key for keys in flat for key in keys)]
     return [row for row in rows if any(value != row[1] for value in row[2:])]
 
 
-def layout_differences(*runs: Sequence[LayoutSpan]) -> list[str] | None:
-    """Return the layouts of the runs as texts; None if they are equal, or if one of them is not known."""
-    texts = [spans_text(spans) for spans in runs]
-    return texts if all(texts) and len(set(texts)) > 1 else None
-
-
 def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
     """Return the curve of training loss and the evaluations of a run between two steps."""
-    points = [(step, loss) for step, loss in _losses(run) if first <= step <= last]
     return {
-        "loss": columns([step for step, _ in points], [loss for _, loss in points]),
+        "loss": _as_curve({step: loss for step, loss in _losses(run) if first <= step <= last}),
         "evaluations": _spread([point for point in _evaluations(run) if first <= point[0] <= last]),
     }
 
@@ -189,7 +183,10 @@ def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
 def _compared_losses(runs: Sequence[RunView], common: Sequence[int]) -> list[list[Any]]:
     """Return [name, loss of each run] of the last common step, of the last steps and of the last evaluations."""
     losses = [dict(_losses(run)) for run in runs]
-    rows = [[f"loss at step {step:,}, the last in common", *(each[step] for each in losses)] for step in common[-1:]]
+    rows = [
+        [f"loss at step {step:,}, the last in common", *(run_losses[step] for run_losses in losses)]
+        for step in common[-1:]
+    ]
     if len({run.step for run in runs}) > 1:
         steps = listing(f"{run.step:,}" for run in runs)
         rows.append([f"final loss (step {steps})", *map(_final_loss, runs)])
@@ -204,16 +201,16 @@ def _evaluations(run: RunView) -> list[list[Any]]:
     return [[event.get("step"), event["loss"]] for event in run.evaluations if _known(event.get("loss"))]
 
 
-def difference(a: float, b: float) -> float:
-    """Return the difference of `a` from `b`, relative to `b`."""
+def relative_difference(a: float, b: float) -> float:
+    """Return the difference of a run's number `a` from `b`, relative to `b`."""
     if b:
         return abs(a - b) / abs(b)
     return math.inf if a else 0.0
 
 
-def columns(steps: Sequence[float], values: Sequence[float], count: int = _COLUMNS) -> list[Column]:
-    """Reduce a curve to at most `count` columns of equally many values; columns without a finite one are left out."""
-    all_columns = columns_of(steps, values, equal_counts(len(steps), count))
+def curve_columns(steps: Sequence[float], values: Sequence[float], count: int = _COLUMNS) -> list[CurveColumn]:
+    """Reduce a report's curve to at most `count` columns of equally many values, without columns of no finite one."""
+    all_columns = reduce_to_columns(steps, values, ranges_of_equal_counts(len(steps), count))
     return [column for column in all_columns if column is not None]
 
 
@@ -222,7 +219,6 @@ _Points = dict[str, dict[int, float]]
 
 
 def _set_losses(run: RunView) -> _Points:
-    """Return the losses of each evaluation set."""
     losses: _Points = {}
     for event in run.set_evaluations:
         if _known(event.get("loss")):
@@ -269,8 +265,12 @@ def _cost(run: RunView, price: Price | None) -> dict[str, Any]:
     return {"device_hours": hours, "cost": cost}
 
 
-def _as_curves(points: _Points) -> dict[str, list[Column]]:
-    return {name: columns([*values], [*values.values()]) for name, values in points.items()}
+def _as_curve(points: Mapping[Any, float]) -> list[CurveColumn]:
+    return curve_columns([*points], [*points.values()])
+
+
+def _as_curves(points: _Points) -> dict[str, list[CurveColumn]]:
+    return {name: _as_curve(values) for name, values in points.items()}
 
 
 def _spread(points: Sequence[list[Any]]) -> list[list[Any]]:
@@ -292,7 +292,6 @@ def _not_finite(run: RunView, name: str) -> dict[str, Any] | None:
 
 
 def _headline(run: RunView) -> dict[str, Any]:
-    """Return the numbers at the top of the page."""
     losses = finite_values(run.series.numbers["loss"])
     terms = run.start.get("mfu_terms") or {}
     evaluated = run.evaluations[-1].get("loss") if run.evaluations else None
@@ -339,7 +338,7 @@ def _split(run: RunView, layouts: Sequence[LayoutSpan]) -> dict[str, Any]:
 def _split_by_step(run: RunView) -> list[list[float]]:
     """Return [step, mean seconds of each of `PARTS` …] of each column; [] if no step recorded them."""
     rows = []
-    for begin, stop in equal_counts(len(run.series.steps), _COLUMNS):
+    for begin, stop in ranges_of_equal_counts(len(run.series.steps), _COLUMNS):
         if means := run.series.mean_parts(begin, stop):
             rows.append([run.series.steps[stop - 1], *(means.get(name, 0.0) for name in PARTS)])
     return rows
@@ -359,7 +358,6 @@ def _events(run: RunView) -> list[dict[str, Any]]:
 
 
 def _last_of_each_kind(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose the last events of each kind."""
     room: dict[str, float] = {}
     kept = []
     # From the end: of each kind the newest events have room.
@@ -393,15 +391,6 @@ def _timeline(run: RunView, events: Sequence[Mapping[str, Any]]) -> dict[str, An
     marks = {kind: [event["at"] - first for event in timed if event["kind"] == kind] for kind in kinds}
     last = max([timed[-1]["at"] - first, *(end for _, end in training)])
     return {"first": _stamp(first), "seconds": last, "training": training, "marks": marks}
-
-
-def _flat(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the keys of nested mappings with dots between, and their values."""
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    for key, inner in value.items():
-        yield from _flat(inner, f"{path}.{key}" if path else str(key))
 
 
 def _finite(value: Any) -> Any:

@@ -16,10 +16,10 @@ from shardwise.base import units
 from shardwise.base.mesh_axes import has_degrees, layout_text
 from shardwise.base.registered import optional_library
 from shardwise.config.pipeline_schedule_specs import DEFAULT_SCHEDULE
-from shardwise_watch.overlay import label
+from shardwise_watch.curve_points import curve_label
 from shardwise_watch.report import chart
-from shardwise_watch.report.numbers import columns
-from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, Curve, StepMetric
+from shardwise_watch.report.numbers import curve_columns
+from shardwise_watch.step_metrics import PARTS, REPORT_CURVES, StepCurve, StepMetric
 
 # Numbers of the page's colours (page.css), in the order of the parts. Green stands for the steps that count.
 _TIME_COLOURS = (4, 1, 2, 0, 5, 7, 3, 6)
@@ -38,18 +38,26 @@ _HEAT = (1.1, 1.2, 1.3, 1.4)
 _MARKS = {"checkpoint": "checkpoints", "eval": "evaluations", "warning": "warnings", "ended": "ends of jobs"}
 
 
-def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
-    """Make the page of one run, or of several that are laid over each other.
+def page_environment(*folders: Path) -> jinja2.Environment:
+    """The environment of a page's templates, which lie in these folders and in that of the report."""
+    # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([*folders, Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> str:
+    """Make the HTML report of one run, or of several that are laid over each other.
 
     Args:
-        reports: results of `report_of`.
-        compared: result of `comparison` for several runs.
+        reports: results of `report_numbers`.
+        compared: result of `compare_runs` for several runs.
     """
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # Names and texts come from files that anybody may have written, so all but `Markup` is escaped.
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = page_environment()
     environment.filters |= {
         "pretty": lambda value: json.dumps(_counted(value), indent=2, ensure_ascii=False),
         "loss": lambda value: _number(value, ".8g"),
@@ -65,17 +73,20 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
     }
     names = _names(reports)
     pair = compared if len(reports) == 2 else None
+    # The script draws charts over other axes by these.
+    places = {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)}
+    marks = [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]]
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         price=(reports[0]["cost"] or {}).get("price"),
         runs=[
-            {**_run(report, name), "letter": _letter(name), "look": chart.look_of(number)}
+            {**_run(report, name), "letter": _letter(name), "look": chart.curve_classes(number)}
             for number, (report, name) in enumerate(zip(reports, names, strict=True))
         ],
         opening=Markup(_common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)),
         difference=Markup(_differences(compared)) if compared else "",
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
-        places=Markup(chart.attribute(_places(reports, names))),
+        places=Markup(chart.json_attribute({"places": places, "marks": marks})),
         compared=compared,
         tasks=_task_rows(reports),
         left=chart.LEFT,
@@ -93,25 +104,20 @@ def page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | Non
 def _names(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(reports) == 1:
         return [str(reports[0]["run"])]
-    return [f"{label(number)}: {report['run']}" for number, report in enumerate(reports)]
+    return [f"{curve_label(number)}: {report['run']}" for number, report in enumerate(reports)]
 
 
 def _letter(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _places(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Collect what the script needs to draw charts over other axes: the places of steps by run, and the marks."""
-    return {
-        "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
-        "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
-    }
-
-
 def _differences(compared: Mapping[str, Any]) -> str:
     """Draw the loss of each run but the first minus that of the first, A."""
     by_axis = {
-        x: {"A": Curve([]), **{label(number): Curve(columns_) for number, columns_ in enumerate(of_runs, 1)}}
+        x: {
+            "A": StepCurve([]),
+            **{curve_label(number): StepCurve(columns) for number, columns in enumerate(of_runs, 1)},
+        }
         for x, of_runs in compared["differences"].items()
     }
     title = "Training loss of B minus A" if len(compared["pairs"]) == 1 else "Training loss minus that of A"
@@ -123,7 +129,8 @@ def _differences(compared: Mapping[str, Any]) -> str:
 def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
     """Draw the losses of two runs over the steps that both have; an empty text if there are none."""
     curves = {
-        name: Curve(curve["loss"], curve["evaluations"]) for name, curve in zip("AB", compared["curves"], strict=False)
+        name: StepCurve(curve["loss"], curve["evaluations"])
+        for name, curve in zip("AB", compared["curves"], strict=False)
     }
     title = "Training loss over the common steps"
     if any(curve.dots for curve in curves.values()):
@@ -132,19 +139,19 @@ def _common_losses(compared: Mapping[str, Any], reports: Sequence[Mapping[str, A
     return chart.line_chart(title, curves, notes=notes, marks=marks, size=chart.LARGE)
 
 
-def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.Mark]]:
+def _marks(reports: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[chart.ChartMark]]:
     """Return a note for each of the last changes of the layout, and marks for all changes and for each later start."""
     notes: list[str] = []
-    marks: list[chart.Mark] = []
+    marks: list[chart.ChartMark] = []
     for number, report in enumerate(reports):
-        run = label(number)
+        run = curve_label(number)
         prefix = f"{run}, " if len(reports) > 1 else ""
         changes = {}
         for (_, former), (steps_before, layout) in itertools.pairwise(report["layouts"]):
             text = f"{prefix}layout after step {steps_before:,}: {former} → {layout}"
-            changes[steps_before] = chart.Mark(steps_before, text, layout, run)
+            changes[steps_before] = chart.ChartMark(steps_before, text, layout, run)
         starts = {
-            steps_before: chart.Mark(steps_before, f"{prefix}{kind} after step {steps_before:,}", run=run)
+            steps_before: chart.ChartMark(steps_before, f"{prefix}{kind} after step {steps_before:,}", run=run)
             for steps_before, kind in report["later_starts"][-_MOST_STARTS:]
         }
         notes += [mark.text for mark in changes.values()]
@@ -170,10 +177,10 @@ def _charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str], *, is_lo
 
 
 def _metric_chart(
-    reports: Sequence[Mapping[str, Any]], names: Sequence[str], metric: StepMetric, size: chart.Size = chart.SMALL
+    reports: Sequence[Mapping[str, Any]], names: Sequence[str], metric: StepMetric, size: chart.ChartSize = chart.SMALL
 ) -> str:
     """Draw a metric of each run; the steps at which it is not finite are shaded, and named below the title."""
-    curves: dict[str, Curve] = {}
+    curves: dict[str, StepCurve] = {}
     layout_notes, marks = _marks(reports)
     notes = layout_notes if metric is _LOSS else [metric.note] if metric.note else []
     for name, report in zip(names, reports, strict=True):
@@ -183,7 +190,9 @@ def _metric_chart(
             breaks = (not_finite["first"], not_finite["last"])
             steps = units.counted(not_finite["steps"], "step")
             notes.append(f"{prefix}not finite at {steps}, first {not_finite['first']:,}")
-        curves[shown] = Curve(report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks)
+        curves[shown] = StepCurve(
+            report["curves"][metric.name], report["evaluations"] if metric is _LOSS else (), breaks
+        )
     has_dots = any(curve.dots for curve in curves.values())
     title = f"{metric.title}, dots: evaluation" if has_dots else metric.title
     return chart.line_chart(
@@ -191,17 +200,16 @@ def _metric_chart(
     )
 
 
-def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, Curve]:
+def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], key: str) -> dict[str, StepCurve]:
     """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
-        for of, rows in report.get(key, {}).items():
-            curves[f"{_letter(name)}: {of}" if len(reports) > 1 else of] = Curve(rows)
+        for curve_name, rows in report.get(key, {}).items():
+            curves[f"{_letter(name)}: {curve_name}" if len(reports) > 1 else curve_name] = StepCurve(rows)
     return curves
 
 
 def _task_charts(reports: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    """Draw the scores of tasks, a chart for each metric."""
     scores = [report["task_curves"] for report in reports]
     charts = []
     for metric in dict.fromkeys(metric for by_metric in scores for metric in by_metric):
@@ -314,7 +322,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "hosts": len(hosts),
         "is_wide": len(ranks) <= _MOST_LABELLED,
         "heat": _HEAT,
-        "data": Markup(chart.attribute({"hosts": hosts, "axes": axes, "ranks": facts})),
+        "data": Markup(chart.json_attribute({"hosts": hosts, "axes": axes, "ranks": facts})),
         "stages": stages,
         "worst": sorted(ranks, key=lambda rank: -(rank["relative"] or 0.0))[:_MOST_LISTED],
     }
@@ -331,7 +339,7 @@ def _memory_by_rank(ranks: Sequence[Mapping[str, Any]]) -> str:
     power = max(0, min(4, int(math.log(max(1, 1.25 * used[most]), 1024))))
     suffix = (" B", " KiB", " MiB", " GiB", " TiB")[power]
     note = f"from {units.size(used[least])} on rank {least:,} to {units.size(used[most])} on rank {most:,}"
-    rows = columns([*used], [amount / 1024**power for amount in used.values()])
+    rows = curve_columns([*used], [amount / 1024**power for amount in used.values()])
     return chart.bar_chart("Memory in use by rank", rows, "rank", suffix, note)
 
 
@@ -345,8 +353,8 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
     return "–" if value is None else shown(value)
 
 
-def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Draw each curve that has a value into `folder`; returns the files; ConfigError: matplotlib is not installed."""
+def draw_pictures(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw each curve of a report that has a value into `folder`; returns the files; ConfigError: no matplotlib."""
     figures = optional_library("matplotlib.figure", "--png needs", "plot")
     colours = optional_library("matplotlib.colors", "--png needs", "plot")
     folder.mkdir(parents=True, exist_ok=True)
@@ -382,7 +390,7 @@ def draw(reports: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
             figure = figures.Figure(figsize=(7, 4), layout="constrained")
             axes = figure.subplots()
             rows = {block: [load for _, load in cells] for block, cells in shown["rows"].items()}
-            extent = (*chart.ends_of_cells(shown["rows"]), len(rows) - 0.5, -0.5)
+            extent = (*chart.load_map_ends(shown["rows"]), len(rows) - 0.5, -0.5)
             norm = colours.TwoSlopeNorm(1, 0, 4)
             image = axes.imshow([*rows.values()], "coolwarm", norm, aspect="auto", extent=extent)
             axes.set(xlabel=shown["axis"], ylabel="block", title=shown["title"])

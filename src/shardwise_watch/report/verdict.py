@@ -13,10 +13,10 @@ _FEW_PERCENT = 0.5
 
 
 def verdict(report: Mapping[str, Any]) -> str:
-    """Say how far a run came, how long it took, at which loss it is, and how much of its time was lost.
+    """Say on top of the report how far a run came, how long it took, at which loss it is, and what time was lost.
 
     Args:
-        report: result of `report_of`.
+        report: result of `report_numbers`.
     """
     done = _steps_text(report)
     seconds = report["seconds"]

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import ContentSwitcher
 
 from shardwise_watch.screen import drawing, panels, views
-from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Choice, Frame, Span
+from shardwise_watch.screen.frame import SPANS, UNEXPECTED, Frame, ShownRuns, Span
 
 VIEWS = ("overview", "ranks", "pipeline", "nodes", "events", "log")
 LEAST = (80, 20)
@@ -48,20 +48,20 @@ class Panel(Widget):
         for line in lines:
             line.truncate(width)
             # Texts of a run's files may have characters that a terminal obeys.
-            line.plain = panels.clean(line.plain)
+            line.plain = panels.printable_line(line.plain)
         return Text("\n", no_wrap=True).join(lines)
 
     @property
-    def top(self) -> Top:
-        assert isinstance(self.app, Top)
+    def top(self) -> TopScreen:
+        assert isinstance(self.app, TopScreen)
         return self.app
 
 
-class Top(App[None]):
+class TopScreen(App[None]):
     """The screen of a run, which can be changed for another one.
 
     Args:
-        read: `Reader.read`; called in a thread, never twice at once.
+        read: `FrameReader.read`; called in a thread, never twice at once.
         interval: seconds from one reading to the next; 0: it is read once.
         behind: folder of a run whose curves are shown behind.
     """
@@ -103,7 +103,7 @@ class Top(App[None]):
         self._metric = 0
         self._span = 0
         self._moved = [0] * (len(VIEWS) + 1)  # the last one is the place in the list of runs
-        self._choice = Choice(behind=behind)
+        self._choice = ShownRuns(behind=behind)
 
     def compose(self) -> ComposeResult:
         def span() -> Span:
@@ -118,29 +118,29 @@ class Top(App[None]):
                         yield Panel(lambda f, w, h: panels.curve(f, w, h, "tokens_per_second", span()))
                         yield Panel(lambda f, w, h: panels.curve(f, w, h, "grad_norm", span()))
                     yield Panel(panels.speed, id="speed")
-                yield Panel(panels.failure, id="failure")
-                yield Panel(panels.split, id="split")
-                yield Panel(views.strips, id="strips")
+                yield Panel(panels.failure_panel, id="failure")
+                yield Panel(panels.step_parts_panel, id="split")
+                yield Panel(views.rank_strips, id="strips")
                 with Horizontal(id="ending"):
                     yield Panel(panels.lost, id="lost")
-                    yield Panel(panels.events, id="newest")
+                    yield Panel(panels.newest_events_panel, id="newest")
             with Vertical(id="ranks"):
                 yield Panel(self._grid, id="grid")
                 yield Panel(self._listing, id="listing")
             with Vertical(id="pipeline"):
-                yield Panel(views.schedule, id="schedule")
+                yield Panel(views.schedule_view, id="schedule")
                 yield Panel(views.bubbles, id="bubbles")
             with Container(id="nodes"):
-                yield Panel(lambda f, w, h: views.nodes(f, w, h, self._moved[3]))
+                yield Panel(lambda f, w, h: views.nodes_view(f, w, h, self._moved[3]))
             with Vertical(id="events"):
                 yield Panel(panels.lost, id="all-lost")
-                yield Panel(lambda f, w, h: panels.all_events(f, w, h, self._moved[4]))
+                yield Panel(lambda f, w, h: panels.all_events_panel(f, w, h, self._moved[4]))
             with Container(id="log"):
-                yield Panel(lambda f, w, h: panels.log(f, w, h, self._moved[5]))
+                yield Panel(lambda f, w, h: panels.log_panel(f, w, h, self._moved[5]))
             with Container(id="runs"):
                 yield Panel(lambda f, w, h: panels.runs(f, w, h, self._moved[-1]))
             with Container(id="keys"):
-                yield Panel(lambda f, w, h: views.keys(w, h))
+                yield Panel(lambda f, w, h: views.keys_view(w, h))
         yield Panel(lambda f, w, h: [self._footer(w)], id="footer")
         yield Panel(lambda f, w, h: self._too_small(w), id="small")
 
@@ -172,11 +172,11 @@ class Top(App[None]):
             self.call_from_thread(self._show, frame, asked)
 
     @property
-    def _asked(self) -> tuple[int, Span, Choice]:
+    def _asked(self) -> tuple[int, Span, ShownRuns]:
         """Number of columns that the curves need at most, the part of the run that they show, and what is shown."""
         return max(1, self.size.width) * 2, SPANS[self._span], self._choice
 
-    def _show(self, frame: Frame, asked: tuple[int, Span, Choice]) -> None:
+    def _show(self, frame: Frame, asked: tuple[int, Span, ShownRuns]) -> None:
         is_first = self.frame is None or self.frame.path != frame.path
         if self.frame is not None and (former := [path for path, *_ in self.frame.runs]) and frame.runs:
             # While runs are listed their order stays, and the marked one is marked, whichever wrote last.
@@ -198,7 +198,7 @@ class Top(App[None]):
             self.screen.set_class(bool(self.frame.failure_lines), "-failed")
             self.query_one("#split").styles.height = 3 + len(drawing.further_rows(self.frame.last))
             self.query_one("#strips").styles.height = min(11 if is_high else 4, 4 + len(self.frame.ranks) // 64)
-            self.query_one("#grid").styles.height = views.grid_height(self.frame, 18 if is_high else 11)
+            self.query_one("#grid").styles.height = views.rank_grid_height(self.frame, 18 if is_high else 11)
             # Room for the header and the footer, and for eight pipeline ranks with their headings.
             room = self.size.height - 3 - 10
             self.query_one("#schedule").styles.height = max(6, min(room, views.schedule_height(self.frame)))
@@ -207,13 +207,13 @@ class Top(App[None]):
 
     def _grid(self, frame: Frame, width: int, height: int) -> list[Text]:
         metric = views.METRICS[self._metric]
-        ordered = views.ordered(frame, metric)
+        ordered = views.ordered_ranks(frame, metric)
         chosen = ordered[min(self._moved[1], len(ordered) - 1)] if ordered else None
-        return views.grid(frame, width, height, metric, chosen)
+        return views.rank_grid(frame, width, height, metric, chosen)
 
     def _listing(self, frame: Frame, width: int, height: int) -> list[Text]:
         metric = views.METRICS[self._metric]
-        return views.listing(frame, width, height, views.ordered(frame, metric), self._moved[1], metric)
+        return views.listing(frame, width, height, views.ordered_ranks(frame, metric), self._moved[1], metric)
 
     def _footer(self, width: int) -> Text:
         line = Text(" ")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.base import units
-from shardwise_watch.step_metrics import SPARSE_METRICS, SPARSE_ROW, Curve, column_width
+from shardwise_watch.step_metrics import SPARSE_METRICS, SPARSE_ROW, StepCurve, column_width
 
 GROUND = "#12161c"
 RAISED = "#1b212a"
@@ -53,7 +53,7 @@ SILENT = "×"
 
 
 def heading(width: int, title: str, summary: Text | str = "", right: Text | str = "") -> Text:
-    """Write the line above a panel: ` title  summary ───── right `, cut to `width`."""
+    """Write the line above a panel of the screen: ` title summary ───── right `, cut to `width`."""
     line = Text.assemble((f" {title} ", f"bold {TEXT}"), summary if isinstance(summary, Text) else (summary, TEXT))
     line.append(" " if line.plain[-1:] != " " else "")
     ending = right if isinstance(right, Text) else Text(right, style=FAINT)
@@ -68,20 +68,20 @@ def heading(width: int, title: str, summary: Text | str = "", right: Text | str 
     return line
 
 
-def fitted(line: Text, width: int) -> Text:
-    """Cut or fill a copy of `line` to exactly `width` cells."""
+def fitted_line(line: Text, width: int) -> Text:
+    """Cut or fill a copy of a line of the screen to exactly `width` cells."""
     line = line.copy()
     line.truncate(width, overflow="ellipsis", pad=True)
     return line
 
 
 def sentences(width: int, text: str, style: str = FAINT) -> list[Text]:
-    """Break a text into lines that fit, set in by a space."""
+    """Break a text into lines that fit the screen, set in by a space."""
     return [Text.assemble(" ", line) for line in Text(text, style).wrap(PLAIN_CONSOLE, width - 2)]
 
 
-def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
-    """Align rows of (text, style) in columns. `right`: indices of the columns that are set flush right."""
+def aligned_columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = (), gap: int = 2) -> list[Text]:
+    """Align rows of (text, style) in columns of the screen. `right`: indices of columns that are set flush right."""
     widths = [max(len(text) for text, _ in column) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -93,9 +93,9 @@ def columns(rows: Sequence[Sequence[tuple[str, str]]], right: Sequence[int] = ()
     return lines
 
 
-def marked(lines: Sequence[Text], width: int, at: int) -> list[Text]:
-    """Fit the lines of a list, and mark the one at an index."""
-    shown = [fitted(line, width) for line in lines]
+def marked_list(lines: Sequence[Text], width: int, at: int) -> list[Text]:
+    """Fit the lines of a list on the screen, and mark the one at an index."""
+    shown = [fitted_line(line, width) for line in lines]
     for line in shown[at : at + 1]:
         line.plain = f"▸{line.plain[1:]}"
         line.stylize(f"bold on {RAISED}")
@@ -103,22 +103,22 @@ def marked(lines: Sequence[Text], width: int, at: int) -> list[Text]:
 
 
 def meter(share: float, width: int, style: str) -> Text:
-    """Draw a share of 1 as a bar of `width` cells, exact to an eighth of a cell."""
+    """Draw a share of 1 on the screen as a bar of `width` cells, exact to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     bar = "█" * full + (_EIGHTHS[part] if part else "")
     return Text(bar.ljust(width), style)
 
 
-def progress(share: float, width: int, style: str) -> Text:
-    """Draw a share of 1 as a thin line, exact to half a cell."""
+def progress_line(share: float, width: int, style: str) -> Text:
+    """Draw a share of 1 on the screen as a thin line, exact to half a cell."""
     halves = round(max(0.0, min(1.0, share)) * width * 2)
     bar = "━" * (halves // 2) + "╸" * (halves % 2)
     return Text.assemble((bar, style), ("─" * (width - len(bar)), RULE))
 
 
-def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
-    """Draw parts of a step side by side in proportion, each with its name if that fits."""
+def step_segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) -> Text:
+    """Draw parts of a step on the screen side by side in proportion, each with its name if that fits."""
     parts_sum = sum(parts.values())
     line = Text()
     total = 0.0
@@ -135,7 +135,7 @@ def segments(parts: Mapping[str, float], width: int, *, are_named: bool = True) 
     return line
 
 
-def heat(
+def heat_strip(
     values: Sequence[float | None],
     width: int,
     low: float,
@@ -144,7 +144,7 @@ def heat(
     silent: frozenset[int] = frozenset(),
     worst: Callable[[Sequence[float]], float] = max,
 ) -> Text:
-    """Draw numbers of consecutive ranks as a strip of `width` cells.
+    """Draw numbers of consecutive ranks on the screen as a strip of `width` cells.
 
     A cell that stands for several ranks shows the worst of their numbers; few ranks are spread over the width. The
     height of a cell tells its number where there are no colours.
@@ -189,8 +189,8 @@ def use_style(share: float) -> str:
     return WARN if share < 0.7 else "#3f5d47"
 
 
-def rate(value: object) -> str:
-    """Write a number with three digits, such as `1.25 M`, or a dash."""
+def rate_text(value: object) -> str:
+    """Write a number on the screen with three digits, such as `1.25 M`, or a dash."""
     if not _is_finite(value):
         return "–"
     power = 0
@@ -209,21 +209,21 @@ def percent(value: object, digits: int = 1) -> str:
 
 
 def further_rows(last: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return names and texts of what only some models record in a step."""
+    """Return names and texts for the screen of what only some models record in a step."""
     values = {words: last.get(name) for name, words in SPARSE_METRICS.items()}
     if next(iter(values.values())) is None:
         return []
     losses = last.get("balance_losses")
-    shown = [f"{name} {plain(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
+    shown = [f"{name} {number_text(loss)}" for name, loss in losses.items()] if isinstance(losses, dict) else []
     texts = [
-        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", plain(value), words)
+        words.format(value) if _is_finite(value) else re.sub(r"\{.*\}", number_text(value), words)
         for words, value in values.items()
     ]
     return [(SPARSE_ROW, ", ".join(texts + shown))]
 
 
-def plain(value: object, form: str = ".4g") -> str:
-    """Write a number in the given form, the texts "nan" and "inf" as they are, and a dash for all else."""
+def number_text(value: object, form: str = ".4g") -> str:
+    """Write a number on the screen in the given form, the texts "nan" and "inf" as they are, a dash for all else."""
     if isinstance(value, str):
         return value
     return format(value, form) if isinstance(value, int | float) else "–"
@@ -237,8 +237,8 @@ def seconds(value: object) -> str:
     return units.duration(value) if _is_finite(value) else "–"
 
 
-def model(device: str) -> str:
-    """Return the word of a device's name that names its model, such as `H100`; the first word if none has a digit."""
+def device_model(device: str) -> str:
+    """Return the word of a device's name to show, such as `H100`; the first word if none has a digit."""
     words = device.partition(":")[0].split()
     return next((word for word in words if any(letter.isdigit() for letter in word)), "".join(words[:1])) or "–"
 
@@ -249,8 +249,8 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """The bit of each dot of a braille character, by column and row."""
 
 
-def plot(
-    curve: Curve, behind: Curve | None, width: int, height: int, style: str, shown: Callable[[float], str]
+def plot_curves(
+    curve: StepCurve, behind: StepCurve | None, width: int, height: int, style: str, shown: Callable[[float], str]
 ) -> list[Text]:
     """Draw a curve, and another one behind it, with their scale in `height` lines, the last of which names the steps.
 
@@ -261,7 +261,7 @@ def plot(
     low, high = _range(curve)
     if math.isnan(low) or rows < 2:
         return []
-    behind = behind or Curve(())
+    behind = behind or StepCurve(())
     if behind.known:
         # At most twice as much room again: a curve that is far away must not flatten this one.
         least, largest = _range(behind)
@@ -275,7 +275,9 @@ def plot(
     # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
     # Each cell has two columns of dots.
-    bits, bits_behind = (drawn(resampled(one, cells * 2), cells, rows, low, high) for one in (curve, behind))
+    bits, bits_behind = (
+        dot_bits(resampled_curve(drawn_curve, cells * 2), cells, rows, low, high) for drawn_curve in (curve, behind)
+    )
     marks = _marks(curve, cells, rows, low, high)
     lines = []
     for row in range(rows):
@@ -291,7 +293,7 @@ def plot(
     return lines
 
 
-def _marks(curve: Curve, cells: int, rows: int, low: float, high: float) -> set[tuple[int, int]]:
+def _marks(curve: StepCurve, cells: int, rows: int, low: float, high: float) -> set[tuple[int, int]]:
     """Return (row, cell) of the evaluations that are shown, so few that marks do not hide the curve."""
     distance = max(1, math.ceil(len(curve.dots) * _MARK_DISTANCE / cells))
     count = len(curve.columns)
@@ -305,7 +307,7 @@ def _marks(curve: Curve, cells: int, rows: int, low: float, high: float) -> set[
     return marks
 
 
-def _range(curve: Curve) -> tuple[float, float]:
+def _range(curve: StepCurve) -> tuple[float, float]:
     """Return the least and the largest value to show; those of the first columns are cut off if they hide the rest.
 
     A training begins with a steep loss, and with steps that compile.
@@ -322,14 +324,14 @@ def _range(curve: Curve) -> tuple[float, float]:
     return (least if low - least < margin else low, largest if largest - high < margin else high)
 
 
-def resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
+def resampled_curve(curve: StepCurve, dot_columns: int) -> list[tuple[float, float]]:
     """Return (least, largest) of each column of dots; columns between two known ones lie on the line between these."""
     count = len(curve.columns)
     pairs: list[tuple[float, float] | None] = []
     for dot_column in range(dot_columns):
         begin = dot_column * count // dot_columns
         stop = max(begin + 1, (dot_column + 1) * count // dot_columns)
-        columns = Curve(curve.columns[begin:stop]).known
+        columns = StepCurve(curve.columns[begin:stop]).known
         ends = (min(column.least for column in columns), max(column.largest for column in columns)) if columns else None
         pairs.append(ends)
     known = [index for index, pair in enumerate(pairs) if pair is not None]
@@ -342,7 +344,7 @@ def resampled(curve: Curve, dot_columns: int) -> list[tuple[float, float]]:
     return [pair or (math.nan, math.nan) for pair in pairs]
 
 
-def drawn(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
+def dot_bits(columns: Sequence[tuple[float, float]], cells: int, rows: int, low: float, high: float) -> list[list[int]]:
     """Return the bits of the dots of each cell, by row and cell."""
     bits = [[0] * cells for _ in range(rows)]
     lowest_dot = rows * 4 - 1

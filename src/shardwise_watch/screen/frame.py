@@ -17,8 +17,8 @@ from shardwise_watch.cli.ls import run_cells
 from shardwise_watch.json_lines import last_raw_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import NodeView, PipelineView, RankView, pipeline_views, silent_ranks
-from shardwise_watch.run import RunView, State, folders, open_run
-from shardwise_watch.step_metrics import SCREEN_CURVES, Curve, columns_of, equal_widths
+from shardwise_watch.run import RunView, State, open_run, run_folders
+from shardwise_watch.step_metrics import SCREEN_CURVES, StepCurve, ranges_of_equal_widths, reduce_to_columns
 
 Span = Literal["whole", "tenth", "hundredth"]
 """Part of the run that a curve shows, counted from its end."""
@@ -34,8 +34,8 @@ UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Arith
 """Errors that values of other types in the files of a run lead to: another program may have written them."""
 
 
-class Choice(NamedTuple):
-    """Folders of the run that is shown (None: the first one) and of the one behind, and whether runs are listed."""
+class ShownRuns(NamedTuple):
+    """Folders of the run that the screen shows (None: the first) and of the one behind, and whether runs are listed."""
 
     run: Path | None = None
     behind: Path | None = None
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Frame:
-    """A run at the moment `now` (seconds since the epoch), with the facts of `RunView`.
+    """A run on the screen at the moment `now` (seconds since the epoch), with the facts of `RunView`.
 
     Attributes:
         evaluation: last "eval" event; {} without one.
@@ -77,8 +77,8 @@ class Frame:
     config: Mapping[str, Any] = field(default_factory=dict)
     split: Mapping[str, float] = field(default_factory=dict)
     graphs: Mapping[str, float] = field(default_factory=dict)
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    behind: Mapping[str, Curve] = field(default_factory=dict)
+    curves: Mapping[str, StepCurve] = field(default_factory=dict)
+    behind: Mapping[str, StepCurve] = field(default_factory=dict)
     behind_path: Path | None = None
     log: Sequence[str] = ()
     runs: Sequence[tuple[Path, float, Sequence[str]]] = ()
@@ -103,7 +103,7 @@ class Frame:
         return max(known, key=lambda view: view.relative or 0.0, default=None)
 
 
-class Reader:
+class FrameReader:
     """Reader of frames of runs, of which one is shown at a time.
 
     Attributes:
@@ -115,13 +115,15 @@ class Reader:
         self.paths = [reader.path for reader in opened]
         self._readers = dict(zip(self.paths, opened, strict=True))
 
-    def read(self, columns: int = 0, span: Span = "whole", still: bool = False, choice: Choice | None = None) -> Frame:
+    def read(
+        self, columns: int = 0, span: Span = "whole", still: bool = False, choice: ShownRuns | None = None
+    ) -> Frame:
         """Read a run, with curves of that many columns; if it cannot be read, return the last frame with a `problem`.
 
         Args:
             still: True to read nothing, and only cut the curves of the last frame anew.
         """
-        run, behind, is_listing = choice or Choice()
+        run, behind, is_listing = choice or ShownRuns()
         path = run or self.paths[0]
         frame = self._readers[path].read(columns, span, still)
         # The first frame comes at once, without what takes long.
@@ -133,7 +135,7 @@ class Reader:
     def _rows(self, still: bool) -> list[tuple[Path, float, Sequence[str]]]:
         """Read the runs that can be chosen, the one that wrote last first."""
         rows = []
-        for path in dict.fromkeys([*self.paths, *folders(self.paths[0].parent)]):
+        for path in dict.fromkeys([*self.paths, *run_folders(self.paths[0].parent)]):
             # One that cannot be read is left out.
             with contextlib.suppress(errors.ConfigError):
                 self._readers[path] = self._readers.get(path) or _RunReader(path)
@@ -156,7 +158,7 @@ class _RunReader:
         self._frame: Frame | None = None
 
     def read(self, columns: int, span: Span, still: bool) -> Frame:
-        """Read the run, as `Reader.read` says."""
+        """Read the run, as `FrameReader.read` says."""
         if still and self._frame is not None and self._has_history:
             return replace(self._frame, curves=_curves(self._run, columns, span))
         if self._frame is not None and not self._has_history:
@@ -165,7 +167,7 @@ class _RunReader:
             if not self._run.directory.holds_run:
                 return self._old(f"the run's folder {self._run.path} is gone")
             self._run.refresh()
-            frame = frame_of(self._run, columns, span, has_history=self._has_history)
+            frame = make_frame(self._run, columns, span, has_history=self._has_history)
             lines = last_raw_lines(self._run.directory.log(0), _LOG_BYTES)
             self._frame = replace(frame, log=[line.decode(errors="replace") for line in lines])
         except OSError as error:
@@ -174,7 +176,7 @@ class _RunReader:
             return self._old(f"{self._run.path} has a file that is not as expected ({type(error).__name__}: {error})")
         return self._frame
 
-    def curves_behind(self, columns: int, span: tuple[int, int], still: bool) -> dict[str, Curve]:
+    def curves_behind(self, columns: int, span: tuple[int, int], still: bool) -> dict[str, StepCurve]:
         """Read the curves of the run over a span of another run's steps."""
         if not self._has_history:
             self._read_history()
@@ -196,8 +198,8 @@ class _RunReader:
         return replace(old, now=time.time(), problem=redaction.redacted(problem))
 
 
-def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
-    """Make the frame of a run as it is now."""
+def make_frame(run: RunView, columns: int = 0, span: Span = "whole", *, has_history: bool = False) -> Frame:
+    """Make the frame of a run for the screen, as it is now."""
     ranks = run.ranks()
     return Frame(
         now=time.time(),
@@ -217,22 +219,24 @@ def frame_of(run: RunView, columns: int = 0, span: Span = "whole", *, has_histor
     )
 
 
-def _curves(run: RunView, columns: int, span: Span | tuple[int, int]) -> dict[str, Curve]:
+def _curves(run: RunView, columns: int, span: Span | tuple[int, int]) -> dict[str, StepCurve]:
     """Cut each metric into `columns`, over a part of the run or the steps of a span; the loss has dots: evaluations."""
     series = run.series
     if not columns or not series.steps:
-        return dict.fromkeys(SCREEN_CURVES, Curve(())) if columns else {}
+        return dict.fromkeys(SCREEN_CURVES, StepCurve(())) if columns else {}
     if isinstance(span, str):
         last = series.steps[-1]
         span = max(series.steps[0], last - (last - series.steps[0]) // _PART[span]), last
     first, last = span
-    ranges = equal_widths(series.steps, span, columns)
+    ranges = ranges_of_equal_widths(series.steps, span, columns)
     dots = [
         (event["step"], number(event.get("loss")))
         for event in run.evaluations
         if isinstance(event["step"], int) and first <= event["step"] <= last
     ]
     return {
-        name: Curve(columns_of(series.steps, series.numbers[name], ranges), dots if name == "loss" else (), span=span)
+        name: StepCurve(
+            reduce_to_columns(series.steps, series.numbers[name], ranges), dots if name == "loss" else (), span=span
+        )
         for name in SCREEN_CURVES
     }

@@ -15,7 +15,7 @@ from shardwise_watch.cli.ls import RUN_COLUMNS
 from shardwise_watch.event_text import event_text
 from shardwise_watch.lost_time import CAUSES
 from shardwise_watch.screen import drawing
-from shardwise_watch.screen.drawing import ACCENT, BAD, BEHIND, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot
+from shardwise_watch.screen.drawing import ACCENT, BAD, BEHIND, FAINT, GOOD, PART_COLOURS, RULE, TEXT, WARN, plot_curves
 from shardwise_watch.screen.frame import Frame, Span
 
 _SPAN_NAMES: Mapping[Span, str] = {"whole": "all steps", "tenth": "last tenth", "hundredth": "last hundredth"}
@@ -38,7 +38,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
     clock = datetime.fromtimestamp(frame.now).astimezone().strftime("%H:%M:%S")
     first = _between(width, Text.assemble(name, "  ", state), Text(f"{heard}  {clock} ", FAINT))
     if frame.problem:
-        return [first, drawing.fitted(Text(f" {frame.problem}", f"bold {BAD}"), width)]
+        return [first, drawing.fitted_line(Text(f" {frame.problem}", f"bold {BAD}"), width)]
     done = frame.step / frame.steps if frame.steps else 0.0
     total = f" of {frame.steps:,}" if frame.steps else ""
     progress = Text.assemble((f"step {frame.step:,}", f"bold {TEXT}"), (total, TEXT))
@@ -48,7 +48,7 @@ def header(frame: Frame, width: int, paused: bool = False) -> list[Text]:
         progress.append("  ETA ", FAINT)
         progress.append(drawing.seconds(frame.eta_seconds), f"bold {ACCENT}")
     room = max(4, width - progress.cell_len - 4)
-    return [first, Text.assemble(" ", drawing.progress(done, room, colour), "  ", progress)]
+    return [first, Text.assemble(" ", drawing.progress_line(done, room, colour), "  ", progress)]
 
 
 class _CurveStyle(NamedTuple):
@@ -68,9 +68,11 @@ class _CurveStyle(NamedTuple):
 
 
 _CURVE_STYLES: Mapping[str, _CurveStyle] = {
-    "loss": _CurveStyle("loss", ACCENT, lambda value: drawing.plain(value, ".4f"), "{:.4g}".format),
-    "tokens_per_second": _CurveStyle("tokens/s", GOOD, drawing.rate, drawing.rate),
-    "grad_norm": _CurveStyle("gradient norm", "#b48ead", lambda value: drawing.plain(value, ".3g"), "{:.3g}".format),
+    "loss": _CurveStyle("loss", ACCENT, lambda value: drawing.number_text(value, ".4f"), "{:.4g}".format),
+    "tokens_per_second": _CurveStyle("tokens/s", GOOD, drawing.rate_text, drawing.rate_text),
+    "grad_norm": _CurveStyle(
+        "gradient norm", "#b48ead", lambda value: drawing.number_text(value, ".3g"), "{:.3g}".format
+    ),
 }
 
 
@@ -83,15 +85,15 @@ def curve(frame: Frame, width: int, height: int, name: str, span: Span = "whole"
         summary.append("  evaluation ", FAINT).append(last(frame.evaluation.get("loss")), f"bold {WARN}")
     head = drawing.heading(width, title, summary, right)
     curves = (frame.curves[name], frame.behind.get(name)) if name in frame.curves else None
-    lines = plot(*curves, width, height - 1, colour, scale) if curves else []
+    lines = plot_curves(*curves, width, height - 1, colour, scale) if curves else []
     return [head, *(lines or [Text(" no step is recorded yet" if not frame.step else " not recorded", FAINT)])]
 
 
-def failure(frame: Frame, width: int, height: int) -> list[Text]:
-    """Say why the run failed, what is lost, and how it goes on."""
+def failure_panel(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw the panel that says why the run failed, what is lost, and how it goes on."""
     lines = [drawing.heading(width, "failed")]
     for number, line in enumerate(frame.failure_lines):
-        lines += drawing.sentences(width, clean(line), TEXT if number else f"bold {BAD}")
+        lines += drawing.sentences(width, printable_line(line), TEXT if number else f"bold {BAD}")
     return lines[:height]
 
 
@@ -103,22 +105,26 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
     used = sum(memory.values()) if memory else last.get("peak_memory_bytes")
     sent: Mapping[str, Any] = last.get("communication_bytes") or {}
     rows = [
-        ("tokens/s", drawing.rate(last.get("tokens_per_second")), f"bold {GOOD}"),
-        ("of one device", drawing.rate(last.get("tokens_per_second_per_device")), TEXT),
-        ("peak", drawing.rate(last.get("peak_tokens_per_second")), TEXT),
+        ("tokens/s", drawing.rate_text(last.get("tokens_per_second")), f"bold {GOOD}"),
+        ("of one device", drawing.rate_text(last.get("tokens_per_second_per_device")), TEXT),
+        ("peak", drawing.rate_text(last.get("peak_tokens_per_second")), TEXT),
         (f"MFU{kind}", drawing.percent(last.get("mfu")), f"bold {ACCENT}"),
-        ("tokens", drawing.rate(last.get("tokens")), TEXT),
+        ("tokens", drawing.rate_text(last.get("tokens")), TEXT),
         *(
-            (f"  {name}, {drawing.percent(numbers.get('share'), 0)}", drawing.plain(numbers.get("loss"), ".4f"), TEXT)
+            (
+                f"  {name}, {drawing.percent(numbers.get('share'), 0)}",
+                drawing.number_text(numbers.get("loss"), ".4f"),
+                TEXT,
+            )
             for name, numbers in (last.get("sources") or {}).items()
         ),
-        ("learning rate", drawing.plain(last.get("lr"), ".2e"), TEXT),
-        ("gradient norm", drawing.plain(last.get("grad_norm"), ".3g"), TEXT),
+        ("learning rate", drawing.number_text(last.get("lr"), ".2e"), TEXT),
+        ("gradient norm", drawing.number_text(last.get("grad_norm"), ".3g"), TEXT),
         ("memory, rank 0", drawing.size(used), TEXT),
         *((f"  {name}", drawing.size(amount), FAINT) for name, amount in memory.items()),
         *((f"sent over {axis}", f"{drawing.size(amount)}/step", FAINT) for axis, amount in sent.items()),
-        ("samples", drawing.rate(last.get("samples")), TEXT),
-        ("parameter norm", drawing.plain(last.get("param_norm"), ".4g"), TEXT),
+        ("samples", drawing.rate_text(last.get("samples")), TEXT),
+        ("parameter norm", drawing.number_text(last.get("param_norm"), ".4g"), TEXT),
     ]
     lines = [drawing.heading(width, "speed")]
     for name, value, style in rows[: height - 1]:
@@ -126,16 +132,16 @@ def speed(frame: Frame, width: int, height: int) -> list[Text]:
     return lines
 
 
-def split(frame: Frame, width: int, height: int) -> list[Text]:
+def step_parts_panel(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the parts of a step on rank 0 as a bar, with a legend, and the further rows of the step."""
     duration = "" if frame.step_seconds is None else drawing.seconds(frame.step_seconds)
     head = drawing.heading(width, "step", Text(duration, f"bold {TEXT}"), "rank 0, mean of 20 steps")
     rows = drawing.further_rows(frame.last)
-    further = [drawing.fitted(Text.assemble((f" {name}  ", FAINT), (text, TEXT)), width) for name, text in rows]
+    further = [drawing.fitted_line(Text.assemble((f" {name}  ", FAINT), (text, TEXT)), width) for name, text in rows]
     if not frame.split:
         return [head, Text(" this run has not recorded where the time of a step goes", FAINT), *further]
     total = sum(frame.split.values()) or 1.0
-    bar = Text.assemble(" ", drawing.segments(frame.split, width - 2))
+    bar = Text.assemble(" ", drawing.step_segments(frame.split, width - 2))
     shares = {name: amount / total for name, amount in frame.split.items()}
     legend = _legend(shares, "  ")
     # The names of larger parts are in the bar, so small ones can be left out.
@@ -182,41 +188,41 @@ def _goodput_colour(goodput: float | None) -> str:
     return WARN if goodput >= 0.7 else BAD
 
 
-def events(frame: Frame, width: int, height: int) -> list[Text]:
-    """List the newest events, the newest last; of checkpoints that follow each other only the last."""
+def newest_events_panel(frame: Frame, width: int, height: int) -> list[Text]:
+    """Draw the newest events, the newest last; of checkpoints that follow each other only the last."""
     kept: list[Mapping[str, Any]] = []
     for event in frame.events:
         if kept and kept[-1].get("event") == event.get("event") == "checkpoint":
             kept.pop()
         kept.append(event)
-    told = [told_event(event, frame.now, width) for event in kept[-(height - 1) :]]
+    told = [event_line(event, frame.now, width) for event in kept[-(height - 1) :]]
     return [_events_heading(frame, width), *(told or [Text(" none yet", FAINT)])]
 
 
-def all_events(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
-    """List the events without the newest `skip` ones; long texts are wrapped."""
+def all_events_panel(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """Draw the events without the newest `skip` ones; long texts are wrapped."""
     room = height - 1
     lines: list[Text] = []
     for event in reversed(frame.events[: len(frame.events) - skip]):
-        begin, text = told_event(event, None).divide([_BEGIN])
+        begin, text = event_line(event, None).divide([_BEGIN])
         first, *following = text.wrap(drawing.PLAIN_CONSOLE, width - _BEGIN - 1)
         indented = [Text.assemble(" " * _BEGIN, line) for line in following]
         lines = [Text.assemble(begin, first), *indented, *lines]
         if len(lines) >= room:
             break
-    lines = [drawing.fitted(line, width) for line in lines[-room:]]
+    lines = [drawing.fitted_line(line, width) for line in lines[-room:]]
     return [_events_heading(frame, width, "↑↓"), *(lines or [Text(" none yet", FAINT)])]
 
 
 _BEGIN = len(" 01-31 23:59 ▌")
 
 
-def log(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
-    """Show the end of rank 0's log without the newest `skip` lines; long lines are wrapped."""
+def log_panel(frame: Frame, width: int, height: int, skip: int = 0) -> list[Text]:
+    """Draw the end of rank 0's log without the newest `skip` lines; long lines are wrapped."""
     lines: list[Text] = []
     for text in reversed(frame.log[: len(frame.log) - skip]):
         style = WARN if text.startswith("warning: ") else BAD if text.startswith("failed: ") else TEXT
-        lines = [*drawing.sentences(width, clean(text) or " ", style), *lines]
+        lines = [*drawing.sentences(width, printable_line(text) or " ", style), *lines]
         if len(lines) >= height - 1:
             break
     return [drawing.heading(width, "log of rank 0", right="↑↓"), *lines[1 - height :]]
@@ -230,8 +236,8 @@ def runs(frame: Frame, width: int, height: int, cursor: int) -> list[Text]:
     for path, _, cells in frame.runs[begin : begin + height - 2]:
         place, style = places.get(path, ("", TEXT))
         rows.append(((place, style), *((cell, drawing.STATE_COLOURS.get(cell, style)) for cell in cells)))
-    lines = drawing.columns(rows, right=range(3, 10), gap=1 if width < 100 else 2)
-    return [head, *drawing.marked(lines, width, cursor - begin + 1)]
+    lines = drawing.aligned_columns(rows, right=range(3, 10), gap=1 if width < 100 else 2)
+    return [head, *drawing.marked_list(lines, width, cursor - begin + 1)]
 
 
 def _events_heading(frame: Frame, width: int, keys: str = "") -> Text:
@@ -250,7 +256,7 @@ _BEFORE = {
 """Words before the text of an event, by its kind."""
 
 
-def told_event(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
+def event_line(event: Mapping[str, Any], now: float | None, width: int | None = None) -> Text:
     """Write an event in a line. With a `now` the line has the time of an event of that day, else the day."""
     kind = str(event.get("event"))
     text = event_text(event)
@@ -263,20 +269,20 @@ def told_event(event: Mapping[str, Any], now: float | None, width: int | None = 
         before = _BEFORE.get(kind, f"{kind} ").format(step=f"{event.get('step') or 0:,}")
         text = f"{before}{text}" if text else before.rstrip(":, ")
     line = Text.assemble((f" {_moment(event, now)} ", FAINT), ("▌", style if style != TEXT else RULE))
-    line.append(clean(text), style)
+    line.append(printable_line(text), style)
     if width is not None:
         line.truncate(width, overflow="ellipsis")
     return line
 
 
-def clean(text: str) -> str:
+def printable_line(text: str) -> str:
     """Return `text` in one line, without characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def _between(width: int, left: Text, right: Text) -> Text:
     """Put two texts at both ends of a line; the left one is cut if they do not fit."""
-    left = drawing.fitted(left, max(0, width - right.cell_len))
+    left = drawing.fitted_line(left, max(0, width - right.cell_len))
     left.append_text(right)
     return left
 

@@ -44,7 +44,7 @@ _SLOW = 1.15
 """Work over that of the best rank, from which on a rank is named."""
 
 
-def schedule(frame: Frame, width: int, height: int) -> list[Text]:
+def schedule_view(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the planned order of a step, as the dry run prints it."""
     parallel = _section(frame, "parallel")
     degree = parallel.get("pipeline", 1)
@@ -114,7 +114,7 @@ def bubbles(frame: Frame, width: int, height: int) -> list[Text]:
                 (drawing.percent(view.bubble), style),
             )
         )
-    lines = drawing.columns(rows, right=(2, 3, 4, 5), gap=3)
+    lines = drawing.aligned_columns(rows, right=(2, 3, 4, 5), gap=3)
     room = width - max(line.cell_len for line in lines) - 4
     for line, view in zip(lines[1:], shown, strict=True):
         if room > 8:
@@ -130,7 +130,7 @@ def _work_and_wait(view: PipelineView, width: int) -> Text:
     backward = view.backward_seconds or 0.0
     busy = round((1 - (view.bubble or 0.0)) * width)
     worked = {"forward": forward, "backward": backward}
-    line = drawing.segments(worked, busy, are_named=False) if forward + backward else Text()
+    line = drawing.step_segments(worked, busy, are_named=False) if forward + backward else Text()
     return line.append("·" * (width - line.cell_len), FAINT)
 
 
@@ -147,8 +147,8 @@ def graphs(frame: Frame, width: int) -> Text:
     return drawing.heading(width, "compiled graphs", summary)
 
 
-def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
-    """List the machines of the run: their processors, memory, devices, and slowest ranks.
+def nodes_view(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
+    """Draw the machines of the run: their processors, memory, devices, and slowest ranks.
 
     Those with problems come first: silent ranks, then slow ones.
     """
@@ -181,7 +181,7 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
     for node in sorted(frame.nodes, key=order)[begin : begin + visible]:
         total = node.memory_total_bytes
         memory = node.memory_bytes / total if node.memory_bytes is not None and total else None
-        models = ", ".join(sorted({drawing.model(device) for device in node.devices}))
+        models = ", ".join(sorted({drawing.device_model(device) for device in node.devices}))
         name = (node.host or "–")[:name_width]
         line = Text.assemble((f" {name:<{name_width}}", f"bold {TEXT}"), (f"  {_ranks(node.ranks)}", FAINT))
         line.append("  ").append_text(_gauge(node.cpu, gauge_width))
@@ -192,7 +192,7 @@ def nodes(frame: Frame, width: int, height: int, cursor: int = 0) -> list[Text]:
             named = f" rank {worker.rank}" if _relative(worker) >= _SLOW else ""
             line.append(f"  ×{worker.relative:.2f}{named}", drawing.work_style(_relative(worker)))
         line.append(f"  {drawing.SILENT} {silent(node)} silent" if silent(node) else "", f"bold {BAD}")
-        lines.append(drawing.fitted(line, width))
+        lines.append(drawing.fitted_line(line, width))
     device = frame.start.get("device")
     note = [Text(f" device {device}", FAINT)] if device else []
     return [*lines, Text(), graphs(frame, width), *note]
@@ -210,7 +210,7 @@ def _gauge(share: float | None, width: int) -> Text:
         style = BAD
     elif share > 0.8:
         style = WARN
-    return drawing.progress(share, width, style).append(f" {share:>4.0%}", TEXT)
+    return drawing.progress_line(share, width, style).append(f" {share:>4.0%}", TEXT)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -220,11 +220,11 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return (f"{first}–{last}" if is_consecutive else ", ".join(map(str, ranks)))[:10].ljust(10)
 
 
-def keys(width: int, height: int) -> list[Text]:
+def keys_view(width: int, height: int) -> list[Text]:
     """Explain the keys and the screen."""
     lines = [drawing.heading(width, "keys"), Text()]
     for key, effect in KEYS:
-        lines.append(drawing.fitted(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
+        lines.append(drawing.fitted_line(Text.assemble((f"  {key:<14}", ACCENT), (effect, TEXT)), width))
     lines += [Text(), drawing.heading(width, "reading the screen"), Text()]
     for sentence in _EXPLANATIONS:
         lines += drawing.sentences(width - 1, sentence, TEXT)
@@ -290,12 +290,12 @@ class _Heat:
     def strip(self, ranks: Sequence[int], width: int) -> Text:
         silent = frozenset(at for at, index in enumerate(ranks) if self._frame.ranks[index].rank in self._frame.silent)
         values = [self._values[index] for index in ranks]
-        return drawing.heat(values, width, self.style.low, self._high, self.style.style, silent, self.style.worst)
+        return drawing.heat_strip(values, width, self.style.low, self._high, self.style.style, silent, self.style.worst)
 
 
-def strips(frame: Frame, width: int, height: int) -> list[Text]:
+def rank_strips(frame: Frame, width: int, height: int) -> list[Text]:
     """Draw the panel of the overview: a strip for each number; work has the remaining lines."""
-    lines = [drawing.heading(width, f"{units.counted(len(frame.ranks), 'rank')}", worst(frame))]
+    lines = [drawing.heading(width, f"{units.counted(len(frame.ranks), 'rank')}", _slowest_rank_line(frame))]
     heats = {name: heat for name in METRICS if (heat := _Heat(frame, name)).known}
     if not heats:
         return [*lines, Text(" no rank has recorded a step yet", FAINT)]
@@ -310,14 +310,14 @@ def strips(frame: Frame, width: int, height: int) -> list[Text]:
         room = width - gutter - ending
         for row, (label, ranks) in enumerate(parts):
             begin = f" {name if row == 0 else '':<7}{label}".ljust(gutter)
-            line = Text.assemble((begin, FAINT), drawing.fitted(heat.strip(ranks, room), room))
+            line = Text.assemble((begin, FAINT), drawing.fitted_line(heat.strip(ranks, room), room))
             # The range of the number stands at the right of its first line.
             lines.append(line.append((span if row == 0 else "").rjust(ending - 1), FAINT))
         most_rows = 1
     return lines[:height]
 
 
-def worst(frame: Frame) -> Text:
+def _slowest_rank_line(frame: Frame) -> Text:
     """Name the slowest rank, and the silent ones."""
     summary = Text()
     slowest = frame.slowest
@@ -335,13 +335,13 @@ def worst(frame: Frame) -> Text:
     return summary
 
 
-def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
+def rank_grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView | None) -> list[Text]:
     """Draw all ranks by one number: a line for each pipeline rank, or several ranks in each line and cell."""
     heat = _Heat(frame, metric)
     names = Text("←→", FAINT)
     for name in METRICS:
         names.append(f" {name}", f"bold {ACCENT}" if name == metric else FAINT)
-    lines = [drawing.heading(width, heat.style.title, worst(frame) if metric == "work" else "", names)]
+    lines = [drawing.heading(width, heat.style.title, _slowest_rank_line(frame) if metric == "work" else "", names)]
     if not heat.known:
         return [*lines, Text(" no rank has recorded this", FAINT)]
     rows = _rows(frame, height - 2)
@@ -357,7 +357,7 @@ def grid(frame: Frame, width: int, height: int, metric: Metric, cursor: RankView
     return [*lines, Text(f" {meaning}; {' to '.join(heat.ends)}; {marks}", FAINT)]
 
 
-def grid_height(frame: Frame, most: int) -> int:
+def rank_grid_height(frame: Frame, most: int) -> int:
     return min(most, len(_rows(frame, most - 2)) + 2)
 
 
@@ -376,8 +376,8 @@ def _rows(frame: Frame, most: int) -> list[tuple[str, list[int]]]:
     return [(f"{frame.ranks[at].rank}", list(range(at, min(count, at + per_line)))) for at in starts]
 
 
-def ordered(frame: Frame, metric: Metric) -> list[RankView]:
-    """Sort the ranks by need of attention: silent ones, then by the number, the worst first."""
+def ordered_ranks(frame: Frame, metric: Metric) -> list[RankView]:
+    """Sort the ranks that the screen shows by need of attention: silent ones, then by the number, the worst first."""
     metric_style = _METRIC_STYLES[metric]
     # A device with little use is the worst; of work and memory the most is.
     sign = 1 if metric == "use" else -1
@@ -402,8 +402,8 @@ def listing(
     shown = [_cells(frame, view, axes, parts) for view in views[begin : begin + rows]]
     cells = [tuple((name, FAINT) for name in shown[0]), *(tuple(row.values()) for row in shown)]
     right = [at for at, name in enumerate(shown[0]) if name not in ("host", "device")]
-    lines = drawing.columns(cells, right=right, gap=1 if width < 100 else 2)
-    return [head, *drawing.marked(lines, width, cursor - begin + 1)]
+    lines = drawing.aligned_columns(cells, right=right, gap=1 if width < 100 else 2)
+    return [head, *drawing.marked_list(lines, width, cursor - begin + 1)]
 
 
 def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -416,7 +416,7 @@ def _cells(frame: Frame, view: RankView, axes: Sequence[str], parts: Sequence[st
         "rank": (str(view.rank), f"bold {TEXT}"),
         **{axis: (str(view.place.get(axis, "–")), FAINT) for axis in axes},
         "host": (view.host[:20] or "–", TEXT),
-        "device": (drawing.model(view.device)[:10], FAINT),
+        "device": (drawing.device_model(view.device)[:10], FAINT),
         "step": ("–" if view.step is None else f"{view.step:,}", TEXT),
         "work": (drawing.seconds(view.work_seconds), TEXT),
         "×best": relative,

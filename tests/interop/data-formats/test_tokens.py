@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.interop.data_formats_texts import NUMBER, SHARED, documents
 from tests.unit.data.small_runs import sized
@@ -52,7 +52,7 @@ def rows(texts: list[str], tokenizer: Path) -> list[list[int]]:
 def read(tmp_path: Path, path: Path | str, **keys: Any) -> list[int]:
     """The tokens of all of the data, as a run reads them: the parts one after another."""
     config = sized(VOCABULARY, 32, 0, path=str(path), **{"split": "1,0", **keys})
-    data = prepare(config, tmp_path / "cache")
+    data = prepare_data(config, tmp_path / "cache")
     return [int(token) for part in ("train", "eval", "test") for token in data.tokens[part][:]]
 
 
@@ -134,7 +134,7 @@ def test_files_of_datatrove(
         assert sorted(found) == sorted(ended)
         assert read(tmp_path, folder) == read(tmp_path, folder, tokenizer=str(tokenizer)) == joined(found)
         config = sized(VOCABULARY, 512, 0, path=str(folder), packing="best_fit", split="90,10")
-        data = prepare(config, tmp_path / "cache")
+        data = prepare_data(config, tmp_path / "cache")
         facts = data.packed["train"].facts + data.packed["eval"].facts
         assert facts.documents == NUMBER, "the index says where documents end"
     other = tmp_path / "other"

@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
+from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
 
 CORPUS = Path(provided.__code__.co_filename).parents[1] / "data/corpus/tiny.jsonl"
 TEXTS = [json.loads(line)["text"] for line in CORPUS.read_text(encoding="utf-8").splitlines()]
@@ -109,7 +109,9 @@ def checkpoint(folder: Path, case: str, tokenizer: Tokenizer | None, std: float 
     model.save_pretrained(folder / "source")
     if tokenizer is not None:
         tokenizer.save(folder / "source")
-    return write_checkpoint(open_hugging_face(Root.of(folder / "source")), Root.of(folder / "checkpoints")).folder
+    return write_imported_checkpoint(
+        open_hugging_face(Root.of(folder / "source")), Root.of(folder / "checkpoints")
+    ).folder
 
 
 def opened(file: Path, **options: Any) -> llama_cpp.Llama:

@@ -78,7 +78,7 @@ def test_every_size_of_olmo_core_is_read_or_refused(tmp_path: Path) -> None:
     from olmo_core.nn.transformer import TransformerConfig
 
     from shardwise.base.errors import ConfigError
-    from shardwise_use.importing.olmo_core import model_of
+    from shardwise_use.importing.olmo_core import _model_of
 
     for name in dir(TransformerConfig):
         family = next((family for start, family in PRESETS.items() if name.startswith(start)), "")
@@ -87,7 +87,7 @@ def test_every_size_of_olmo_core_is_read_or_refused(tmp_path: Path) -> None:
         described = {"model": getattr(TransformerConfig, name)(vocab_size=1000).as_config_dict()}
         described = json.loads(json.dumps({**described, "train_module": {"max_sequence_length": 4096}}))
         with nullcontext() if family else pytest.raises(ConfigError, match="must be"):
-            config, _ = model_of(described, "config.json")
+            config, _ = _model_of(described, "config.json")
             assert config.family == family, name
 
 

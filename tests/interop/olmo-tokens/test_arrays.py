@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.interop.data_formats_texts import SHARED, documents
 from tests.unit.data.small_runs import sized
@@ -19,7 +19,7 @@ LENGTH = 32
 
 def ours(folder: Path, vocab_size: int, **keys: str) -> list[int]:
     config = sized(vocab_size, LENGTH, 0, path=f"{folder}/*.npy", split="1,0", **keys)
-    return [int(token) for token in prepare(config, folder / "cache").tokens["train"][:]]
+    return [int(token) for token in prepare_data(config, folder / "cache").tokens["train"][:]]
 
 
 @pytest.mark.parametrize("vocab_size", [250, 256, 257, 50_280, 65_536, 65_537, 100_278])

@@ -24,8 +24,8 @@ from shardwise.config.hugging_face import to_hugging_face
 from shardwise.config.model import FAMILIES
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise_use.gguf_file import GGUFExport
-from shardwise_use.importing.hugging_face import open_hugging_face, write_checkpoint
-from shardwise_use.readers import PLAIN, lines_of
+from shardwise_use.importing.hugging_face import open_hugging_face, write_imported_checkpoint
+from shardwise_use.other_readers import PLAIN, model_lines
 
 TOKENS = 48
 SIZES: dict[str, Any] = {
@@ -148,11 +148,11 @@ def main(folder: Path) -> None:
         place = folder / f"{number:03}"
         place.mkdir(parents=True)
         config = FAMILIES[section["family"]].model_validate(section)
-        lines = list(lines_of(config))
+        lines = list(model_lines(config))
         case = {"family": section["family"], "lines": lines, "ids": ids, "name": name}
         draw(section, place / "source", tokenizer)
         foreign = open_hugging_face(Root.of(place / "source"), ())
-        checkpoint = write_checkpoint(foreign, Root.of(place / "checkpoints")).folder
+        checkpoint = write_imported_checkpoint(foreign, Root.of(place / "checkpoints")).folder
         Export(checkpoint, "float32").write(Root.of(place), "model")
         try:
             GGUFExport(checkpoint, "float32").write(place / "model.gguf")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise_use import readers
+from shardwise_use import other_readers
 from tests.interop.readers import draw, record
 
 HERE = Path(__file__).parent
@@ -41,17 +41,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(7200)
 def test_the_record_is_what_programs_compute(folder: Path) -> None:
-    known = {family: dict(lines) for family, lines in readers.record()["lines"].items()}
+    known = {family: dict(lines) for family, lines in other_readers.reader_record()["lines"].items()}
     for name in NAMES:
         subprocess.run([OTHERS.get(name, sys.executable), HERE / "read.py", name, folder], check=True)
     record.main(folder)
-    readers.record.cache_clear()
-    found = readers.record()["lines"]
+    other_readers.reader_record.cache_clear()
+    found = other_readers.reader_record()["lines"]
     changed = {
         (family, line, name): (known.get(family, {}).get(line, {}).get(name), result)
         for family, lines in found.items()
         for line, results in lines.items()
         for name, result in results.items()
-        if readers.is_right(result) != readers.is_right(known.get(family, {}).get(line, {}).get(name))
+        if other_readers.is_computed_right(result)
+        != other_readers.is_computed_right(known.get(family, {}).get(line, {}).get(name))
     }
     assert not changed, f"the record was written again, run `make pages`: {changed}"

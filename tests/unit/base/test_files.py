@@ -27,7 +27,7 @@ from shardwise.base.files import (
 )
 from shardwise.checkpoint.storage.root import Root
 from shardwise.data import cache
-from shardwise.data.prepare.output import Output
+from shardwise.data.prepare.output import PreparedOutput
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, json_text, open_log
 from tests.os_errors import raises
 
@@ -70,8 +70,8 @@ def test_a_link_is_not_opened(tmp_path: Path, plant: Callable[[Path], Path]) -> 
     ("name", "kind", "opens"),
     [
         ("run/.lock", ConfigError, lambda at: RunLock(at / "run").__enter__()),
-        ("cache/locks/key.lock", DataError, lambda at: cache.locked(at / "cache", "key").__enter__()),
-        (".out.preparing/lock", DataError, lambda at: Output(at / "out", None, None, {})._locked().__enter__()),
+        ("cache/locks/key.lock", DataError, lambda at: cache.lock_entry(at / "cache", "key").__enter__()),
+        (".out.preparing/lock", DataError, lambda at: PreparedOutput(at / "out", None, None, {})._locked().__enter__()),
         ("run/metrics.jsonl", ConfigError, lambda at: JsonLines(at / "run/metrics.jsonl")),
         ("run/logs/rank-0000.log", ConfigError, lambda at: open_log(at / "run/logs/rank-0000.log")),
     ],
@@ -202,7 +202,7 @@ def test_fault_16_folders_that_a_team_shares_and_links_of_its_own_still_work(sha
     place.mkdir()
     (place / "up").symlink_to(team)
     for root in (team, place / "up"):
-        with cache.locked(root, "key") as exclusive:
+        with cache.lock_entry(root, "key") as exclusive:
             assert exclusive
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import check_weights, without_weights
+from shardwise.base.hub import check_weights, no_weights_text
 from shardwise.cli import main
 
 FOLDERS = {
@@ -45,7 +45,7 @@ def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
     assert problem.startswith(f"checkpoint.load ({folder}) must be the folder of a model, and it is a")
     assert command.format(folder, tmp_path) in problem
     others = ["context", "config.json", "checkpoint_metadata.json"]
-    assert "must hold model.safetensors" in without_weights("x", others), "other folders have no converter"
+    assert "must hold model.safetensors" in no_weights_text("x", others), "other folders have no converter"
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class User(HubUser):
     said: list[str]
 
     def resolve(self, load: str, revision: str | None = None, *, cached: bool = False, **options: Any) -> Path:
-        return self._folder("resolve", [load, revision], cached, **options)
+        return self._folder("resolve_weights", [load, revision], cached, **options)
 
     def tokenizer(self, named: str, *, cached: bool = False, **options: Any) -> Path:
         return self._folder("resolve_tokenizer", [named], cached, **options)
@@ -173,15 +173,15 @@ PATHS = {
 @pytest.mark.parametrize("load", PATHS)
 def test_what_is_no_folder_of_weights(load: str, here: Path) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint.load \({load}.*{PATHS[load]}"):
-        hub.resolve(load)
+        hub.resolve_weights(load)
 
 
 def test_a_path_is_taken_as_it_is(here: Path) -> None:
-    assert hub.resolve("checkpoints/step-00000100") == Path("checkpoints/step-00000100")
+    assert hub.resolve_weights("checkpoints/step-00000100") == Path("checkpoints/step-00000100")
     assert hub.resolve_tokenizer("empty") == Path("empty")
     assert hub.resolve_tokenizer("weights.pt") == Path("weights.pt")
     with pytest.raises(ConfigError, match=r"checkpoint.revision \(v1\) must be left out"):
-        hub.resolve("checkpoints/step-00000100", "v1")
+        hub.resolve_weights("checkpoints/step-00000100", "v1")
     with pytest.raises(ConfigError, match=r"data.tokenizer \(tokenizer.json\) must be a tokenizer's file or folder: "):
         hub.resolve_tokenizer("tokenizer.json")
     path = "run/checkpoints"
@@ -275,7 +275,7 @@ from shardwise.base.errors import ConfigError
 found = []
 for named in json.loads(sys.argv[1]):
     try:
-        found.append(hub.find(hub.place_of_tokenizer(named)))
+        found.append(hub.find_on_hub(hub.place_of_tokenizer(named)))
     except ConfigError as error:
         found.append(str(error))
 print(json.dumps(found))
@@ -306,7 +306,7 @@ def test_a_disk_without_room_for_what_is_fetched_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(hub.HubFiles, "download", full)
     told = r"\(acme/tiny\) cannot be fetched from http.* into .*: No space left on device"
     with pytest.raises(ConfigError, match=told):
-        hub.resolve("acme/tiny", cached=False)
+        hub.resolve_weights("acme/tiny", cached=False)
 
 
 def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
@@ -321,9 +321,9 @@ def test_files_are_known_by_their_hashes(tmp_path: Path) -> None:
     for content, name in names.items():
         (tmp_path / "blobs" / name).write_bytes(content.encode())
         (tmp_path / "snapshot/deeper" / content).symlink_to(tmp_path / "blobs" / name)
-    assert hub.drop_damaged(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
+    assert hub.drop_damaged_files(tmp_path / "snapshot") == [tmp_path / "snapshot/deeper/cut off"]
     assert {path.name for path in (tmp_path / "blobs").iterdir()} == set(names.values()) - {names["cut off"]}
-    assert hub.drop_damaged(tmp_path / "snapshot") == []
+    assert hub.drop_damaged_files(tmp_path / "snapshot") == []
 
 
 def test_a_long_fetch_has_lines_in_a_log(shown: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +344,7 @@ def test_a_long_fetch_has_lines_in_a_log(shown: Log, tmp_path: Path, monkeypatch
         return tmp_path
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub, "drop_damaged", lambda *_: [])
+    monkeypatch.setattr(hub, "drop_damaged_files", lambda *_: [])
     monkeypatch.setattr(hub, "sys", SimpleNamespace(stderr=shown.stream))
     monkeypatch.setattr(hub.HubFiles, "download", download)
     for announce in (print, None):

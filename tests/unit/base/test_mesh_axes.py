@@ -5,7 +5,7 @@ import pytest
 from shardwise.base.mesh_axes import layout_text
 from shardwise.config import Layout
 from shardwise.verify.layouts import Cell
-from shardwise_plan.layout_choices import Choice
+from shardwise_plan.layout_choices import LayoutChoice
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ def test_a_layout_has_one_notation(
     assert layout_text(degrees, sequence=sequence) == text
     assert layout_text(degrees, sequence=sequence, ones=False) == short
     assert Layout(world, tensor, sequence, pipeline, context=context).product().startswith(f"{text} = {world} rank")
-    choice = Choice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
+    choice = LayoutChoice(tensor, sequence, context, pipeline, "1f1b", None, 1, "none", 1)
     assert choice.text(world).startswith(text)
     assert Cell("cpu", world, tensor, sequence, context, pipeline=pipeline).degrees == (short or "one process")

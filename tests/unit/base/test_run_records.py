@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.base.files import read_plain
-from shardwise.base.parsing import instance, json_value, record_of, typed
+from shardwise.base.parsing import json_value, record_instance, record_of_json, typed_record
 from shardwise_jobs.restarts import AttemptEnding
 from tests.monitor_runs import ending
 
@@ -26,7 +26,7 @@ def test_fault_21_json_has_bounds(text: str) -> None:
 def test_fault_21_a_field_of_another_type_counts_as_not_recorded(value: Any) -> None:
     names = ["step", "step_seconds", "event", "split_seconds", "place", "stage_seconds"]
     fits = {"step": [], "split_seconds": [{}], "place": [{}], "event": ["12", "2020-01-01"]}
-    found = typed(dict.fromkeys(names, value))
+    found = typed_record(dict.fromkeys(names, value))
     assert found == {name: value for name in names if value in fits.get(name, [])}
 
 
@@ -36,21 +36,21 @@ def test_fault_21_what_a_run_writes_is_kept() -> None:
         "split_seconds": {"data": 0.5}, "place": {"pp": 0},
         "stage_seconds": [{"stage": 0, "forward": 1, "backward": 2.0}],
     }  # fmt: skip
-    assert typed(event) == event
-    assert typed({"split_seconds": {"data": 0.5, "other": "x"}}) == {"split_seconds": {"data": 0.5}}
+    assert typed_record(event) == event
+    assert typed_record({"split_seconds": {"data": 0.5, "other": "x"}}) == {"split_seconds": {"data": 0.5}}
     with pytest.raises(ValueError, match="it is no JSON object"):
-        record_of("[]")
+        record_of_json("[]")
 
 
 @pytest.mark.parametrize("field", ["step", "seconds", "how", "text", "first_step"])
 def test_fault_21_a_class_takes_a_record_of_its_types_alone(field: str) -> None:
     record = ending("failed", 5.0, 9.0, 3)
-    assert instance(AttemptEnding, record).step == 3
+    assert record_instance(AttemptEnding, record).step == 3
     with pytest.raises(ValueError, match=field):
-        instance(AttemptEnding, record | {field: [1]})
+        record_instance(AttemptEnding, record | {field: [1]})
     if field == "how":  # others have a default
         with pytest.raises(ValueError, match=field):
-            instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
+            record_instance(AttemptEnding, {name: value for name, value in record.items() if name != field})
 
 
 def test_fault_21_a_file_that_is_large_or_might_never_answer_is_refused(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardwise.base.errors import error_text
-from shardwise.base.user_code import name_of
+from shardwise.base.user_code import object_name
 
 
 class Mine:
@@ -37,7 +37,7 @@ class Mine:
     ids=["class", "object", "method", "lambda", "list's", "dict's", "builtin", "math's", "tensor's", "partial"],
 )
 def test_what_is_recorded_of_an_object(value: object, name: str) -> None:
-    assert name_of(value) == name
+    assert object_name(value) == name
 
 
 def reads_json() -> None:

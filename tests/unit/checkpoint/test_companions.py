@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hub import BESIDE_WEIGHTS
-from shardwise.checkpoint.companions import Companions, find_companions, model_files
+from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, UserModelConfig, checked_data_section, config_from_sections, load_config
@@ -73,55 +73,55 @@ def test_fault_09_ids_and_generation_stay_where_they_mean_the_same_tokens(tmp_pa
     own = tokenizer(tmp_path / "own", end="<|turn|>", tokens=("<|turn|>", "<|pad|>", "<|more|>"))
     whole = Companions(IDS, {"generation_config.json": (weights / "generation_config.json").read_bytes()})
     for data in (weights, own):
-        assert find_companions(run_of(), Root.of(weights), data) == whole
-        assert find_companions(run_of(companions=weights), None, data) == whole
-        assert find_companions(run_of(companions=weights / "config.json"), None, data) == whole
+        assert find_checkpoint_companions(run_of(), Root.of(weights), data) == whole
+        assert find_checkpoint_companions(run_of(companions=weights), None, data) == whole
+        assert find_checkpoint_companions(run_of(companions=weights / "config.json"), None, data) == whole
     named = load_config("llama2-tiny", [f"data.tokenizer={weights / 'tokenizer.json'}"])
-    assert find_companions(named, Root.of(tmp_path / "nothing"), weights) == whole
+    assert find_checkpoint_companions(named, Root.of(tmp_path / "nothing"), weights) == whole
     alone = tmp_path / "alone.json"
     alone.write_bytes((weights / "config.json").read_bytes())
-    assert find_companions(run_of(companions=alone), None, own) == Companions(IDS)
+    assert find_checkpoint_companions(run_of(companions=alone), None, own) == Companions(IDS)
 
 
 def test_a_run_on_conversations_ends_a_text_where_the_template_ends_an_answer(tmp_path: Path, weights: Path) -> None:
     template = "{% for m in messages %}{{ m.role + m.content + '<|pad|>' }}{% endfor %}"
     (weights / "chat_template.jinja").write_text(template)
     chat = load_config("sft-tiny")
-    found = find_companions(chat, Root.of(weights), weights)
+    found = find_checkpoint_companions(chat, Root.of(weights), weights)
     assert found.ids == IDS | {"eos_token_id": [END, TURN, PAD]}
     assert generation_of(found) == GENERATION | {"eos_token_id": [TURN, END, PAD]}
-    assert find_companions(run_of(), Root.of(weights), weights).ids == IDS
+    assert find_checkpoint_companions(run_of(), Root.of(weights), weights).ids == IDS
     mixed = chat.model_copy(
         update={"data": checked_data_section({"mixture": {"a": {"dataset": "chat", "weight": 1.0}}})}
     )
-    assert find_companions(mixed, None, weights).ids == {"eos_token_id": [END, PAD]}
+    assert find_checkpoint_companions(mixed, None, weights).ids == {"eos_token_id": [END, PAD]}
     own = tokenizer(tmp_path / "own")
     (own / "chat_template.jinja").write_text(template)
-    files = model_files(chat.model, torch.float32, own, find_companions(chat, None, own))
+    files = model_files(chat.model, torch.float32, own, find_checkpoint_companions(chat, None, own))
     assert json.loads(files["generation_config.json"])["eos_token_id"] == [END, PAD]
     # Where the end of a document ends an answer, nothing changes.
     (weights / "chat_template.jinja").write_text(template.replace("<|pad|>", "<|endoftext|>"))
-    assert find_companions(chat, Root.of(weights), weights).ids == IDS
+    assert find_checkpoint_companions(chat, Root.of(weights), weights).ids == IDS
 
 
 def test_fault_09_what_the_user_names_goes_first(tmp_path: Path, weights: Path) -> None:
     own = tokenizer(tmp_path / "own", end="<|pad|>")
-    found = find_companions(run_of(), Root.of(weights), own)
+    found = find_checkpoint_companions(run_of(), Root.of(weights), own)
     assert found.ids == {"bos_token_id": 1, "eos_token_id": PAD, "pad_token_id": PAD}
     assert generation_of(found) == {"eos_token_id": PAD, "temperature": 0.6}
     assert "the checkpoints end a text with <|pad|>, as the data's tokenizer does, and not with <|end" in found.notes[0]
     other = tokenizer(tmp_path / "other", tokens=("<|pad|>", "<|turn|>"))
-    found = find_companions(run_of(), Root.of(weights), other)
+    found = find_checkpoint_companions(run_of(), Root.of(weights), other)
     assert not found.ids
     assert not found.files
     assert "the checkpoints have the special tokens of the data's tokenizer, and not those of" in found.notes[0]
     (other / "config.json").write_text(json.dumps({"eos_token_id": [END, TURN + 1]}))
     beside = load_config("llama2-tiny", [f"data.tokenizer={other}"])
-    assert find_companions(beside, Root.of(weights), other) == Companions({"eos_token_id": [END, TURN + 1]})
+    assert find_checkpoint_companions(beside, Root.of(weights), other) == Companions({"eos_token_id": [END, TURN + 1]})
 
 
 def test_fault_09_data_of_tokens_keep_the_weights_tokenizer(weights: Path) -> None:
-    found = find_companions(run_of(), Root.of(weights), None)
+    found = find_checkpoint_companions(run_of(), Root.of(weights), None)
     files = model_files(load_config("llama2-tiny").model, torch.bfloat16, None, found)
     described = json.loads(files.pop("config.json"))
     assert {name: described[name] for name in IDS} == IDS
@@ -161,7 +161,7 @@ def test_transformers_gets_the_ids_of_the_training(tmp_path: Path, split: Path, 
     expected = Tokenizer.load(split).encode(MIXED * 3).tolist()
     model = load_config("llama2-tiny").model
     if where == "weights":
-        files = model_files(model, torch.float32, None, find_companions(run_of(), Root.of(split), None))
+        files = model_files(model, torch.float32, None, find_checkpoint_companions(run_of(), Root.of(split), None))
     else:
         export_user_tokenizer(str(split), Tokenizer.load(split), tmp_path / "kept")
         files = model_files(model, torch.float32, tmp_path / "kept")
@@ -187,7 +187,7 @@ def test_a_tokenizer_that_transformers_splits_otherwise_is_named(split: Path) ->
     """Whatever the files say, transformers takes the class of Qwen 2 for this model type."""
     train = {"steps": 1, "global_batch": 1, "sequence_length": 8}
     run = config_from_sections({"model": QWEN2, "train": train, "optimizer": {"lr": 1.0}})
-    (note,) = find_companions(run, None, split).notes
+    (note,) = find_checkpoint_companions(run, None, split).notes
     assert note.startswith("AutoTokenizer of transformers 5 splits text for model_type qwen2 by rules of its own")
     (split / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     ids = [opener.from_pretrained(split)(MIXED)["input_ids"] for opener in (AutoTokenizer, PreTrainedTokenizerFast)]
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_transformers_splits_otherwise_is_named(split: Path) ->
     assert [found == ours for found in ids] == [False, True]
     rebuilt = json.loads(AutoTokenizer.from_pretrained(split).backend_tokenizer.to_str())
     replace_fields(split / "tokenizer.json", **{step: rebuilt[step] for step in ("normalizer", "pre_tokenizer")})
-    assert find_companions(run, None, split).notes == ()
+    assert find_checkpoint_companions(run, None, split).notes == ()
 
 
 def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
@@ -212,11 +212,11 @@ def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path, weigh
     (tmp_path / "empty").mkdir()
     for place in ("gone", tmp_path / "empty"):
         with pytest.raises(ConfigError, match=r"checkpoint\.companions \(.*\) must "):
-            find_companions(run_of(companions=place), None, None)
+            find_checkpoint_companions(run_of(companions=place), None, None)
     for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
         (weights / "generation_config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
-            find_companions(run_of(), Root.of(weights), weights)
+            find_checkpoint_companions(run_of(), Root.of(weights), weights)
 
 
 def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights: Path) -> None:
@@ -227,7 +227,7 @@ def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights:
     templates = {"chat_template.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
     export_user_tokenizer(str(weights), Tokenizer.load(weights), tmp_path / "data")
     for data in (None, tmp_path / "data"):
-        found = find_companions(run_of(), Root.of(weights), data)
+        found = find_checkpoint_companions(run_of(), Root.of(weights), data)
         assert model_files(load_config("llama2-tiny").model, torch.bfloat16, data, found).items() >= templates.items()
         assert found.ids == IDS
     before = tokenizer_digest(tmp_path / "data")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import host_buffer
-from shardwise.checkpoint.host_buffer import Aborted, HostBuffer
+from shardwise.checkpoint.host_buffer import CopyAborted, HostBuffer
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_a_given_up_save_reaches_the_writer() -> None:
     buffer = HostBuffer(CPU)
     buffer.put(torch.ones(10))
     buffer.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CopyAborted):
         list(buffer.blocks())
     assert carried(buffer, [torch.ones(2)]) == torch.ones(2).numpy().tobytes(), "the next save is whole again"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.format.model_files import differ_in_tokens, differences
+from shardwise.checkpoint.format.model_files import differ_in_tokens, model_differences
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, checked_model_section, config_from_sections, load_config
@@ -244,11 +244,11 @@ def test_fault_07_a_stated_change_of_positions_keeps_the_weights_and_is_said(cha
     assert_equal(load(tmp_path, **keys), load(tmp_path))
     ((key, value),) = keys.items()
     value, old = (list(v) if isinstance(v, tuple) else v for v in (value, getattr(before, key)))
-    said = differences(checked_model_section(before.model_dump() | keys), Root.of(tmp_path)).changes
+    said = model_differences(checked_model_section(before.model_dump() | keys), Root.of(tmp_path)).changes
     file = tmp_path / "config.json"
     assert said == (f"model.{key} ({value}) replaces that of {file} ({old}), with the same weights",)
     unstated = {name: inner for name, inner in before.model_dump().items() if name != key}
-    assert differences(checked_model_section(unstated), Root.of(tmp_path)).changes == ()
+    assert model_differences(checked_model_section(unstated), Root.of(tmp_path)).changes == ()
 
 
 def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_fault_07_a_default_changes_no_positions(tmp_path: Path) -> None:
     rewrite_config(tmp_path, rope_parameters={**DYNAMIC, "rope_theta": 5e5})
     keys = {"rope_theta", "rope_scaling", "max_position_embeddings"}
     unstated = {name: value for name, value in described(tmp_path).model_dump().items() if name not in keys}
-    found = differences(checked_model_section(unstated), Root.of(tmp_path))
+    found = model_differences(checked_model_section(unstated), Root.of(tmp_path))
     assert found.changes == ()
     assert [problem.replace(str(tmp_path), "FOLDER") for problem in found.problems] == [
         "model.max_position_embeddings (2048) must be that of FOLDER/config.json (24)",
@@ -277,12 +277,12 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
         save("llama", tmp_path / name)
         rewrite_config(tmp_path / name, rope_parameters={"rope_type": "default", "rope_theta": theta})
     run = Root.of(tmp_path / "run")
-    (problem,) = differences(of_file(tmp_path / "base"), run).problems
+    (problem,) = model_differences(of_file(tmp_path / "base"), run).problems
     assert problem.startswith("model.rope_theta (10000.0) must be that of ")
-    (change,) = differences(of_file(tmp_path / "base", "model.rope_theta=20000.0"), run).changes
+    (change,) = model_differences(of_file(tmp_path / "base", "model.rope_theta=20000.0"), run).changes
     assert change.startswith("model.rope_theta (20000.0) replaces that of ")
     recipe = {"model": {"config": str(tmp_path / "base"), "rope_theta": 3e4}, "train": TRAIN, "optimizer": {"lr": 1e-3}}
-    (change,) = differences(load_config_of_program(recipe, {}).model, run).changes
+    (change,) = model_differences(load_config_of_program(recipe, {}).model, run).changes
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
 
 
@@ -295,15 +295,15 @@ def test_fault_07_a_key_without_weights_that_is_typed_may_change(
 ) -> None:
     """A recipe may well have another one that nobody meant."""
     save(case, tmp_path)
-    (change,) = differences(of_file(tmp_path, f"model.{key}={value}"), Root.of(tmp_path)).changes
+    (change,) = model_differences(of_file(tmp_path, f"model.{key}={value}"), Root.of(tmp_path)).changes
     assert change.startswith(f"model.{key} (")
     unsaid = config_from_sections(
         load_config("llama2-tiny", [f"model.config={tmp_path}", f"model.{key}={value}"]).recorded()
     )
-    (problem,) = differences(unsaid.model, Root.of(tmp_path)).problems
+    (problem,) = model_differences(unsaid.model, Root.of(tmp_path)).problems
     assert problem.startswith(f"model.{key} (")
     beside = load_config_of_program("llama2-tiny", {"model.config": tmp_path, "model": {key: value}})
-    assert differences(beside.model, Root.of(tmp_path)).changes == (change,)
+    assert model_differences(beside.model, Root.of(tmp_path)).changes == (change,)
 
 
 def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from shardwise.base.tensor_box import Box
-from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read
+from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import Manifest, PieceEntry, Pieces
 from shardwise.checkpoint.storage.root import DamageError, StoreError
 from shardwise.distributed.mesh import Mesh
@@ -85,7 +85,7 @@ class Everything:
             return content
 
         with mock.patch.object(LocalFileSystem, "cat_file", cat_file):
-            read(self.source, self.wants, Mesh(device="cpu"))
+            read_tensors(self.source, self.wants, Mesh(device="cpu"))
 
 
 def test_a_store_without_an_answer_is_no_damage(tmp_path: Path) -> None:

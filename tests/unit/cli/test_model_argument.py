@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import tempfile
@@ -14,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from shardwise.checkpoint.storage.root import Root
-from shardwise.cli import main
-from shardwise.cli.help import module_of
+from shardwise.cli import main, model_argument
 from shardwise.cli.model_argument import ModelFolder
 from shardwise.config import UserModelConfig, load_config
 from shardwise.data.tokens.tokenizer import train_tokenizer
@@ -122,15 +120,14 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
 ) -> None:
     """Whatever is missing first: the tokenizer, or the weights."""
     shutil.copytree(imported, "steps")
-    module = importlib.import_module(module_of(command))
-    plain = module.open_model_folder
+    plain = model_argument.open_model_folder
 
     def opened(*arguments: Any, **options: Any) -> Any:
         folder = plain(*arguments, **options)
         shutil.rmtree("steps/step-00000000")
         return folder
 
-    monkeypatch.setattr(module, "open_model_folder", opened)
+    monkeypatch.setattr(model_argument, "open_model_folder", opened)
     more = ["data.path=own.txt"] if command == "evaluate" else ["--prompt", "a"]
     said = cli.refused(command, "steps", *more)
     assert "the checkpoint steps/step-00000000 was removed while it was read, as checkpoint.keep and" in said

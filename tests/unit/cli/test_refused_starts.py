@@ -15,7 +15,7 @@ from tests.command_line import CommandLine
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shardwise.cli.train.accelerators", lambda: ("cpu", 0))
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_data", lambda config, announce: None)
 
 
 @pytest.mark.parametrize("has_former", [True, False])

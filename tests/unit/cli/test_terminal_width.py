@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.terminal import fitted
+from shardwise.base.terminal import fit_to_terminal
 from shardwise.cli import main
 
 COMMANDS = [
@@ -49,12 +49,12 @@ def test_all_that_a_command_shows_fits(command: str, tmp_path: Path, monkeypatch
 
 def test_a_file_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "word " * 40
-    assert fitted(text, io.StringIO()) == text
+    assert fit_to_terminal(text, io.StringIO()) == text
     monkeypatch.setenv("COLUMNS", "80")
-    assert all(len(line) <= 80 for line in fitted(text, Terminal()).splitlines())
+    assert all(len(line) <= 80 for line in fit_to_terminal(text, Terminal()).splitlines())
 
 
 def test_a_command_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     command = "shardwise train llama2-tiny train.steps=40 --run-dir 'runs/a b' --nproc 2"
-    assert fitted(f"resume: {command}", Terminal()) == f"resume: {command}"
+    assert fit_to_terminal(f"resume: {command}", Terminal()) == f"resume: {command}"

@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launches asked for, none of which happens."""
     launches: list[Launch] = []
     monkeypatch.setattr("shardwise.launch.local.launch", lambda *launch: launches.append(Launch(*launch)))
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", lambda config, announce: None)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_data", lambda config, announce: None)
     return launches
 
 
@@ -187,8 +187,8 @@ def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.Monkey
     awaited = "runs/bert-large/checkpoints/step-00028125"
     assert f"\n# weights        {awaited}: not there yet; the run that" in loaded("", 0, "bert-large-phase2")
     assert "memory://none/run must be a folder with weights" in loaded("memory://none/run", 2)
-    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find", lambda wanted: "hub")
-    monkeypatch.setattr("shardwise.base.hub.find", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find_on_hub", lambda wanted: "hub")
+    monkeypatch.setattr("shardwise.base.hub.find_on_hub", lambda wanted: "hub")
     shown = loaded("owner/name", 0)
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown
     assert "\n# tokenizer      owner/name: on the hub, fetched when the run starts\n" in shown
@@ -398,7 +398,7 @@ def test_bad_data_starts_nothing(started: list[Launch], monkeypatch: pytest.Monk
     def prepare(config: Any, announce: Any) -> None:
         raise DataError("data.path (x) is empty")
 
-    monkeypatch.setattr("shardwise.cli.run_preparation.prepare", prepare)
+    monkeypatch.setattr("shardwise.cli.run_preparation.prepare_data", prepare)
     assert cli.refused("train", "quickstart") == "shardwise: data.path (x) is empty\n"
     assert not started
     assert not Path("runs").exists()

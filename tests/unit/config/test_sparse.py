@@ -11,7 +11,7 @@ from shardwise.config import Config, check_layout, config_from_sections, load_co
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory
-from shardwise.models.build import balance_of
+from shardwise.models.build import build_balance
 from shardwise.pipeline.partition import stages_of_ranks
 from tests.unit.config.refusals import problem
 
@@ -112,7 +112,7 @@ def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
     plain["data"] |= {"stages": [{"at": 2, "sequence_length": 16, "global_batch": 2}]}
     found = []
     for stage in size_stages_of(config_from_sections(plain)):
-        balance = balance_of(stage, check_layout(stage, 1), Mesh(device="cpu"))
+        balance = build_balance(stage, check_layout(stage, 1), Mesh(device="cpu"))
         found.append((balance.samples, balance.length, balance.layers, balance.names, balance.needs_counts))
     assert found == [(4, 8, 1, ("sequence", "z"), False), (2, 16, 1, ("sequence", "z"), False)]
     plain["optimizer"] |= {"router_batch_loss": 0.001}
@@ -120,7 +120,7 @@ def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
     needs = []
     for micro_batch in (4, 2):
         cut = one.with_keys(train={"micro_batch": micro_batch})
-        balance = balance_of(cut, check_layout(cut, 1), Mesh(device="cpu"))
+        balance = build_balance(cut, check_layout(cut, 1), Mesh(device="cpu"))
         needs.append(balance is not None and balance.needs_counts)
     assert needs == [False, True]
 

@@ -11,8 +11,8 @@ import pytest
 from shardwise.base.errors import DataError
 from shardwise.config import Config, config_from_sections
 from shardwise.data import cache
-from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData, make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 
@@ -40,12 +40,12 @@ def sized(vocab_size: int, length: int, eval_every: int, **data: Any) -> Config:
 
 
 def batches_of(chosen: Config, root: Path, part: Any = "train") -> Any:
-    return make_batches(chosen, prepare(chosen, root), part)
+    return make_batches(chosen, prepare_data(chosen, root), part)
 
 
 def refusals(chosen: Config, root: Path) -> list[str]:
     with pytest.raises(DataError) as caught:
-        prepare(chosen, root)
+        prepare_data(chosen, root)
     return caught.value.problems
 
 

@@ -10,13 +10,14 @@ import pytest
 
 from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.describe import Glance, glance, inspect
-from shardwise.data.formats import stream as stream_data
-from shardwise.data.formats.common import random_text
-from shardwise.data.formats.record import DataFormat, Inspection
-from shardwise.data.open_data import FORMATS, format_of, prepare
+from shardwise.data.formats import streamed_text as stream_data
+from shardwise.data.formats.data_format import DataFormat, Inspection
+from shardwise.data.formats.prepared_data import random_tokens
+from shardwise.data.open_data import FORMATS, data_format_of, prepare_data
+from shardwise.data.preview import DataPreview, inspect_data, preview_data
 from shardwise.data.reading.megatron_files import IndexedWriter
-from shardwise.data.reading.text_sources import open_source
+from shardwise.data.reading.text_sources import open_text_source
+from shardwise.data.request import DataRequest
 from tests.unit.data import hdf5_shards
 from tests.unit.data.small_runs import config, fill, saved_tokenizer
 
@@ -27,7 +28,7 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("shardwise.base.hub.HubFiles.download", None)
-    monkeypatch.setattr("shardwise.data.cache.locked", None)
+    monkeypatch.setattr("shardwise.data.cache.lock_entry", None)
     files: dict[str, str | bytes] = {
         "one.jsonl": '{"text": "one"}\n{"text": \n',
         "bad.jsonl": '{"text": \n',
@@ -49,8 +50,8 @@ def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> Glance:
-    return glance(config(vocab_size, family=family, steps=2, **data))
+def look(family: str = "llama", vocab_size: int = 300, **data: Any) -> DataPreview:
+    return preview_data(config(vocab_size, family=family, steps=2, **data))
 
 
 GOOD: dict[str, tuple[dict[str, Any], str]] = {
@@ -102,7 +103,7 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
     (at / "packed.jsonl.gz").write_bytes(gzip.compress(b'{"text": "one"}\n'))
 
     def warnings(steps: int) -> list[str]:
-        found = glance(config(**data).with_keys(train={"steps": steps, "global_batch": 1}))
+        found = preview_data(config(**data).with_keys(train={"steps": steps, "global_batch": 1}))
         assert found.problems == []
         return [text for name, text in found.rows if name == "warning"]
 
@@ -138,7 +139,7 @@ def test_data_that_are_read_a_hundred_times_are_warned_of(data: dict[str, Any], 
 def test_the_held_out_part_has_a_row(
     data: dict[str, Any], text: str, at: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "find", lambda wanted: "hub")
+    monkeypatch.setattr(hub, "find_on_hub", lambda wanted: "hub")
     (row,) = [row for name, row in look(**data).rows if name == "held out"]
     assert row.startswith(text)
     evaluating = config(eval_every=1, steps=2, **data)
@@ -153,7 +154,7 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
             raise found
         return found
 
-    monkeypatch.setattr(hub, "find", find)
+    monkeypatch.setattr(hub, "find_on_hub", find)
     seen = look(dataset="wikitext", tokenizer="gpt2")
     if isinstance(found, ConfigError):
         assert (seen.rows, seen.problems) == ([], ["no such repository"]), "told once, of data and tokenizer"
@@ -165,14 +166,14 @@ def test_hub_ids_are_looked_up(found: str | ConfigError, monkeypatch: pytest.Mon
 
 def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
     """The numbers of a dry run are of use before there are data."""
-    assert look() == Glance([("data", "none is named: a run needs data.path, data.blend or data.dataset")], [])
+    assert look() == DataPreview([("data", "none is named: a run needs data.path, data.blend or data.dataset")], [])
     assert look(tokenizer="tokenizer").rows[1][1] == "tokenizer: 257 tokens, of model.vocab_size (300)"
     (problem,) = look(tokenizer="./nowhere").problems
     assert problem.startswith("data.tokenizer (./nowhere) must be a tokenizer's file or folder: there is none")
     with pytest.raises(
         ConfigError, match=r"data\.path, data\.blend or data\.dataset must name the data; for a trial: "
     ):
-        prepare(config(), at)
+        prepare_data(config(), at)
 
 
 def test_shards_are_opened(at: Path) -> None:
@@ -248,14 +249,14 @@ def test_fault_13_a_dry_run_says_how_each_kind_of_file_is_read(at: Path) -> None
     assert problem.startswith("texts/stats.json: line 1 has no field 'text'")
     stream = config(path="texts", streaming=True, tokenizer="tokenizer")
     with pytest.raises(DataError, match=r"texts/stats\.json: line 1 has no field"):
-        stream_data._build(at, open_source(stream.data), stream, None)
+        stream_data._build(at, open_text_source(stream.data), DataRequest.of(stream))
     Path("texts/stats.json").unlink()
     Path("texts/table").write_text("id,text\n1,a\n")
     (problem,) = look(path="texts").problems
     assert problem.startswith("texts/table is a table of separated values, and must be plain text")
     assert look(path="texts", format="text").problems == []
     with pytest.raises(DataError, match="texts/table is a table of separated values"):
-        inspect("texts", 1, {})
+        inspect_data("texts", 1, {})
 
 
 def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,16 +266,16 @@ def test_a_new_format_is_one_module_and_its_name(at: Path, monkeypatch: pytest.M
         name="probe",
         contents="tokens",
         is_at=lambda path: path.suffix == ".probe",
-        open_data=lambda _request, _root, _announce, *, any_size: random_text(),
-        glance=lambda _request: "a probe",
+        open_data=lambda _request: random_tokens(),
+        preview=lambda _request: "a probe",
         inspect=lambda data, _samples: Inspection(str(data.path), "probe", 0, [], {}),
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("shardwise.data.open_data.FORMATS", (*FORMATS, "probe"))
-    assert format_of(config(path="some.probe").data) is module.FORMAT
-    assert prepare(config(path="some.probe"), at).count("train") == random_text().count("train")
+    assert data_format_of(config(path="some.probe").data) is module.FORMAT
+    assert prepare_data(config(path="some.probe"), at).count("train") == random_tokens().count("train")
     rows = [("data", "some.probe: a probe"), ("tokenizer", "none, as the data hold tokens")]
     assert look(path="some.probe").rows[:2] == rows
-    assert inspect("some.probe", 1, {}).format == "probe"
+    assert inspect_data("some.probe", 1, {}).format == "probe"
     (problem,) = look(path="some.probe", streaming=True, tokenizer="tokenizer").problems
     assert problem.endswith("whose tokens are read where they lie")

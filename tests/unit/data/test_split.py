@@ -4,13 +4,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.formats.text import plan_split
+from shardwise.data.formats.text import plan_text_split
 from shardwise.data.reading.text_sources import TextPiece
 
 
 def divided(texts: list[list[str]], weights: tuple[float, float]) -> tuple[dict[str, str], bool]:
     sizes = np.array([sum(map(len, document)) for document in texts], dtype=np.int64)
-    split = plan_split(sizes, weights)
+    split = plan_text_split(sizes, weights)
     pieces = [TextPiece(text, at == len(document) - 1) for document in texts for at, text in enumerate(document)]
     parts = {"train": "", "eval": ""}
     for part, piece in split.parts(pieces):
@@ -28,7 +28,7 @@ def test_many_documents_are_held_out_whole_and_from_everywhere() -> None:
     assert 0.75 * 0.05 <= sum(map(len, held)) / total <= 0.05
     assert divided(texts, (95, 5))[0] == parts
     assert divided(texts, (0.95, 0.05))[0] == parts
-    held_out = plan_split(np.full(1000, 10, dtype=np.int64), (90, 10)).held_out
+    held_out = plan_text_split(np.full(1000, 10, dtype=np.int64), (90, 10)).held_out
     assert all(part.any() for part in np.array_split(held_out, 10))
 
 

@@ -13,7 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from shardwise.base.errors import ConfigError, LostPeerError
 from shardwise.distributed import mesh as meshes
-from shardwise.distributed import rendezvous
+from shardwise.distributed import rendezvous, wait_limit
 from shardwise.distributed.mesh import Group, Mesh, Meter
 from tests.unit.layers.groups import pretend_group
 
@@ -67,7 +67,7 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, *, timeout, device_id: asked.append((backend, timeout))
     )
-    monkeypatch.setattr(rendezvous, "start_watch", lambda seconds: watched.append(seconds) or len(watched) > 1)
+    monkeypatch.setattr(wait_limit, "start_wait_limit", lambda seconds: watched.append(seconds) or len(watched) > 1)
     monkeypatch.setattr(meshes, "set_default_timeout", defaults.append)
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that it is as before after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
@@ -76,8 +76,8 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     monkeypatch.setenv("WORLD_SIZE", "33")
     meshes.join(torch.device("cpu"), timeout=7)
-    assert (asked[1], watched) == (("gloo", rendezvous.NEVER), [7, 7])
-    assert defaults == [timedelta(seconds=7), rendezvous.NEVER], "else groups of the mesh have torch's limit"
+    assert (asked[1], watched) == (("gloo", wait_limit.NEVER), [7, 7])
+    assert defaults == [timedelta(seconds=7), wait_limit.NEVER], "else groups of the mesh have torch's limit"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
 
 
@@ -100,7 +100,7 @@ def test_a_rank_that_loses_another_one_at_the_start_says_so(at: str, monkeypatch
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "meet", fail if at == "the store" else lambda *_: None)
     monkeypatch.setattr(meshes, "set_default_timeout", lambda _: None)
-    monkeypatch.setattr(rendezvous, "start_watch", lambda _: True)
+    monkeypatch.setattr(wait_limit, "start_wait_limit", lambda _: True)
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(LostPeerError, match=r"^rank 2 lost the connection to another rank during the start"):
         meshes.join(torch.device("cpu"))

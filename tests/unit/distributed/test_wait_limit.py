@@ -11,12 +11,12 @@ import weakref
 import pytest
 import torch
 
-from shardwise.distributed import rendezvous
-from shardwise.distributed.rendezvous import Watch, close_connections
+from shardwise.distributed import wait_limit
+from shardwise.distributed.wait_limit import WaitLimit, close_connections
 
 
 def test_fault_23_a_wait_is_over_after_its_seconds_of_running_time() -> None:
-    watch = Watch(3.0)
+    watch = WaitLimit(3.0)
     assert [watch.is_over(1.0, {7: 5}) for _ in range(4)] == [False, False, False, True]
 
 
@@ -24,7 +24,7 @@ def test_fault_23_a_wait_is_over_after_its_seconds_of_running_time() -> None:
     "second", [{7: 6}, {}, {8: 5}], ids=["it-works", "it-waits-for-nobody", "it-is-another-thread"]
 )
 def test_fault_23_a_thread_that_does_something_waits_anew(second: dict[int, int]) -> None:
-    watch = Watch(2.0)
+    watch = WaitLimit(2.0)
     seen = [{7: 5}, {7: 5}, second, second, {7: 9}]
     assert not any(watch.is_over(1.0, waiting) for waiting in seen)
 
@@ -33,12 +33,12 @@ def test_fault_23_a_thread_that_does_something_waits_anew(second: dict[int, int]
 def test_fault_23_time_in_which_the_process_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock goes on by 100 s in each pause of a tenth of the limit."""
     times = iter(range(0, 10**6, 100))
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: float(next(times)))
-    monkeypatch.setattr(rendezvous.time, "sleep", lambda _: None)
-    monkeypatch.setattr(rendezvous, "_waiting", lambda: {1: 1})
-    monkeypatch.setattr(rendezvous, "close_connections", lambda: None)
-    monkeypatch.setattr(rendezvous.os, "_exit", lambda _: None)
-    rendezvous._run(6.0)
+    monkeypatch.setattr(wait_limit.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(wait_limit.time, "sleep", lambda _: None)
+    monkeypatch.setattr(wait_limit, "_waiting", lambda: {1: 1})
+    monkeypatch.setattr(wait_limit, "close_connections", lambda: None)
+    monkeypatch.setattr(wait_limit.os, "_exit", lambda _: None)
+    wait_limit._run(6.0)
     assert next(times) // 200 == 6, "six pauses of at most 1.2 s each"
 
 
@@ -49,8 +49,8 @@ def test_fault_23_what_waits_on_a_connection_goes_on_when_it_is_closed(monkeypat
     client = socket.create_connection(server.getsockname())
     accepted, _ = server.accept()
     with server, client, accepted:
-        ours = [rendezvous.Path(f"/proc/self/fd/{one.fileno()}") for one in (server, client)]
-        monkeypatch.setattr(rendezvous.Path, "iterdir", lambda _: iter(ours))
+        ours = [wait_limit.Path(f"/proc/self/fd/{one.fileno()}") for one in (server, client)]
+        monkeypatch.setattr(wait_limit.Path, "iterdir", lambda _: iter(ours))
         heard: list[bytes] = []
         waiting = threading.Thread(target=lambda: heard.append(client.recv(1)))
         waiting.start()
@@ -65,7 +65,7 @@ def test_a_watch_keeps_nothing_of_the_threads_that_it_looks_at() -> None:
 
     def looked_at() -> weakref.ref[torch.Tensor]:
         value = torch.zeros(1)
-        rendezvous._waiting()
+        wait_limit._waiting()
         return weakref.ref(value)
 
     gc.disable()
@@ -80,9 +80,9 @@ def test_a_wait_that_hears_nothing_of_closed_connections_ends_the_process() -> N
     """So does gloo's wait for a connection to a rank that was killed while the ranks made a group."""
     code = """
 import torch
-from shardwise.distributed import rendezvous
-rendezvous._DEAF_SECONDS = 0.2
-rendezvous.start_watch(0.2)
+from shardwise.distributed import wait_limit
+wait_limit._DEAF_SECONDS = 0.2
+wait_limit.start_wait_limit(0.2)
 torch.futures.Future().wait()
 """
     environment = {**os.environ, "RANK": "3"}

@@ -5,7 +5,7 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, Layout, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
-from shardwise.estimates.memory_choice import choice_text, fitted
+from shardwise.estimates.memory_choice import fitted_to_memory, memory_choice_text
 from shardwise.estimates.rank_workload import RankWorkload
 from tests.block_stacks import block_stack
 from tests.unit.estimates.families import OWN
@@ -25,7 +25,7 @@ def total(config: Config, layout: Layout = TP8) -> int:
 
 
 def fit(config: Config, memory: float | None, layout: Layout = TP8) -> Config:
-    return fitted(config, layout, memory, accelerator=True, device="a device")
+    return fitted_to_memory(config, layout, memory, accelerator=True, device="a device")
 
 
 def chosen(memory: float | None, *overrides: str) -> tuple[str, bool]:
@@ -67,9 +67,9 @@ def test_gathering_again_leaves_six_tenths_of_the_activations() -> None:
 
 def test_choices_are_named() -> None:
     config = llama("train.recompute=auto")
-    assert choice_text(fit(config, 1e15), config) == "train.recompute=none"
-    assert (choice_text(fit(config, 1), config) or "").startswith("train.recompute=full")
-    assert choice_text(config, config) is None
+    assert memory_choice_text(fit(config, 1e15), config) == "train.recompute=none"
+    assert (memory_choice_text(fit(config, 1), config) or "").startswith("train.recompute=full")
+    assert memory_choice_text(config, config) is None
 
 
 def test_what_is_not_known_is_refused() -> None:
@@ -95,4 +95,4 @@ def test_keys_come_in_a_ring_only_if_memory_asks() -> None:
     assert not passes_keys(needed - 1, "compile.enabled=true")
     assert not passes_keys(None)
     config = load_config("llama2-7b", keys)
-    assert choice_text(fit(config, 1, layout), config) == "parallel.context_keys=ring"
+    assert memory_choice_text(fit(config, 1, layout), config) == "parallel.context_keys=ring"

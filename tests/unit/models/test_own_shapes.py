@@ -18,8 +18,9 @@ from shardwise.config import Config, Layout, load_config
 from shardwise.distributed.mesh import Group
 from shardwise.estimates.memory import expected_memory
 from shardwise.models.batch_first import batch_first
+from shardwise.models.flops import flops_per_token
 from shardwise.models.own_shapes import own_shapes, own_token_flops
-from shardwise.models.parameter_counts import flops_per_token, parameter_count
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.models.user_model import build_user_model
 from shardwise.train.summary import start_rows
 from tests.e2e.command import within

@@ -8,7 +8,7 @@ from examples.own_model import plain
 from shardwise import pipelined
 from shardwise.base.errors import ConfigError
 from shardwise.config import check_layout
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 from shardwise.pipeline.partition import stage_plan
 from tests.dist.own_blocks import MODULES
 from tests.unit.models.own_classes import build, config, problem
@@ -45,8 +45,8 @@ PlainDecoder = plain.Decoder
 def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     chosen = config("tests.dist.own_blocks:Plain", PIPELINE, **SIZES)
     whole = dict(build(chosen).named_parameters())
-    first = dict(build(chosen, part=Part(range(2), True, False)).named_parameters())
-    last = dict(build(chosen, part=Part(range(2, 4), False, True)).named_parameters())
+    first = dict(build(chosen, part=ModelPart(range(2), True, False)).named_parameters())
+    last = dict(build(chosen, part=ModelPart(range(2, 4), False, True)).named_parameters())
     assert first.keys() | last.keys() == whole.keys()
     assert not first.keys() & last.keys()
     assert {"embedding.weight", "blocks.1.mlp.up.bias"} <= first.keys()
@@ -67,7 +67,7 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
 def test_what_cannot_be_cut_is_named(name: str, said: str) -> None:
     chosen = config(f"{__name__}:{name}", PIPELINE, **SIZES)
     with pytest.raises(ConfigError, match=rf"model.family \({__name__}:{name}\): {said}"):
-        build(chosen, part=Part(range(2), True, False))
+        build(chosen, part=ModelPart(range(2), True, False))
 
 
 def test_a_class_without_blocks_is_told_what_names_them() -> None:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from shardwise.base.tensor_box import Box
-from shardwise.optim.state_digest import StateHash, box_sum, by_tensor, place_in_training
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place, digests_by_tensor
 
 SHAPE = (6, 10)
-PLACE = place_in_training(step=3, samples=24, tokens=768, position=24, seed=7)
+PLACE = digest_place(step=3, samples=24, tokens=768, position=24, seed=7)
 
 
 def numbers(dtype: str = "f4", shape: tuple[int, ...] = SHAPE) -> np.ndarray:
@@ -69,5 +69,5 @@ def test_the_whole_hash_has_names_states_and_the_place() -> None:
 def test_digests_name_the_tensor_that_differs() -> None:
     a = StateHash(PLACE, {"model": {"b": 2, "a": 1}, "exp_avg": {"a": 3, "b": 4}})
     b = StateHash(PLACE, {"model": {"b": 2, "a": 9}, "exp_avg": {"a": 3, "b": 4}})
-    found, other = (by_tensor(state.digests(), state.names()) for state in (a, b))
+    found, other = (digests_by_tensor(state.digests(), state.names()) for state in (a, b))
     assert [name for name in found if found[name] != other[name]] == ["model/a"]

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from shardwise import LAMB, ZeroRedundancyOptimizer
 from shardwise.distributed import devices as device
 from shardwise.distributed.placement import named_pieces
-from shardwise.layers import chunks
-from shardwise.optim import stochastic_rounding
+from shardwise.optim import bucket_layout, stochastic_rounding
 from shardwise.optim.gradient_norms import ElementRun
 from tests.unit.optim.net import PLAIN, assert_equal, batch, make, sharded, train
 
@@ -135,7 +134,7 @@ def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     name: str, options: dict[str, Any], bucket_mib: float, chunk: int, gradient_dtype: torch.dtype, monkeypatch: Any
 ) -> None:
     """Whatever the buckets, whatever is updated at once and whatever the gradients' dtype."""
-    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
+    monkeypatch.setattr(bucket_layout, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
     wanted, found = make().bfloat16(), make().bfloat16()
     reference(name, options, wanted, gradient_dtype)
     wrapping = STOCHASTIC | {"bucket_mib": bucket_mib, "gradient_dtype": gradient_dtype}
@@ -154,7 +153,7 @@ def test_state_beside_float32_masters_is_rounded_by_the_definition(
     name: str, options: dict[str, Any], bucket_mib: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a resume."""
-    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
+    monkeypatch.setattr(bucket_layout, "ROUNDING_CHUNK_ELEMENTS_CPU", chunk)
     wanted, found, resumed = (make() for _ in range(3))
     reference(name, options, wanted, torch.float32, rounds_weights=False)
     wrapping = PLAIN | {"bucket_mib": bucket_mib, "state_dtype": torch.bfloat16, "rounding_seed": SEED}
@@ -287,7 +286,7 @@ class Harmonic(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("way", ["nearest", "stochastic"])
 def test_what_a_class_keeps_in_its_group_counts_steps(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "ROUNDING_CHUNK_ELEMENTS_CPU", 8)
+    monkeypatch.setattr(bucket_layout, "ROUNDING_CHUNK_ELEMENTS_CPU", 8)
     weights = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
     options = STOCHASTIC | {"rounding": way, "bucket_mib": 1e-5}
     optimizer = ZeroRedundancyOptimizer(weights, Harmonic, lr=0.5, **options)

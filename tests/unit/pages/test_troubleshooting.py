@@ -50,13 +50,13 @@ def test_temporary_files_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> N
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def agree(problems: list[str], _: object) -> None:
+    def raise_problems(problems: list[str], _: object) -> None:
         if problems:
             raise ConfigError(problems)
 
     monkeypatch.setattr(run_graphs.RunGraphs, "_unpack", full)
     monkeypatch.setattr(run_graphs, "planned_graphs", lambda *_: ())
-    monkeypatch.setattr(run_graphs, "agree", agree)
+    monkeypatch.setattr(run_graphs, "raise_on_all_ranks", raise_problems)
     alone: Any = SimpleNamespace(world=SimpleNamespace(rank=0))
     arguments: Any = (make_config(), None, alone, None, print)
     text = r"the folder for temporary files \(.*\) cannot be written: No space left on device; set TMPDIR to a folder"

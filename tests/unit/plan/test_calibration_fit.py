@@ -8,10 +8,17 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from shardwise.config import check_layout
 from shardwise_plan import device_seconds
-from shardwise_plan.calibration_fit import PRODUCTS, Measurements, device_file, probes, undisturbed
-from shardwise_plan.device_seconds import constants_of
-from shardwise_plan.device_specs import Cluster, Device, dump, figure, load_device, parse_device
+from shardwise_plan.calibration_fit import (
+    PRODUCTS,
+    Measurements,
+    calibration_trainings,
+    measured_device_file,
+    undisturbed_seconds,
+)
+from shardwise_plan.device_seconds import device_constants
+from shardwise_plan.device_specs import Cluster, Device, device_yaml, load_device, parse_device, sourced_figure
 from shardwise_plan.step_time import step_time
 
 DAY = datetime.date(2026, 1, 2)
@@ -26,10 +33,10 @@ def machine() -> Device:
 
 def found(device: Device, ranks: int) -> Measurements:
     """What that machine would measure."""
-    constants = constants_of(device)
+    constants = device_constants(device)
     seconds = []
-    for probe in probes(ranks):
-        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
+    for config in calibration_trainings(ranks):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
         seconds.append(time.total)
     products = [device_seconds.matmul(device, constants, device.float32, *shape) + constants.host for shape in PRODUCTS]
     link = device.node
@@ -45,13 +52,13 @@ def found(device: Device, ranks: int) -> Measurements:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
     measured = found(machine(), ranks)
-    text = device_file(measured, DAY)
+    text = measured_device_file(measured, DAY)
     device = parse_device("here", text, "here.yaml")
     assert not device.is_accelerator
     assert device.per_node == ranks
-    for probe, seconds in zip(probes(ranks), measured.steps, strict=True):
-        time = step_time(probe.config(), probe.layout(ranks), Cluster(device, 1, ranks))
-        assert time.total == pytest.approx(seconds, rel=0.1), probe
+    for config, seconds in zip(calibration_trainings(ranks), measured.steps, strict=True):
+        time = step_time(config, check_layout(config, ranks), Cluster(device, 1, ranks))
+        assert time.total == pytest.approx(seconds, rel=0.1), config
     assert (
         device.figures["float32_tflops"]["source"] == f"measured 2026-01-02: torch 2.13.0, 1 thread(s), {ranks} rank(s)"
     )
@@ -63,10 +70,10 @@ def test_a_device_file_predicts_what_was_measured(ranks: int) -> None:
 
 def test_what_else_runs_makes_no_figure() -> None:
     """Half of the steps are disturbed."""
-    assert undisturbed([1.0, 5.0] * 10) == 1.0
-    assert undisturbed([2.0]) == 2.0
+    assert undisturbed_seconds([1.0, 5.0] * 10) == 1.0
+    assert undisturbed_seconds([2.0]) == 2.0
 
 
 @pytest.mark.parametrize("value", [2e-05, 1.5e-07, 0.25, 3e16])
 def test_figures_of_any_size_are_numbers_in_yaml(value: float) -> None:
-    assert yaml.safe_load(dump({"host": figure(value, "measured")}))["host"]["value"] == value
+    assert yaml.safe_load(device_yaml({"host": sourced_figure(value, "measured")}))["host"]["value"] == value

@@ -10,8 +10,16 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.prices import Price
-from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import FIGURES, Device, Reliability, cluster, described, device_names, load_device
+from shardwise_plan.cli.wording import _PUBLISHED_ERROR
+from shardwise_plan.device_specs import (
+    FIGURES,
+    Device,
+    Reliability,
+    changed_device_text,
+    device_names,
+    load_device,
+    parse_cluster,
+)
 from tests.arch.source import ROOT
 
 OWN = """
@@ -49,7 +57,7 @@ def test_a_file_may_have_a_price_and_a_rate_of_fp8(load: Callable[[str], Device]
     device = load(f"{OWN}price_per_hour: 2.50 EUR\nfailures_per_year: 0.5\nfp8_tflops: 1979\n")
     assert (device.price, device.fp8, device.watts) == (Price(2.5, "EUR"), 1979e12, None)
     assert device.reliability == Reliability(failures_per_year=0.5)
-    again = load(described(device, {"matmul": 1.0}, "measured"))
+    again = load(changed_device_text(device, {"matmul": 1.0}, "measured"))
     assert again.constants == (("matmul", 1.0),)
     assert replace(again, constants=()) == device
     of_chips = load(f"{OWN}price_per_hour: 0.3351 USD/chip\ndevices_per_chip: 4\n")
@@ -67,12 +75,12 @@ def test_products_in_fp8_have_rates_of_their_own(load: Callable[[str], Device]) 
 
 def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: Path) -> None:
     alone = "\n".join(line for line in OWN.splitlines() if not line.startswith("network"))
-    assert "network" not in described(load(alone), {}, "measured")
+    assert "network" not in changed_device_text(load(alone), {}, "measured")
     device = str(tmp_path / "ours.yaml:8")
-    assert cluster(device).device.network is None
+    assert parse_cluster(device).device.network is None
     refused = r"network\.gb_per_second of Our GPU \(unknown\) must be given for several nodes: add to its device"
     with pytest.raises(ConfigError, match=refused):
-        cluster(device, 2)
+        parse_cluster(device, 2)
 
 
 @pytest.mark.parametrize(("name", "base", "gigabits"), [("p5", "h100", 3200), ("p4d", "a100-40gb", 400)])
@@ -157,9 +165,9 @@ def test_impossible_figures_are_refused(text: str, message: str, load: Callable[
 def test_unknown_device_names_the_nearest() -> None:
     nearest = r"did you mean h100\? .*; a file with the figures of your own ends with .yaml"
     with pytest.raises(ConfigError, match=nearest):
-        cluster("h10:8", 2)
+        parse_cluster("h10:8", 2)
     with pytest.raises(ConfigError, match="at least one device"):
-        cluster("h100:8", 0)
+        parse_cluster("h100:8", 0)
     with pytest.raises(ConfigError, match="must name a device"):
-        cluster("")
-    assert (cluster("a100", 2).world, cluster("a100:4", 2).world) == (16, 8)
+        parse_cluster("")
+    assert (parse_cluster("a100", 2).world, parse_cluster("a100:4", 2).world) == (16, 8)

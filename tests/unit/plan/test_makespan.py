@@ -15,7 +15,7 @@ from shardwise.config.pipeline_schedule_specs import rounds_of_step
 from shardwise.pipeline.action_order import Action, ActionKind, action_order
 from shardwise.pipeline.timeline import StageTimes, timeline
 from shardwise_plan import makespan as levels
-from shardwise_plan.makespan import makespan, pass_levels, program
+from shardwise_plan.makespan import level_program, makespan, pass_levels
 
 SCHEDULES: list[Schedule] = ["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"]
 MANY = 13  # ranks, for which 1F1B is simulated by levels too
@@ -116,7 +116,7 @@ def test_a_long_step_is_not_simulated_whole_once_it_repeats_itself(
 
 def test_a_program_of_many_micro_batches_is_no_larger() -> None:
     parallel = parallel_of("interleaved", 8, 3)
-    short, long = program(parallel, 64, "none"), program(parallel, 6_400, "none")
+    short, long = level_program(parallel, 64, "none"), level_program(parallel, 6_400, "none")
     assert len(short.needs) == len(long.needs)
     assert long.repeats - short.repeats == (6_400 - 64) // 8
     assert np.array_equal(short.passes, long.passes)

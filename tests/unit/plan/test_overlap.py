@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.config import check_layout, load_config
-from shardwise_plan.device_seconds import RankGroup, collective, fitted
-from shardwise_plan.device_specs import Link, cluster, load_device
+from shardwise_plan.device_seconds import LinkedRanks, collective, shipped_constants
+from shardwise_plan.device_specs import Link, load_device, parse_cluster
 from shardwise_plan.overlap import Product, TensorCollectives, TensorOverlap, ring_seconds
 from shardwise_plan.step_time import shardwise_traits, step_time
 
 H100 = load_device("h100")
-EIGHT = RankGroup(8, 8)
+EIGHT = LinkedRanks(8, 8)
 SIZE = 1e8
 OVERLAPS: tuple[TensorOverlap, ...] = ("pieces", "symmetric_memory", "user_buffers")
 
@@ -22,7 +22,7 @@ def _collectives(
     overlap: TensorOverlap | None, bandwidth: float = H100.node.bandwidth, sequence_parallel: bool = True
 ) -> TensorCollectives:
     device = replace(H100, node=Link(bandwidth, 0.0, "switch"))
-    return TensorCollectives(device, fitted(), EIGHT, SIZE, SIZE, sequence_parallel, overlap)
+    return TensorCollectives(device, shipped_constants(), EIGHT, SIZE, SIZE, sequence_parallel, overlap)
 
 
 def _even(seconds: float) -> Product:
@@ -32,17 +32,17 @@ def _even(seconds: float) -> Product:
 
 def test_without_overlap_the_whole_collective_is_added() -> None:
     in_turn = _collectives(None)
-    whole = collective(in_turn.device, fitted(), EIGHT, SIZE)
+    whole = collective(in_turn.device, shipped_constants(), EIGHT, SIZE)
     for added in (in_turn.gather_before, in_turn.sum_after, in_turn.sum_behind):
         assert added(_even(1.0)) == pytest.approx(whole)
     assert _collectives(None, sequence_parallel=False).gather_before(_even(1.0)) == 0
 
 
 def test_behind_a_long_product_the_first_or_last_piece_remains() -> None:
-    sent = SIZE * 7 / 8 / (H100.node.bandwidth * fitted().node)
+    sent = SIZE * 7 / 8 / (H100.node.bandwidth * shipped_constants().node)
     pieces = _collectives("pieces")
-    assert pieces.gather_before(_even(1.0)) == pytest.approx(fitted().start + sent / 4)
-    assert pieces.sum_after(_even(1.0)) == pytest.approx(fitted().start + sent / 4)
+    assert pieces.gather_before(_even(1.0)) == pytest.approx(shipped_constants().start + sent / 4)
+    assert pieces.sum_after(_even(1.0)) == pytest.approx(shipped_constants().start + sent / 4)
     assert pieces.sum_behind(_even(1.0)) == 0
     ring = _collectives("symmetric_memory")
     assert ring.gather_before(_even(1.0)) == pytest.approx(0, abs=1e-12)
@@ -57,11 +57,11 @@ def test_behind_a_long_product_the_first_or_last_piece_remains() -> None:
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_overlap_never_hides_more_than_there_is(overlap: TensorOverlap, seconds: float, bandwidth: float) -> None:
     both = _collectives(overlap, bandwidth)
-    sent = SIZE * 7 / 8 / (bandwidth * fitted().node)
+    sent = SIZE * 7 / 8 / (bandwidth * shipped_constants().node)
     for added in (both.gather_before, both.sum_after, both.sum_behind):
         exposed = added(_even(seconds))
         assert exposed >= max(0.0, sent - seconds) * (1 - 1e-9)
-        assert exposed <= fitted().start + sent * (1 + 16 / 116)
+        assert exposed <= shipped_constants().start + sent * (1 + 16 / 116)
 
 
 def test_a_product_that_loses_by_its_cuts_pays_for_them() -> None:
@@ -80,7 +80,7 @@ def test_an_operand_that_goes_round_is_hidden_by_the_parts_that_are_there() -> N
 
 def test_steps_are_shorter_the_more_is_hidden() -> None:
     keys = ["parallel.tensor=8", "parallel.pipeline=8", "train.global_batch=64", "train.recompute=none"]
-    on = cluster("h100:8", 16)
+    on = parse_cluster("h100:8", 16)
 
     def tensor(overlap: TensorOverlap | None) -> float:
         config = load_config("gpt3-175b", keys)
@@ -94,13 +94,13 @@ def test_steps_are_shorter_the_more_is_hidden() -> None:
 
 def test_the_recipe_names_the_overlap_and_a_cpu_has_none() -> None:
     config = load_config("llama2-7b", ["parallel.tensor=2", "parallel.tensor_overlap=pieces"])
-    assert shardwise_traits(config, cluster("h100:8")).tensor_overlap == "pieces"
-    assert shardwise_traits(config, cluster("cpu:2")).tensor_overlap is None
+    assert shardwise_traits(config, parse_cluster("h100:8")).tensor_overlap == "pieces"
+    assert shardwise_traits(config, parse_cluster("cpu:2")).tensor_overlap is None
 
 
 def test_a_graph_starts_the_kernels_without_the_host() -> None:
     config = load_config("gpt2", ["train.global_batch=8", "train.micro_batch=1"])
-    on = cluster("h100:8")
+    on = parse_cluster("h100:8")
     program = shardwise_traits(config, on)
     times = [
         step_time(config, check_layout(config, 8), on, replace(program, graphs=graphs)) for graphs in (True, False)

@@ -13,8 +13,8 @@ from shardwise.config import check_layout, load_config, size_stages_of
 from shardwise.config.recipe_files import carried_comments
 from shardwise.estimates.memory import expected_memory
 from shardwise_plan import device_specs
-from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.run_stages import run_with_layout
+from shardwise_plan.cli.wording import _PUBLISHED_ERROR
+from shardwise_plan.data_stages import run_with_layout
 from tests.command_line import CommandLine
 
 REPLACED = "train it with (replace YOUR_… by the paths of your data)"
@@ -146,7 +146,7 @@ def test_layouts_that_differ_in_details_are_left_out_and_counted(cli: CommandLin
 
 def test_several_devices_stand_side_by_side(cli: CommandLine, tmp_path: Path) -> None:
     cheap = tmp_path / "cheap.yaml"
-    text = device_specs.shipped_text("h100").replace("NVIDIA H100 SXM\n", "Ours\n")
+    text = device_specs.shipped_device_text("h100").replace("NVIDIA H100 SXM\n", "Ours\n")
     cheap.write_text(f"{text}price_per_hour: 2 USD\n", encoding="utf-8")
     devices = f"h100:8,{cheap}:8, a100-40gb:1"
     out = cli(*LLAMA, "--device", devices).out

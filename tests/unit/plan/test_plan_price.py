@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from shardwise.base.prices import Price
-from shardwise_plan.cli.rows import _PUBLISHED_ERROR
-from shardwise_plan.device_specs import cluster, load_device
+from shardwise_plan.cli.wording import _PUBLISHED_ERROR
+from shardwise_plan.device_specs import load_device, parse_cluster
 from tests.command_line import CommandLine
 
 LEAST_RATIO, MOST_RATIO = 1 / (1 + _PUBLISHED_ERROR), 1 / (1 - _PUBLISHED_ERROR)
@@ -38,7 +38,7 @@ def test_a_price_is_of_a_device_a_chip_or_a_node(cli: CommandLine) -> None:
 @pytest.mark.parametrize(("per_node", "chips"), [(2, 1), (6, 2), (8, 2)])
 def test_a_chip_is_paid_as_a_whole(per_node: int, chips: int) -> None:
     device = replace(load_device("trn2"), price=Price.of("2 USD/chip", "--price"))
-    machines = replace(cluster("trn2", 3), device=device, per_node=per_node)
+    machines = replace(parse_cluster("trn2", 3), device=device, per_node=per_node)
     assert (machines.priced_units, machines.price_per_hour) == (3 * chips, 6 * chips)
 
 

@@ -7,10 +7,10 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.base.prices import Price
 from shardwise.config import load_config
-from shardwise_plan.device_specs import cluster
+from shardwise_plan.device_specs import parse_cluster
 from shardwise_plan.plan import Plan
-from shardwise_plan.proposals import objective_of, proposals, sensitivities
-from shardwise_plan.search import search
+from shardwise_plan.proposals import objective_value, proposals, sensitivities
+from shardwise_plan.search import search_layouts
 
 FIXED = ("train.micro_batch", "parallel.schedule", "train.recompute")
 
@@ -18,7 +18,7 @@ FIXED = ("train.micro_batch", "parallel.schedule", "train.recompute")
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
     config = load_config("gpt3-23b", ["train.global_batch=64", "train.micro_batch=1", "train.recompute=selective"])
-    found = [search(config, cluster("h100:8", nodes), best=10, fixed=FIXED).plans for nodes in (2, 8)]
+    found = [search_layouts(config, parse_cluster("h100:8", nodes), best=10, fixed=FIXED).plans for nodes in (2, 8)]
     return [plan for of_cluster in found for plan in of_cluster]
 
 
@@ -73,10 +73,10 @@ def test_objectives_are_time_price_and_energy(plans: list[Plan]) -> None:
     priced = replace(plan.cluster, device=replace(plan.cluster.device, price=Price(3, "USD"), watts=500))
     plan = replace(plan, cluster=priced)
     hours = plan.calendar.seconds / 3600 * plan.cluster.world
-    assert objective_of(plan, "time") == plan.calendar.seconds
-    assert objective_of(plan, "cost") == pytest.approx(3 * hours)
-    assert objective_of(plan, "energy") == pytest.approx(0.5 * hours)
+    assert objective_value(plan, "time") == plan.calendar.seconds
+    assert objective_value(plan, "cost") == pytest.approx(3 * hours)
+    assert objective_value(plan, "energy") == pytest.approx(0.5 * hours)
     unknown = replace(plan, cluster=replace(priced, device=replace(priced.device, price=None, watts=None)))
     for objective, message in (("cost", r"must have a price of NVIDIA H100"), ("energy", "must have the power of")):
         with pytest.raises(ConfigError, match=message):
-            objective_of(unknown, objective)
+            objective_value(unknown, objective)

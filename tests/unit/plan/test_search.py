@@ -12,13 +12,13 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.config import Layout, UserModelConfig, load_config
 from shardwise.estimates.memory import RESERVED, expected_memory
-from shardwise.estimates.memory_choice import first_that_fits
-from shardwise_plan.device_seconds import RankGroup, all_to_all, constants_of, fitted
-from shardwise_plan.device_specs import cluster
-from shardwise_plan.layout_choices import choices, compiled
-from shardwise_plan.search import _Asked, search
+from shardwise.estimates.memory_choice import first_fitting_candidate
+from shardwise_plan.device_seconds import LinkedRanks, all_to_all, device_constants, shipped_constants
+from shardwise_plan.device_specs import parse_cluster
+from shardwise_plan.layout_choices import layout_choices, with_compiled_blocks
+from shardwise_plan.search import _Asked, search_layouts
 from shardwise_plan.search_memory import LeastMemory, short_step_memory
-from shardwise_plan.step_time import least_times, shardwise_traits, stage_works, step_time
+from shardwise_plan.step_time import least_step_times, shardwise_traits, stage_works, step_time
 
 CONFIG = load_config("gpt3-23b", ["train.global_batch=512"])
 FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.sequence")
@@ -26,8 +26,8 @@ FIXED = ("train.micro_batch", "train.recompute", "optimizer.zero", "parallel.seq
 
 def test_memory_is_that_of_the_whole_step() -> None:
     """The search looks at a shorter step, and only at some of the pipeline ranks."""
-    on = cluster("h100:8", 4)
-    plans = search(CONFIG, on, best=1000, fixed=FIXED).plans
+    on = parse_cluster("h100:8", 4)
+    plans = search_layouts(CONFIG, on, best=1000, fixed=FIXED).plans
     assert {plan.choice.pipeline for plan in plans} > {1, 4}
     for plan in plans:
         whole = expected_memory(plan.config, plan.layout, True)
@@ -35,11 +35,11 @@ def test_memory_is_that_of_the_whole_step() -> None:
 
 
 def test_what_does_not_fit_is_dropped() -> None:
-    large = cluster("h100:8", 4)
-    everything = search(CONFIG, large, best=1000, fixed=FIXED)
+    large = parse_cluster("h100:8", 4)
+    everything = search_layouts(CONFIG, large, best=1000, fixed=FIXED)
     needs = sorted(plan.memory.total for plan in everything.plans)
     device = replace(large.device, memory=needs[len(needs) // 2] / (1 - RESERVED) + 1)
-    fewer = search(CONFIG, replace(large, device=device), best=1000, fixed=FIXED)
+    fewer = search_layouts(CONFIG, replace(large, device=device), best=1000, fixed=FIXED)
     assert len(fewer.plans) == sum(need <= needs[len(needs) // 2] for need in needs)
     assert all(plan.headroom >= 0 for plan in fewer.plans)
     assert len(fewer.plans) + sum(fewer.too_large.values()) == fewer.valid == everything.valid
@@ -49,13 +49,13 @@ def test_what_does_not_fit_is_dropped() -> None:
 def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
     own = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
     with pytest.raises(ConfigError, match=r"model\.family \(mine:Model\) must be one whose shapes are known: a model"):
-        search(own, cluster("cpu:1", 1))
+        search_layouts(own, parse_cluster("cpu:1", 1))
 
 
 def test_pruning_loses_no_layout() -> None:
     """The best of all by brute force: the memory and the time of every layout, without bounds."""
     config = load_config("gpt3-23b", ["train.global_batch=16", "train.micro_batch=4", "model.num_hidden_layers=24"])
-    on = cluster("h100:8", 1)
+    on = parse_cluster("h100:8", 1)
     limit = on.device.memory * (1 - RESERVED)
     fixed = ("train.micro_batch", "parallel.sequence")
     least_memory = LeastMemory(config, on)
@@ -63,18 +63,18 @@ def test_pruning_loses_no_layout() -> None:
     refused = Counter[str]()
     expected: list[tuple[float, int, str]] = []
     number = 0
-    for lists, layout in choices(config, on.world, on.per_node, fixed, refused):
+    for lists, layout in layout_choices(config, on.world, on.per_node, fixed, refused):
         for shardings in lists:
             number += 1
             for choice in shardings:
-                chosen = compiled(choice.applied(config), on.device)
+                chosen = with_compiled_blocks(choice.applied(config), on.device)
                 estimated = partial(short_step_memory, layout=layout, cluster=on, limit=math.inf)
-                chosen, memory = first_that_fits(chosen, layout, estimated, limit)
+                chosen, memory = first_fitting_candidate(chosen, layout, estimated, limit)
                 assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
                 time = step_time(chosen, layout, on)
                 closer = [
                     asked.work_seconds(choice, layout),
-                    *(least_times([chosen], layout, on, simulated=simulated)[0] for simulated in (False, True)),
+                    *(least_step_times([chosen], layout, on, simulated=simulated)[0] for simulated in (False, True)),
                     time.total,
                 ]
                 assert all(bound <= next_bound * (1 + 1e-9) for bound, next_bound in pairwise(closer)), choice
@@ -83,12 +83,12 @@ def test_pruning_loses_no_layout() -> None:
                     expected.append((time.total, number, replace(choice, regathers=regathers).text(on.world)))
                     break
     expected.sort()
-    result = search(config, on, best=1000, fixed=fixed)
+    result = search_layouts(config, on, best=1000, fixed=fixed)
     assert result.valid == number
     assert result.refused == refused
     assert [(plan.time.total, plan.text()) for plan in result.plans] == [(time, text) for time, _, text in expected]
     assert len(result.plans) + sum(result.too_large.values()) == result.valid
-    few = search(config, on, best=5, fixed=fixed)
+    few = search_layouts(config, on, best=5, fixed=fixed)
     assert [plan.text() for plan in few.plans] == [text for _, _, text in expected[:5]]
     assert few.slower == few.valid - sum(few.too_large.values()) - 5 > 0
 
@@ -110,8 +110,8 @@ def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
     keys = [f"train.sequence_length={length}", f"model.max_position_embeddings={length}", "train.micro_batch=1"]
     config = load_config("llama2-7b", [*keys, f"train.global_batch={8 * nodes}", "parallel.tensor=1"])
     fixed = ("parallel.tensor", "parallel.pipeline", "train.micro_batch")
-    on = cluster("h100:8", nodes)
-    layouts = [layout for _, layout in choices(config, on.world, on.per_node, fixed)]
+    on = parse_cluster("h100:8", nodes)
+    layouts = [layout for _, layout in layout_choices(config, on.world, on.per_node, fixed)]
     assert {layout.context for layout in layouts} == degrees
     assert all(layout.context * layout.data == on.world for layout in layouts)
 
@@ -119,23 +119,25 @@ def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
 def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
     keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8", "train.sequence_length=4096"]
     fixed = ("train.micro_batch", "parallel.pipeline", "parallel.sequence", "train.recompute")
-    on = cluster("h100:8", 1)
+    on = parse_cluster("h100:8", 1)
     plain, fp8 = (
-        search(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
+        search_layouts(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
         for more in ([], ["precision.matmul=fp8"])
     )
     assert all(plan.config.precision.matmul == "fp8" for plan in fp8.plans)
     assert fp8.plans[0].time.total < plain.plans[0].time.total
     with pytest.raises(ConfigError, match=r"precision\.matmul \(fp8\) must be left out on NVIDIA A100"):
-        search(load_config("llama2-7b", [*keys, "precision.matmul=fp8"]), cluster("a100:8", 1), best=3, fixed=fixed)
+        search_layouts(
+            load_config("llama2-7b", [*keys, "precision.matmul=fp8"]), parse_cluster("a100:8", 1), best=3, fixed=fixed
+        )
 
 
 def test_the_optimizer_of_the_recipe_is_priced() -> None:
     keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8"]
     fixed = ("train.micro_batch", "parallel.pipeline", "parallel.tensor", "train.recompute")
-    on = cluster("h100:8", 1)
+    on = parse_cluster("h100:8", 1)
     adamw, muon = (
-        search(load_config("llama2-7b", [*keys, f"optimizer.name={name}"]), on, best=1, fixed=fixed).plans[0]
+        search_layouts(load_config("llama2-7b", [*keys, f"optimizer.name={name}"]), on, best=1, fixed=fixed).plans[0]
         for name in ("adamw", "muon")
     )
     assert muon.config.optimizer.name == "muon"
@@ -149,54 +151,56 @@ SPARSE = ["train.global_batch=64", "train.micro_batch=1", "model.num_hidden_laye
 def test_a_search_divides_experts_and_loses_no_layout() -> None:
     """The best of all by brute force, and memory as a dry run has it."""
     config = load_config("mixtral-8x7b", [*SPARSE, "parallel.pipeline=1", "train.recompute=none"])
-    on = cluster("h100:8", 2)
+    on = parse_cluster("h100:8", 2)
     fixed = ("train.micro_batch", "train.recompute", "parallel.pipeline", "parallel.tensor", "parallel.context")
     limit = on.device.memory * (1 - RESERVED)
     least_memory = LeastMemory(config, on)
     expected = []
     degrees = set()
-    for lists, layout in choices(config, on.world, on.per_node, fixed):
+    for lists, layout in layout_choices(config, on.world, on.per_node, fixed):
         degrees.add(layout.expert)
         for shardings in lists:
             for choice in shardings:
-                chosen = compiled(choice.applied(config), on.device)
+                chosen = with_compiled_blocks(choice.applied(config), on.device)
                 assert not chosen.compile.enabled, "experts are not compiled"
                 memory = short_step_memory(chosen, layout, on, math.inf)
                 whole = expected_memory(chosen, layout, True)
                 assert 0.99 < memory.total / whole.total <= 1
                 assert least_memory(choice, layout) <= memory.total * (1 + 1e-9), choice
                 time = step_time(chosen, layout, on)
-                assert time.total >= least_times([chosen], layout, on)[0] * (1 - 1e-9)
+                assert time.total >= least_step_times([chosen], layout, on)[0] * (1 - 1e-9)
                 assert (time.experts > 0) == (layout.expert > 1)
                 if memory.total <= limit:
                     expected.append((time.total, choice.text(on.world)))
                     break
     assert degrees == {1, 2, 4, 8}
-    plans = search(config, on, best=1000, fixed=fixed).plans
+    plans = search_layouts(config, on, best=1000, fixed=fixed).plans
     assert [(plan.time.total, plan.text()) for plan in plans] == sorted(expected)
     assert any("(EP 8)" in plan.text() for plan in plans)
-    only = search(config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")).plans
+    only = search_layouts(
+        config.with_keys(parallel={"expert": 4}), on, best=1000, fixed=(*fixed, "parallel.expert")
+    ).plans
     assert {plan.layout.expert for plan in only} == {4}
 
 
 def test_blocks_of_several_kinds_have_the_mean_of_their_times() -> None:
     config = load_config("glm4-moe-tiny", ["train.micro_batch=1"])
-    on = cluster("h100:8", 1)
+    on = parse_cluster("h100:8", 1)
     traits = shardwise_traits(config, on)
     times = {
-        dense: stage_works(config.with_keys(model={"first_k_dense_replace": dense}), Layout(8), on, traits, fitted())[
-            0
-        ].block.forward.total
+        dense: stage_works(
+            config.with_keys(model={"first_k_dense_replace": dense}), Layout(8), on, traits, shipped_constants()
+        )[0].block.forward.total
         for dense in (0, 2, 8)
     }
     assert times[2] == pytest.approx((2 * times[8] + 6 * times[0]) / 8)
 
 
 def test_an_all_to_all_uses_both_links() -> None:
-    device = cluster("h100:8", 2).device
-    c = constants_of(device)
-    inside, between = (all_to_all(device, c, RankGroup(ranks, 8), 1e12) - c.start for ranks in (8, 16))
+    device = parse_cluster("h100:8", 2).device
+    c = device_constants(device)
+    inside, between = (all_to_all(device, c, LinkedRanks(ranks, 8), 1e12) - c.start for ranks in (8, 16))
     assert inside == pytest.approx(7 / 8 * 1e12 / (device.node.bandwidth * c.node), rel=1e-3)
     network = device.require_network()
     assert between == pytest.approx(8 / 16 * 1e12 / (network.bandwidth * c.network), rel=1e-3)
-    assert all_to_all(device, c, RankGroup(1, 1), 1e12) == 0
+    assert all_to_all(device, c, LinkedRanks(1, 1), 1e12) == 0

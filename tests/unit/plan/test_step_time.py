@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigError
 from shardwise.config import Config, check_layout, load_config
 from shardwise.estimates.memory import expected_memory
-from shardwise_plan.device_seconds import RankGroup, collective, fitted, group, matmul
-from shardwise_plan.device_specs import Cluster, cluster, device_names, load_device
+from shardwise_plan.device_seconds import LinkedRanks, collective, linked_ranks, matmul, shipped_constants
+from shardwise_plan.device_specs import Cluster, device_names, load_device, parse_cluster
 from shardwise_plan.program_traits import ProgramTraits
 from shardwise_plan.step_time import StepTime, shardwise_traits, step_time
 
@@ -36,26 +36,26 @@ def _benchmarks_are_importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @given(m=st.integers(1, 9000), n=st.integers(1, 9000), k=st.integers(1, 9000))
 def test_no_product_is_faster_than_the_device(m: int, n: int, k: int) -> None:
-    seconds = matmul(A100, fitted(), A100.bfloat16, m, n, k)
+    seconds = matmul(A100, shipped_constants(), A100.bfloat16, m, n, k)
     assert seconds >= 2 * m * n * k / (A100.bfloat16 * A100.matmul_share)
     assert seconds >= 2 * (m * k + k * n + m * n) / A100.memory_bandwidth
 
 
 def test_a_product_of_few_tiles_leaves_processors_idle() -> None:
-    one, just_more = (matmul(A100, fitted(), A100.bfloat16, 256, 128 * tiles, 4096) for tiles in (108, 109))
+    one, just_more = (matmul(A100, shipped_constants(), A100.bfloat16, 256, 128 * tiles, 4096) for tiles in (108, 109))
     assert just_more > one * 1.3
 
 
 def test_groups_find_their_nodes() -> None:
-    assert group(8, 1, 8) == RankGroup(8, 8)
-    assert group(16, 8, 8) == RankGroup(16, 1)
-    assert group(16, 2, 8) == RankGroup(16, 4)
-    inside, between = (collective(A100, fitted(), RankGroup(8, n), 1e9) for n in (8, 1))
+    assert linked_ranks(8, 1, 8) == LinkedRanks(8, 8)
+    assert linked_ranks(16, 8, 8) == LinkedRanks(16, 1)
+    assert linked_ranks(16, 2, 8) == LinkedRanks(16, 4)
+    inside, between = (collective(A100, shipped_constants(), LinkedRanks(8, n), 1e9) for n in (8, 1))
     assert between > 5 * inside
-    assert collective(A100, fitted(), RankGroup(1, 1), 1e9) == 0
+    assert collective(A100, shipped_constants(), LinkedRanks(1, 1), 1e9) == 0
 
 
-MACHINES = cluster("h100:8", 16)
+MACHINES = parse_cluster("h100:8", 16)
 
 
 def timed(config: Config, on: Cluster, program: ProgramTraits | None = None) -> StepTime:
@@ -72,7 +72,7 @@ def llama2(*overrides: str) -> Config:
 
 def seconds_of(nbytes: float, on: Cluster) -> float:
     """Which memory takes for so many bytes."""
-    return nbytes / (on.device.memory_bandwidth * fitted().memory)
+    return nbytes / (on.device.memory_bandwidth * shipped_constants().memory)
 
 
 def test_parts_add_up_and_follow_their_causes() -> None:
@@ -129,7 +129,7 @@ def test_the_fit_ends_at_the_committed_constants() -> None:
     import fit_planner
     import published
 
-    rows, best = published.fitting_rows(), fitted()
+    rows, best = published.fitting_rows(), shipped_constants()
     least = fit_planner.error(best, rows)
     _, found = fit_planner.improved(best, least, rows, fit_planner.STEPS[-1])
     assert found > least - fit_planner.TOLERANCE
@@ -141,7 +141,7 @@ def test_the_fit_is_repeated() -> None:
     import fit_planner
     import published
 
-    assert fit_planner.fit(published.fitting_rows())[0] == fitted()
+    assert fit_planner.fit(published.fitting_rows())[0] == shipped_constants()
 
 
 def test_gradients_are_added_for_each_micro_batch() -> None:
@@ -163,7 +163,7 @@ def test_new_weights_travel_behind_the_next_forward_pass() -> None:
     config = llama2("train.global_batch=64")
 
     def gather(device: str, **traits: bool) -> float:
-        on = cluster(device, 2)
+        on = parse_cluster(device, 2)
         return timed(config, on, replace(shardwise_traits(config, on), **traits)).gather
 
     layers = config.known_shapes.num_hidden_layers
@@ -177,7 +177,7 @@ def test_products_that_add_move_less() -> None:
     """8 bytes for a parameter: the sum is read and written. Bit-equal trainings add new gradients of bfloat16."""
 
     def accumulation(*overrides: str) -> float:
-        return timed(llama2("train.global_batch=64", *overrides), cluster("h200:8", 2)).accumulation
+        return timed(llama2("train.global_batch=64", *overrides), parse_cluster("h200:8", 2)).accumulation
 
     assert accumulation("compile.enabled=true") == accumulation()
     for adds in (["compile.enabled=true", "optimizer.zero=2"], ["train.bitwise=true", "train.data_grain=16"]):
@@ -185,7 +185,7 @@ def test_products_that_add_move_less() -> None:
 
 
 def test_traits_count_what_functions_read_and_write() -> None:
-    on = cluster("a100:8", 1)
+    on = parse_cluster("a100:8", 1)
     config = load_config("gpt2-xl", ["train.global_batch=32", "train.micro_batch=4", "train.recompute=full"])
     model = config.known_shapes
     tokens = 4 * config.train.sequence_length
@@ -206,9 +206,11 @@ def test_traits_count_what_functions_read_and_write() -> None:
     assert added("accumulation", flattens_gradients=True) == pytest.approx(flattened)
     logits = tokens * model.vocab_size
     assert added("head", logits_bytes=(32, 4)) == pytest.approx(seconds_of(8 * logits, on))
-    product = matmul(on.device, fitted(), on.device.bfloat16, tokens, model.hidden_size, 4 * model.hidden_size)
+    product = matmul(
+        on.device, shipped_constants(), on.device.bfloat16, tokens, model.hidden_size, 4 * model.hidden_size
+    )
     assert -added("recompute", stops_recompute=True) == pytest.approx(model.num_hidden_layers * product)
-    assert added("optimizer", gathered_metrics=4) == pytest.approx(4 * 8 * 2 * fitted().host)
+    assert added("optimizer", gathered_metrics=4) == pytest.approx(4 * 8 * 2 * shipped_constants().host)
 
 
 def test_fused_attention_computes_whole_tiles() -> None:
@@ -216,12 +218,12 @@ def test_fused_attention_computes_whole_tiles() -> None:
     seconds = {}
     for length in (512, 1024):
         config = load_config("gpt2-xl", [f"train.sequence_length={length}", "train.global_batch=8"])
-        seconds[length] = timed(config, cluster("a100:8", 1), ProgramTraits()).attention
+        seconds[length] = timed(config, parse_cluster("a100:8", 1), ProgramTraits()).attention
     assert seconds[1024] / seconds[512] == pytest.approx(2 * (1024 + 128) / (512 + 128))
 
 
 def test_biases_read_the_gradients_of_outputs() -> None:
-    on = cluster("a100:8", 1)
+    on = parse_cluster("a100:8", 1)
     seconds = []
     for overrides in ([], ["model.attention_bias=true", "model.mlp_bias=true"]):
         config = llama2("train.global_batch=8", *overrides)
@@ -237,9 +239,9 @@ CONTEXT = ("parallel.sequence=false", "parallel.context=8", "train.recompute=non
 
 def test_keys_of_a_sample_are_gathered_twice_and_their_gradients_scattered() -> None:
     """In each block, and values too: 2 bytes for each of 4,096 tokens and 4,096 numbers."""
-    time = timed(llama2(*CONTEXT), cluster("a100:8", 2))
+    time = timed(llama2(*CONTEXT), parse_cluster("a100:8", 2))
     micro_batches = 8 // 2
-    transfer = collective(A100, fitted(), RankGroup(8, 8), 2 * 4096 * 4096)
+    transfer = collective(A100, shipped_constants(), LinkedRanks(8, 8), 2 * 4096 * 4096)
     assert time.context == pytest.approx(micro_batches * 32 * 6 * transfer)
     assert time.communication == time.context + time.reduction + time.gather
 
@@ -250,7 +252,7 @@ def test_keys_that_come_rank_by_rank_travel_while_attention_computes() -> None:
     def seconds(how: str, length: int) -> StepTime:
         lengths = (f"train.sequence_length={length}", f"model.max_position_embeddings={length}")
         config = llama2(*CONTEXT, "compile.enabled=false", *lengths, f"parallel.context_keys={how}")
-        return timed(config, cluster("a100:8", 2))
+        return timed(config, parse_cluster("a100:8", 2))
 
     gathered, passed = (seconds(how, 4096) for how in ("gather", "ring"))
     forward = passed.attention - gathered.attention  # computed again in the backward pass
@@ -266,7 +268,7 @@ def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> Non
     """A product in fp8 takes half as long where it reaches the same part of the peak; rounding takes time too."""
     keys = ("train.global_batch=64", "compile.enabled=true", "train.recompute=none")
     bfloat16, fp8 = llama2(*keys), llama2(*keys, "precision.matmul=fp8")
-    h200 = cluster("h200:8", 2)
+    h200 = parse_cluster("h200:8", 2)
     like_bfloat16 = replace(h200.device, fp8_matmul_share=None, fp8_backward_share=1.0)
     wide, narrow = (timed(config, replace(h200, device=like_bfloat16)) for config in (bfloat16, fp8))
     measured = timed(fp8, h200)
@@ -279,7 +281,7 @@ def test_fp8_products_take_less_time_and_memory_where_a_device_has_them() -> Non
     assert narrow_memory.activations < 0.9 * wide_memory.activations
     refused = r"precision.matmul \(fp8\) must be left out on NVIDIA A100 80GB SXM, whose device file has no fp8_tf"
     with pytest.raises(ConfigError, match=refused):
-        timed(fp8, cluster("a100:8", 2))
+        timed(fp8, parse_cluster("a100:8", 2))
 
 
 def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
@@ -287,7 +289,7 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
 
     Matrix products at 700 TFLOP/s, attention at 550 forward and 420 backward, memory at 3.9 TB/s.
     """
-    from shardwise_plan.plan import predicted
+    from shardwise_plan.plan import predict_layout
 
     device = load_device("h200")
     attention = (1 + 2.5 / 0.85) / (1 / 550e12 + 2.5 / 420e12)  # a rate that gives both passes their time together
@@ -299,7 +301,7 @@ def test_llama_2_7b_on_an_h200_by_rates_that_others_reach() -> None:
     flat = replace(device, processors=1, matmul_share=700e12 / device.bfloat16, constants=tuple(rates.items()))
     sizes = ("model.num_hidden_layers=24", "train.micro_batch=2", "train.global_batch=32", "train.recompute=none")
     config = llama2("parallel.sequence=false", "precision.mode=mixed", "compile.enabled=true", *sizes)
-    plan = predicted(config, check_layout(config, 1), replace(cluster("h200:1"), device=flat))
+    plan = predict_layout(config, check_layout(config, 1), replace(parse_cluster("h200:1"), device=flat))
     assert plan.mfu is not None
     assert 0.60 < plan.mfu < 0.61, f"{plan.mfu:.1%} = {plan.time.shares()}"
 
@@ -321,32 +323,34 @@ def test_steps_of_one_h200_take_what_was_measured() -> None:
             f"train.recompute={recompute}", f"train.micro_batch={micro_batch}",
             f"train.global_batch={int(micro_batch) * int(micro_batches)}",
         )  # fmt: skip
-        time = timed(config, cluster("h200:1"))
+        time = timed(config, parse_cluster("h200:1"))
         errors[program].append(1000 * time.total / float(measured.replace(",", "")) - 1)
     assert max(map(abs, errors["compiled"])) < 0.015, errors
     assert max(map(abs, errors["eager"])) < 0.025, errors
 
 
 def test_schedules_that_cannot_be_compiled_take_the_time_of_eager_blocks() -> None:
-    from shardwise_plan.layout_choices import compiled
+    from shardwise_plan.layout_choices import with_compiled_blocks
 
-    on = cluster("h200:8")
+    on = parse_cluster("h200:8")
     memory_bound = {}
     for schedule in ("1f1b", "zbv"):
         config = llama2("parallel.pipeline=8", f"parallel.schedule={schedule}", "train.recompute=none")
-        memory_bound[schedule] = timed(compiled(config, on.device), on).memory_bound
+        memory_bound[schedule] = timed(with_compiled_blocks(config, on.device), on).memory_bound
     assert memory_bound["zbv"] > 1.5 * memory_bound["1f1b"]
 
 
 def test_a_host_that_does_not_run_ahead_adds_all_its_time() -> None:
     ahead, blocked = (timed(gpt3(), MACHINES, ProgramTraits(runs_ahead=runs)) for runs in (True, False))
-    assert blocked.launch > 32 * 12 * 2.6 * 24 * fitted().host * 0.99  # micro-batches, blocks, both passes, kernels
+    assert (
+        blocked.launch > 32 * 12 * 2.6 * 24 * shipped_constants().host * 0.99
+    )  # micro-batches, blocks, both passes, kernels
     assert blocked.launch > 10 * ahead.launch
 
 
 def test_batched_products_of_rows_without_16_bytes_lose_the_tensor_cores() -> None:
     def seconds(k: int, batch: int) -> float:
-        return matmul(A100, fitted(), A100.bfloat16, 2048, 2048, k, batch)
+        return matmul(A100, shipped_constants(), A100.bfloat16, 2048, 2048, k, batch)
 
     assert seconds(108, 32) > 4 * seconds(104, 32)
     assert seconds(108, 1) < 1.2 * seconds(104, 1)
@@ -356,7 +360,7 @@ def test_collectives_take_what_nccl_was_measured_to_take() -> None:
     """An all-reduce over 2, 4 and 8 A100 of a node: VIA-Research/vTrain, trace/a100."""
     measured = {(2, 2**20): 45e-6, (4, 2**20): 53e-6, (8, 2**20): 92e-6, (8, 2**26): 580e-6, (8, 2**30): 8.2e-3}
     for (ranks, size), seconds in measured.items():
-        found = collective(A100, fitted(), RankGroup(ranks, ranks), size, reduces_all=True)
+        found = collective(A100, shipped_constants(), LinkedRanks(ranks, ranks), size, reduces_all=True)
         assert found == pytest.approx(seconds, rel=0.2), (ranks, size)
 
 
@@ -398,7 +402,7 @@ def test_published_runs_are_computed_as_their_programs_do() -> None:
 def test_a_pass_that_counts_first_takes_a_forward_pass() -> None:
     keys = ["train.micro_batch=1", "train.global_batch=16"]
     without, counting = (
-        timed(load_config("olmoe-tiny", [*keys, f"optimizer.router_batch_loss={rate}"]), cluster("h100:8", 1))
+        timed(load_config("olmoe-tiny", [*keys, f"optimizer.router_batch_loss={rate}"]), parse_cluster("h100:8", 1))
         for rate in (0.0, 0.01)
     )
     assert 1.15 < counting.total / without.total < 1.5

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from shardwise.base.errors import LostPeerError, RunError, see
-from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import FollowedFolder, RunDirectory
 from shardwise.train.checkpoint_saving import CheckpointSaver
@@ -20,25 +20,25 @@ from shardwise.train.step_record import Progress
 from tests.unit.train.test_report import config, reporter
 
 LOST = "rank 0 lost the connection to another rank"
-FAILED = Saved(24, "step-00000024", 0, 0.0, 0.0, LOST, lost_peer=True)
+FAILED = SavedCheckpoint(24, "step-00000024", 0, 0.0, 0.0, LOST, lost_peer=True)
 
 
 class Ended:
     """Saves that have ended."""
 
-    def __init__(self, *saves: Saved) -> None:
+    def __init__(self, *saves: SavedCheckpoint) -> None:
         self.saves = list(saves)
 
     def wait(self) -> None:
         pass
 
-    def finished(self) -> list[Saved]:
+    def finished(self) -> list[SavedCheckpoint]:
         found, self.saves = self.saves, []
         return found
 
 
 @contextmanager
-def checkpoints(path: Path, *saves: Saved) -> Iterator[tuple[CheckpointSaver, io.StringIO]]:
+def checkpoints(path: Path, *saves: SavedCheckpoint) -> Iterator[tuple[CheckpointSaver, io.StringIO]]:
     made, stream = reporter(path)
     saver: Any = Ended(*saves)
     with made:

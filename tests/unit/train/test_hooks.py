@@ -11,12 +11,12 @@ import pytest
 
 import shardwise
 from shardwise.base.errors import ConfigError, DataError, RunError, StoppedError
-from shardwise.base.user_code import given
+from shardwise.base.user_code import given_objects
 from shardwise.cli import main
 from shardwise.config import check_layout
 from shardwise.config.resume_rules import resume_problems
-from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.launch import stop_requests
 from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimizer
 from shardwise_watch.run import RunView
@@ -99,7 +99,7 @@ def test_a_callback_stops_by_true_alone(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(stop_requests, "request", lambda run, by: asked.append(by))
-    with given({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
+    with given_objects({"a:b": lambda event: value}), MetricsWithCallbacks(tmp_path / "m.jsonl", ["a:b"]) as m:
         m.write({"event": "start"})
     assert bool(asked) == stops
 
@@ -121,7 +121,7 @@ def reader_config(name: str, **train: Any) -> Any:
 
 def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     config = reader_config("Reader", eval_every=5)
-    data = prepare(config, tmp_path)
+    data = prepare_data(config, tmp_path)
     batches = make_batches(config, data, "train")
     assert batches is not None
     assert batches.num_samples == 40
@@ -137,14 +137,14 @@ def test_samples_are_padded_and_the_same_at_any_layout(tmp_path: Path) -> None:
     assert np.array_equal(ids[1:-5], targets[:-6])
     assert (data.count("train"), data.count("eval")) == (40 * 16, 9 * 16)
     assert data.beginning("train", 3) == [0, 1, 2]
-    assert prepare(config, tmp_path).fingerprint == data.fingerprint
+    assert prepare_data(config, tmp_path).fingerprint == data.fingerprint
 
 
 def test_a_part_may_be_missing_where_nothing_reads_it(tmp_path: Path) -> None:
     config = reader_config("no_evaluation")
-    assert make_batches(config, prepare(config, tmp_path), "eval") is None
+    assert make_batches(config, prepare_data(config, tmp_path), "eval") is None
     with pytest.raises(DataError, match="must give at least one sample of the evaluation part"):
-        prepare(reader_config("no_evaluation", eval_every=5), tmp_path)
+        prepare_data(reader_config("no_evaluation", eval_every=5), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_sample_that_is_no_row_of_tokens_is_refused(sample: Any, found: str, t
     own_hooks.given_rows = lambda config, part: [sample]  # type: ignore[attr-defined]
     config = config.model_copy(update={"hooks": config.hooks.model_copy(update={"data": f"{HERE}:given_rows"})})
     with pytest.raises(DataError) as caught:
-        prepare(config, tmp_path)
+        prepare_data(config, tmp_path)
     told, length = str(caught.value), "2 to train.sequence_length + 1 (17)"
     assert told.endswith(f"and it is {found}")
     assert f"sample 0 must be a row of {length} whole numbers below model.vocab_size (131)" in told

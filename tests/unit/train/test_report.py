@@ -19,11 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from shardwise.base import units
 from shardwise.base.step_detail import StepDetail
-from shardwise.checkpoint.save import Saved
+from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.config import Config, Layout, check_layout, config_from_sections, size_stages_of
 from shardwise.estimates.device_peaks import peak_flops
 from shardwise.estimates.memory import expected_memory, neediest_rank
-from shardwise.models.parameter_counts import flops_per_token, parameter_count
+from shardwise.models.flops import flops_per_token
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.pipeline.clock import StageSeconds, StepTiming
 from shardwise.runs.folder import RunDirectory
 from shardwise.train import reporter as report
@@ -382,7 +383,7 @@ def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, se
     with begun(tmp_path) as (made, _):
         made.step(record(40))
         seconds[0] = 32.0
-        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, None))
+        made.saved(SavedCheckpoint(40, "step-00000040", 7, 0.5, 2.0, None))
         seconds[0] = 50.0
         made.step(record(60))
     seconds[0] = 100.0
@@ -513,7 +514,7 @@ def test_the_log_says_why_the_run_failed(tmp_path: Path) -> None:
 
 def test_what_could_not_be_removed_is_a_warning(tmp_path: Path) -> None:
     with begun(tmp_path) as (made, stream):
-        made.saved(Saved(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
+        made.saved(SavedCheckpoint(40, "step-00000040", 7, 0.5, 2.0, warning="step-00000020: Permission denied"))
     told = "what is left of other checkpoints could not be removed: step-00000020: Permission denied"
     assert told in " ".join(stream.getvalue().split())
 

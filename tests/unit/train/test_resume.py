@@ -13,14 +13,14 @@ import pytest
 
 from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.checkpoint_choice import goes_back, recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.checkpoint.storage.run_identity import Owner, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, record_owner
 from shardwise.config import Config, check_changes
 from shardwise.data.samples.batch import BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 from shardwise.distributed.mesh import Mesh
 from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise.train import resume
@@ -129,7 +129,7 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     assert partial.is_dir()
     (found,) = checkpoints_at_start(config(), RunDirectory(folder.parent), STORED).candidates
     assert (found.step, found.folder.local(), found.problem) == (100, name, None)
-    assert verify(found.folder).sound
+    assert verify_checkpoint(found.folder).sound
     assert not partial.exists()
 
 
@@ -173,7 +173,7 @@ def test_a_run_goes_on_where_it_was(
     chosen = make_config(checkpoint={"resume": asked or "auto"}, train={"skip_batches": 2 if asked else 0})
     write_checkpoint(tmp_path / "checkpoints", 100, position=900)
     monkeypatch.setattr("shardwise.checkpoint.restore.read_manifest", lambda folder, _world: Manifest.read(folder))
-    monkeypatch.setattr("shardwise.checkpoint.restore.restore", lambda *_: SimpleNamespace(damage=()))
+    monkeypatch.setattr("shardwise.checkpoint.restore.restore_checkpoint", lambda *_: SimpleNamespace(damage=()))
     candidates = checkpoints_at_start(chosen, RunDirectory(tmp_path), STORED).candidates
     progress = Progress()
     resume.restore_first_intact(candidates, training(chosen, progress), Told())  # type: ignore[arg-type]
@@ -193,13 +193,13 @@ def test_other_data_that_are_allowed_do_not_get_the_place_of_the_first_ones(tmp_
     """A stream has a state of its own, which means nothing to a mixture."""
     manifest = Manifest.read(write_checkpoint(tmp_path, 100, rng={"stream": {"samples": 8, "epoch": 0}}))
     sources = {"web": TokenBatches(np.arange(99), 16, seed=1)}
-    batches = BlendedBatches(sources, [Stage(0, 0, {"web": 1.0})])
+    batches = BlendedBatches(sources, [MixtureStage(0, 0, {"web": 1.0})])
     chosen = config()
     chosen.let_change(check_changes(["data.path", "data.mixture"]))
     progress = Progress()
     progress.losses.extend([1.0, 2.0])
     resume.continue_data_from(manifest, replace(make_data(), fingerprint="other"), training(chosen, progress, batches))
-    assert batches.order.stages == (Stage(0, 0, {"web": 1.0}),)
+    assert batches.order.stages == (MixtureStage(0, 0, {"web": 1.0}),)
     assert not progress.losses, "the first losses of other data are no spikes"
 
 
@@ -244,7 +244,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ours, theirs = (RunDirectory(tmp_path / name).create() for name in ("ours", "theirs"))
     at = config(path=str(tmp_path / "place"))
     root = checkpoints_at_start(at, theirs, None).root
-    record_owner(root, Owner.here(theirs.id(), theirs.path))
+    record_owner(root, RunOwner.here(theirs.id(), theirs.path))
     with RunLock(theirs.path), pytest.raises(ConfigError, match=rf"must be a run's own, .* that of {theirs.path} on "):
         found_by(at, ours, None)
     found_by(at, ours, None)  # the other has saved nothing, and is gone
@@ -253,7 +253,7 @@ def test_a_place_has_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         found_by(at, ours)
     assert found_by(at, theirs) == [100]
     (root / "run.json").remove()
-    record_owner(root, Owner.here(ours.id(), ours.path))
+    record_owner(root, RunOwner.here(ours.id(), ours.path))
     assert found_by(at, ours), "a place of an older version is nobody's"
     monkeypatch.setattr("platform.node", lambda: "elsewhere")
     with pytest.raises(ConfigError, match=r"must be a run's own"):
@@ -264,7 +264,7 @@ def test_fault_17_a_copied_run_is_refused_and_a_moved_one_goes_on(tmp_path: Path
     run, place = RunDirectory(tmp_path / "a").create(), tmp_path / "place"
     for root in (Root.of(run.checkpoints), Root.of(place)):
         write_checkpoint(root, 100)
-        record_owner(root, Owner.here(run.id(), run.path))
+        record_owner(root, RunOwner.here(run.id(), run.path))
     copied = RunDirectory(shutil.copytree(run.path, tmp_path / "b"))
     for at in ({}, {"path": str(place)}):
         with pytest.raises(ConfigError, match=rf"is a copy of {run.path}: .* `shardwise branch {run.path}`"):

@@ -86,7 +86,7 @@ def test_a_rank_gives_up_a_collective_after_the_keys_seconds(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("shardwise.distributed.devices.local_device", lambda: torch.device("cpu"))
     monkeypatch.setattr("shardwise.distributed.rendezvous.meet", lambda *_: None)
-    monkeypatch.setattr("shardwise.distributed.rendezvous.start_watch", lambda _: False)
+    monkeypatch.setattr("shardwise.distributed.wait_limit.start_wait_limit", lambda _: False)
     monkeypatch.setattr(dist, "init_process_group", join)
     with pytest.raises(InterruptedError):
         run(make_config(launch={"timeout": 7.5}), None, "tiny")

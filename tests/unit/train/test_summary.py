@@ -17,12 +17,8 @@ from shardwise.config import (
 )
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_by_rank, memory_of_machine
-from shardwise.models.parameter_counts import (
-    flops_per_token,
-    local_parameter_count,
-    parameter_count,
-    recomputed_flops_per_token,
-)
+from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
+from shardwise.models.parameter_counts import local_parameter_count, parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
 from shardwise.pipeline.schedule_picture import schedule_picture
 from shardwise.pipeline.timeline import simulate

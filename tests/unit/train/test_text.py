@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
-from shardwise_use.generation import Detokenizer
+from shardwise_use.generation import _Detokenizer
 
 TEXT = "naïve 键 and 🎹🎹, then Ωmega\n  done."
 
@@ -16,7 +16,7 @@ def tokenizer() -> Tokenizer:
 
 
 def pieces(tokenizer: Tokenizer, text: str, prompt: str = "") -> list[str]:
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode(prompt).tolist())
+    detokenizer = _Detokenizer(tokenizer, tokenizer.encode(prompt).tolist())
     return [*(detokenizer.push(int(token)) for token in tokenizer.encode(text)), detokenizer.finish()]
 
 
@@ -30,7 +30,7 @@ def test_the_pieces_are_the_text(tokenizer: Tokenizer, prompt: str) -> None:
 
 def test_a_character_comes_with_its_last_byte(tokenizer: Tokenizer) -> None:
     assert pieces(tokenizer, "a🎹b") == ["a", "", "", "", "🎹", "b", ""]
-    detokenizer, start = Detokenizer(tokenizer), int(tokenizer.encode("🎹")[0])
+    detokenizer, start = _Detokenizer(tokenizer), int(tokenizer.encode("🎹")[0])
     found = [detokenizer.push(token) for token in (start, *tokenizer.encode("abc").tolist())]
     assert "".join(found) == "\ufffdabc", "bytes that are no text do not stop what follows"
 
@@ -45,7 +45,7 @@ def test_spaces_of_a_sentencepiece_tokenizer_stay() -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = Tokenizer(backend, "</s>")
-    detokenizer = Detokenizer(tokenizer, [2])
+    detokenizer = _Detokenizer(tokenizer, [2])
     assert [detokenizer.push(token) for token in (3, 4, 2)] == [" ring", "s", " the"]
 
 

@@ -10,8 +10,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.data.tokens.chat_template import ChatTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from shardwise.distributed.mesh import Mesh
-from shardwise_use.conversation import Conversation, Transcript
-from shardwise_use.generation import open_reader
+from shardwise_use.chat_session import ChatTranscript, _ChatSession
+from shardwise_use.generation import open_token_reader
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}\n{% endfor %}a:"
 
@@ -21,12 +21,12 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer(["a b"], 257, "text")  # a token for each byte
 
 
-def read(transcript: Transcript) -> str:
+def read(transcript: ChatTranscript) -> str:
     return transcript.tokenizer.decode(transcript.ids())
 
 
 def test_without_a_template_a_turn_begins_a_text_and_an_empty_one_continues_it(tokenizer: Tokenizer) -> None:
-    transcript = Transcript(tokenizer, None, window=10, max_tokens=3)
+    transcript = ChatTranscript(tokenizer, None, window=10, max_tokens=3)
     with pytest.raises(ConfigError, match="there is no text yet that could be continued: write some"):
         transcript.ids()
     transcript.add("user", "")
@@ -47,7 +47,7 @@ def test_the_oldest_messages_give_way(tokenizer: Tokenizer, tmp_path: Path) -> N
     tokenizer.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     template = ChatTemplate.of(tmp_path)
-    transcript = Transcript(tokenizer, template, window=24, max_tokens=5, system="be")
+    transcript = ChatTranscript(tokenizer, template, window=24, max_tokens=5, system="be")
     for turn in ("12", "34"):
         transcript.add("user", turn)
         transcript.add("assistant", "x")
@@ -107,9 +107,9 @@ def test_an_answer_ends_by_a_token_by_its_length_or_by_a_stop(tokenizer: Tokeniz
     person: Any = Person([*turns, {"text": "u", **greedy}], patience=6)
     mesh = Mesh(device="cpu")
     model = Alphabet()
-    transcript = Transcript(tokenizer, None, window=20, max_tokens=4)
+    transcript = ChatTranscript(tokenizer, None, window=20, max_tokens=4)
     stops = {int(tokenizer.encode("x")[0])}
-    Conversation(model, mesh, None, open_reader(model, mesh, 20), transcript, stops, person).run()
+    _ChatSession(model, mesh, None, open_token_reader(model, mesh, 20), transcript, stops, person).run()
     ready, *heard = person.heard
     assert ready == {"ready": True, "has_template": False, "max_tokens": 4}
     answers = "".join(message.get("piece", "") + ("|" if "end" in message else "") for message in heard)

@@ -16,7 +16,7 @@ from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh
 from shardwise_use.generation import Prompt, _Uncached
-from shardwise_use.inference_jobs import load_model, run_generation
+from shardwise_use.inference_jobs import _load_model, run_generation
 
 
 class Places:
@@ -78,6 +78,6 @@ def test_ranks_that_find_several_checkpoints_are_told_to_name_one(
     monkeypatch.setattr(collectives, "all_gather_objects", lambda mine, _: [mine, "/other/step-00000200"])
     here = tmp_path / "step-00000100"
     with pytest.raises(ConfigError) as caught:
-        load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
+        _load_model(load_config("gpt-tiny"), Root.of(here), Mesh(device="cpu"))
     folders = ", ".join(sorted(["/other/step-00000200", str(here)]))
     assert caught.value.problems == [f"the ranks found several checkpoints ({folders}): name one of them"]

@@ -7,7 +7,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.data.tokens.tokenizer import train_tokenizer
-from shardwise_use.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, vocabulary
+from shardwise_use.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, gguf_vocabulary
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -40,18 +40,18 @@ def pieces(*merges: str, tokens: tuple[str, ...] = ("a", "b", "c", "ab", "abc"))
 
 
 def test_a_tokenizer_of_our_own(own: dict[str, Any]) -> None:
-    written = vocabulary(own, 270)
+    written = gguf_vocabulary(own, 270)
     assert (written.model, written.pre, written.notes) == ("gpt2", "gpt-2", ())
     assert (written.tokens[0], written.types[0], written.types[1]) == ("<|endoftext|>", CONTROL, NORMAL)
     assert (written.tokens[262:264], written.types[262:]) == (["[PAD262]", "[PAD263]"], [UNUSED] * 8)
     assert [merge.count(" ") for merge in written.merges] == [1] * (262 - 257)
-    assert vocabulary(own | {"normalizer": {"type": "NFC"}}, 270).notes == (
+    assert gguf_vocabulary(own | {"normalizer": {"type": "NFC"}}, 270).notes == (
         "llama.cpp does not bring text into Unicode's form NFC, as this tokenizer does",
     )
 
 
 def test_pieces_have_scores() -> None:
-    written = vocabulary(pieces("a b", "ab c"), 270)
+    written = gguf_vocabulary(pieces("a b", "ab c"), 270)
     assert (written.model, written.has_space_prefix) == ("llama", True)
     assert [written.types[number] for number in (0, 1, 256, 257)] == [UNKNOWN, BYTE, BYTE, NORMAL]
     assert written.scores[257:262] == [0, 0, 0, 0, -1]
@@ -70,7 +70,7 @@ def test_pieces_have_scores() -> None:
 )
 def test_other_rules_are_refused(own: dict[str, Any], change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        vocabulary(own | change, 270)
+        gguf_vocabulary(own | change, 270)
     assert str(caught.value).endswith("export without --gguf, for a reader that takes tokenizer.json as it is")
 
 
@@ -86,15 +86,15 @@ def test_other_rules_are_refused(own: dict[str, Any], change: dict[str, Any], re
 )
 def test_pieces_that_would_be_joined_otherwise_are_refused(described: dict[str, Any], reason: str | None) -> None:
     if reason is None:
-        assert vocabulary(described, 270).model == "llama"
+        assert gguf_vocabulary(described, 270).model == "llama"
         return
     with pytest.raises(ConfigError, match=reason):
-        vocabulary(described, 270)
+        gguf_vocabulary(described, 270)
 
 
 def test_tokens_that_take_spaces_are_refused(own: dict[str, Any]) -> None:
     (end,) = own["added_tokens"]
     with pytest.raises(ConfigError, match=r"its token '<\|endoftext\|>' takes the spaces beside it"):
-        vocabulary(own | {"added_tokens": [end | {"lstrip": True}]}, 270)
+        gguf_vocabulary(own | {"added_tokens": [end | {"lstrip": True}]}, 270)
     with pytest.raises(ConfigError, match=r"\(300\) is beyond the model's vocabulary \(270\)"):
-        vocabulary(own | {"added_tokens": [end | {"id": 300}]}, 270)
+        gguf_vocabulary(own | {"added_tokens": [end | {"id": 300}]}, 270)

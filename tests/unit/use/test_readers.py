@@ -10,7 +10,7 @@ from shardwise.base import registered
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config.model import FAMILIES
-from shardwise_use import gguf_file, readers
+from shardwise_use import gguf_file, other_readers
 from shardwise_use.importing.hugging_face import open_hugging_face
 from tests.e2e.command import within
 from tests.hugging_face import save
@@ -28,50 +28,54 @@ def model(family: str, **keys: Any) -> Any:
 
 
 def test_every_family_was_tried_with_five_programs() -> None:
-    record = readers.record()
+    record = other_readers.reader_record()
     assert set(record["lines"]) == set(FAMILIES)
     assert {"transformers", "gguf", "llama.cpp", "mlx-lm", "ctranslate2", "vllm"} <= set(record["readers"])
     for family, of_family in record["lines"].items():
-        assert len(of_family[readers.PLAIN]) >= 5, family
-        assert all(readers.is_right(results.get("transformers", {"by": 0})) for results in of_family.values()), family
+        assert len(of_family[other_readers.PLAIN]) >= 5, family
+        assert all(
+            other_readers.is_computed_right(results.get("transformers", {"by": 0})) for results in of_family.values()
+        ), family
 
 
 def test_a_model_is_described_by_the_lines_of_its_values() -> None:
-    assert readers.lines_of(model("llama")) == {}
+    assert other_readers.model_lines(model("llama")) == {}
     scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    lines = readers.lines_of(
+    lines = other_readers.model_lines(
         model("llama", rope_scaling=scaled | {"original_max_position_embeddings": 16}, head_dim=64)
     )
     assert set(lines) == {"rope_scaling=llama3", "head_dim"}
-    assert set(readers.lines_of(model("mistral", sliding_window=8))) == {"sliding_window"}
-    assert readers.lines_of(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
-    assert set(readers.lines_of(model("gpt", activation_function="relu"))) == {
+    assert set(other_readers.model_lines(model("mistral", sliding_window=8))) == {"sliding_window"}
+    assert other_readers.model_lines(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
+    assert set(other_readers.model_lines(model("gpt", activation_function="relu"))) == {
         "activation_function=relu",
         "intermediate_size",
     }
     sparse = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    assert set(readers.lines_of(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, "published models have the other"
+    assert set(other_readers.model_lines(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, (
+        "published models have the other"
+    )
 
 
 def test_what_a_program_computes_wrongly_is_refused() -> None:
-    assert readers.require_readable(model("mistral"), "mlx-lm") == ()
+    assert other_readers.require_readable(model("mistral"), "mlx-lm") == ()
     with pytest.raises(ConfigError) as caught:
-        readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
-    by = readers.record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
+        other_readers.require_readable(model("mistral", sliding_window=8), "mlx-lm")
+    by = other_readers.reader_record()["lines"]["mistral"]["sliding_window"]["mlx-lm"]["by"]
     assert str(caught.value).startswith(
         "mlx-lm 0.32.2 must compute what the model does, and its log-probabilities of mistral with "
         f"model.sliding_window (8) are off by {by:.2g}; right with it: transformers"
     )
     with pytest.raises(ConfigError, match=r"refuses olmo2 with default values \(ValueError: No conver.*\); "):
-        readers.require_readable(model("olmo2", num_key_value_heads=2), "ctranslate2")
+        other_readers.require_readable(model("olmo2", num_key_value_heads=2), "ctranslate2")
     with pytest.raises(ConfigError, match=r"--for \(mlx\) must be a program that models were tried with: did you mean"):
-        readers.require_readable(model("llama"), "mlx")
+        other_readers.require_readable(model("llama"), "mlx")
 
 
 def test_what_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     record = {"readers": {"x": {"title": "X", "version": "1"}}, "lines": {"llama": {"defaults": {"x": {"by": 0.0}}}}}
-    monkeypatch.setattr(readers, "record", lambda: record)
-    (note,) = readers.require_readable(model("llama", rope_theta=5.0), "x")
+    monkeypatch.setattr(other_readers, "reader_record", lambda: record)
+    (note,) = other_readers.require_readable(model("llama", rope_theta=5.0), "x")
     assert note == "X 1 was not tried with family llama and model.rope_theta (5.0)"
 
 

@@ -8,7 +8,7 @@ import torch
 from shardwise.config import LlamaConfig
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.llama import Llama
-from shardwise_use.generation import continue_text
+from shardwise_use.generation import _continue_text
 
 MODEL: dict[str, Any] = {
     "family": "llama",
@@ -27,7 +27,7 @@ def model() -> Llama:
 
 
 def drawn(model: Llama, prompt: list[int], count: int = 10, **options: Any) -> list[int]:
-    return continue_text(model, Mesh(device="cpu"), prompt, count, **({"window": 32, "seed": 1} | options))
+    return _continue_text(model, Mesh(device="cpu"), prompt, count, **({"window": 32, "seed": 1} | options))
 
 
 def test_only_the_new_tokens_are_returned(model: Llama) -> None:

@@ -7,26 +7,26 @@ import pytest
 import torch
 
 from shardwise.base.errors import ConfigError, RunError
-from shardwise_use.generation import Sampler
+from shardwise_use.generation import TokenSampler
 from tests.sweeps import few
 
 P = torch.tensor([0.1, 0.5, 0.15, 0.25])
 DRAWS = 4000
 
 
-def shares(sampler: Sampler) -> list[float]:
+def shares(sampler: TokenSampler) -> list[float]:
     counted = Counter(sampler.draw(P.log()) for _ in range(DRAWS))
     return [counted[token] / DRAWS for token in range(len(P))]
 
 
 def test_temperature_0_takes_the_likeliest() -> None:
-    assert {Sampler(0.0, seed=seed).draw(P.log()) for seed in range(20)} == {1}
+    assert {TokenSampler(0.0, seed=seed).draw(P.log()) for seed in range(20)} == {1}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_shares_are_the_probabilities(temperature: float) -> None:
     wanted = torch.softmax(P.log() / temperature, dim=0).tolist()
-    for found, share in zip(shares(Sampler(temperature)), wanted, strict=True):
+    for found, share in zip(shares(TokenSampler(temperature)), wanted, strict=True):
         assert abs(found - share) < 5 * math.sqrt(share * (1 - share) / DRAWS)
 
 
@@ -34,7 +34,7 @@ def test_shares_are_the_probabilities(temperature: float) -> None:
     ("top_p", "kept"), [(1e-9, {1}), (0.5, {1}), (0.51, {1, 3}), (0.75, {1, 3}), (0.8, {1, 2, 3}), (1.0, {0, 1, 2, 3})]
 )
 def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p(top_p: float, kept: set[int]) -> None:
-    found = shares(Sampler(1.0, top_p))
+    found = shares(TokenSampler(1.0, top_p))
     assert {token for token, share in enumerate(found) if share} == kept
     total = sum(float(P[token]) for token in kept)
     for token in kept:
@@ -49,16 +49,16 @@ def test_the_kept_tokens_are_those_of_transformers(top_k: int) -> None:
     for seed in range(20):
         logits = torch.randn(50, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
         theirs = TopPLogitsWarper(0.7)(text, TopKLogitsWarper(top_k)(text, logits[None]))[0]
-        sampler = Sampler(1.0, 0.7, seed, top_k=top_k)
+        sampler = TokenSampler(1.0, 0.7, seed, top_k=top_k)
         kept = set((~torch.isinf(theirs)).nonzero().flatten().tolist())
         assert {sampler.draw(logits) for _ in range(500)} <= kept
-        ours = Sampler(1.0, 0.7)._likeliest(torch.log_softmax(logits, dim=0))
+        ours = TokenSampler(1.0, 0.7)._likeliest(torch.log_softmax(logits, dim=0))
         assert top_k < 50 or torch.equal(torch.isinf(ours), torch.isinf(theirs))
 
 
 def test_draws_are_a_function_of_the_seed() -> None:
     def row(seed: int) -> list[int]:
-        sampler = Sampler(seed=seed)
+        sampler = TokenSampler(seed=seed)
         return [sampler.draw(P.log()) for _ in range(30)]
 
     torch.manual_seed(5)
@@ -71,7 +71,7 @@ def test_draws_are_a_function_of_the_seed() -> None:
 def test_a_rounding_error_changes_no_draw() -> None:
     """What two layouts differ by: a draw by cumulated probabilities would cross a boundary now and then."""
     generator = torch.Generator().manual_seed(0)
-    one, other = Sampler(seed=3), Sampler(seed=3)
+    one, other = TokenSampler(seed=3), TokenSampler(seed=3)
     for _ in range(300):
         logits = torch.randn(2000, generator=generator)
         off = logits + 1e-6 * torch.randn(2000, generator=generator)
@@ -90,7 +90,7 @@ def test_a_rounding_error_changes_no_draw() -> None:
 )
 def test_what_is_no_distribution_is_refused(temperature: float, top_p: float, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Sampler(temperature, top_p)
+        TokenSampler(temperature, top_p)
 
 
 def test_logits_that_are_no_numbers_are_an_error() -> None:
@@ -98,4 +98,4 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
         with pytest.raises(
             RunError, match="logits of the next token must be numbers, and some are NaN: the weights are damaged"
         ):
-            Sampler(temperature).draw(torch.tensor([1.0, math.nan]))
+            TokenSampler(temperature).draw(torch.tensor([1.0, math.nan]))

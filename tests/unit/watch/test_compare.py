@@ -14,8 +14,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory
-from shardwise_watch import overlay
-from shardwise_watch.curves import read_curve
+from shardwise_watch import curve_points
+from shardwise_watch.curves import read_curve_file
 from shardwise_watch.run import RunView
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, Mesh, Start, loss_of, stamp, write_run
@@ -84,22 +84,22 @@ def scalars(folder: str, tags: dict[str, dict[int, float]]) -> None:
 )
 def test_each_form_of_a_curve(name: str, text: str) -> None:
     Path(name).write_text(text)
-    assert read_curve(Path(name)) == LOSSES
+    assert read_curve_file(Path(name)) == LOSSES
 
 
 def test_a_resumed_run_counts_as_it_went_on() -> None:
     first = [{"event": "step", "step": step, "loss": 9.0} for step in (1, 2, 3, 4)]
     folder = run("resumed", *first, {"event": "resume", "step": 1}, *EVENTS)
-    assert read_curve(folder) == read_curve(folder / "metrics.jsonl") == LOSSES
-    assert read_curve(run("again", *first, *EVENTS)) == LOSSES, "it began again without a checkpoint"
+    assert read_curve_file(folder) == read_curve_file(folder / "metrics.jsonl") == LOSSES
+    assert read_curve_file(run("again", *first, *EVENTS)) == LOSSES, "it began again without a checkpoint"
 
 
 def test_tensorboards_events() -> None:
     for step, loss in LOSSES.items():  # as a run that was started three times
         scalars("events", {"lr": {step: 0.5}, "step loss": {step: loss}, "validation": {step: 8.0}})
-    assert read_curve(Path("events")) == LOSSES
-    assert read_curve(sorted(Path("events").iterdir())[0]) == {1: 4.0}
-    assert read_curve(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
+    assert read_curve_file(Path("events")) == LOSSES
+    assert read_curve_file(sorted(Path("events").iterdir())[0]) == {1: 4.0}
+    assert read_curve_file(Path("events"), "Validation") == dict.fromkeys(LOSSES, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -363,13 +363,20 @@ def test_smoothing_is_tensorboards_and_alike_for_other_distances() -> None:
     for value in values.values():
         last, debias = last * 0.8 + 0.2 * value, debias * 0.8 + 0.2
         expected.append(last / debias)
-    found = overlay.smoothed({"a": values, "sparse": {at: values[at] for at in (10.0, 20.0, 30.0)}}, 0.8)
+    found = curve_points.smoothed_curves({"a": values, "sparse": {at: values[at] for at in (10.0, 20.0, 30.0)}}, 0.8)
     assert [*found["a"].values()] == pytest.approx(expected)
     weights = [0.8**20, 0.8**10, 1.0]
     sparse = sum(weight * values[at] for weight, at in zip(weights, (10.0, 20.0, 30.0), strict=True)) / sum(weights)
     assert found["sparse"][30.0] == pytest.approx(sparse), "ten steps weigh like ten steps"
-    assert overlay.smoothed({"a": values}, 0.0) == {"a": values}
-    assert [overlay.label(number) for number in (0, 25, 26, 27, 701, 702)] == ["A", "Z", "AA", "AB", "ZZ", "AAA"]
+    assert curve_points.smoothed_curves({"a": values}, 0.0) == {"a": values}
+    assert [curve_points.curve_label(number) for number in (0, 25, 26, 27, 701, 702)] == [
+        "A",
+        "Z",
+        "AA",
+        "AB",
+        "ZZ",
+        "AAA",
+    ]
 
 
 def test_curves_are_drawn_in_the_terminal(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

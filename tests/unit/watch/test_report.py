@@ -13,10 +13,10 @@ import pytest
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
-from shardwise_watch.report.chart import _LOADS, line_chart, load_map, short, stacked_chart, time_ticks
-from shardwise_watch.report.numbers import columns
+from shardwise_watch.report.chart import _LOADS, axis_numbers, line_chart, load_map, stacked_chart, time_ticks
+from shardwise_watch.report.numbers import curve_columns
 from shardwise_watch.report.verdict import verdict
-from shardwise_watch.step_metrics import PARTS, Column, Curve
+from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, LOADING, SPLIT, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 from tests.unit.watch import pages
@@ -369,23 +369,23 @@ def test_restarts_tell_their_causes(tmp_path: Path, cli: CommandLine) -> None:
 def test_a_long_curve_keeps_its_spikes() -> None:
     values = [1.0] * 100_000
     values[54_321] = 9.0
-    rows = columns(range(1, 100_001), values)
+    rows = curve_columns(range(1, 100_001), values)
     assert len(rows) <= 300
     assert rows[-1] == (100_000, 1.0, 1.0, 1.0)
     (spike,) = (row for row in rows if row.largest > 1.0)
     assert spike[1:] == (1.0, pytest.approx(1 + 8 / (spike.step - rows[rows.index(spike) - 1].step)), 9.0)
-    assert columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
+    assert curve_columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
 
 
 def test_axes_have_round_numbers() -> None:
-    chart = line_chart("x", {"a": Curve([Column(1, 2.13, 2.13, 2.13), Column(900, 5.9, 5.9, 5.9)])})
+    chart = line_chart("x", {"a": StepCurve([CurveColumn(1, 2.13, 2.13, 2.13), CurveColumn(900, 5.9, 5.9, 5.9)])})
     assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
-    assert line_chart("x", {"a": Curve([])}) == ""
-    single = line_chart("x", {"a": Curve([Column(1, 3.0, 3.0, 3.0)])})
+    assert line_chart("x", {"a": StepCurve([])}) == ""
+    single = line_chart("x", {"a": StepCurve([CurveColumn(1, 3.0, 3.0, 3.0)])})
     assert "circle" in single, "of a single step a line shows nothing"
-    assert short([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
-    assert short([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
-    assert (short([100_000.0, 400_000.0]), short([3e-5])) == (["100 k", "400 k"], ["3e-05"])
+    assert axis_numbers([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
+    assert axis_numbers([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
+    assert (axis_numbers([100_000.0, 400_000.0]), axis_numbers([3e-5])) == (["100 k", "400 k"], ["3e-05"])
     assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
     assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
     assert len(time_ticks(3e8)) <= 9
@@ -393,13 +393,13 @@ def test_axes_have_round_numbers() -> None:
 
 def test_few_columns_do_not_flatten_the_rest() -> None:
     """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
-    falling = [Column(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
-    chart = line_chart("x", {"a": Curve(falling)})
+    falling = [CurveColumn(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
+    chart = line_chart("x", {"a": StepCurve(falling)})
     assert "axis cut: values reach to 11<" in chart
     assert ">10<" not in chart
-    assert "axis cut" not in line_chart("x", {"a": Curve(falling)}, is_cut=False)
-    straight = [Column(step, step / 10, step / 10, step / 10) for step in range(1, 101)]
-    assert "axis cut" not in line_chart("x", {"a": Curve(straight)})
+    assert "axis cut" not in line_chart("x", {"a": StepCurve(falling)}, is_cut=False)
+    straight = [CurveColumn(step, step / 10, step / 10, step / 10) for step in range(1, 101)]
+    assert "axis cut" not in line_chart("x", {"a": StepCurve(straight)})
 
 
 def test_parts_are_stacked() -> None:

@@ -14,11 +14,11 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import FORMAT, JsonLines, RunDirectory, RunLock, json_text
-from shardwise_watch.report.numbers import report_of
-from shardwise_watch.run import RunView, Unreadable, folders, open_run, runs_at
-from shardwise_watch.screen.frame import Reader, frame_of
-from shardwise_watch.screen.panels import told_event
-from shardwise_watch.summary import snapshot
+from shardwise_watch.report.numbers import report_numbers
+from shardwise_watch.run import RunView, UnreadableRun, open_run, run_folders, runs_at
+from shardwise_watch.run_snapshot import run_snapshot
+from shardwise_watch.screen.frame import FrameReader, make_frame
+from shardwise_watch.screen.panels import event_line
 from tests.command_line import CommandLine
 from tests.monitor_runs import BEFORE_TRAINING, FIRST, GIB, Mesh, Start, ending, loss_of, stamp, write_big, write_run
 from tests.unit.watch.pages import events_of, set_written, write_events
@@ -279,8 +279,8 @@ def test_no_view_shows_a_secret(view: list[str], tmp_path: Path, cli: CommandLin
         shown = (run / "report.html").read_text(encoding="utf-8")
     assert "https://(redacted)@host" in shown
     assert "hunter2" not in shown
-    events = Reader(run).read().events
-    assert "hunter2" not in "".join(told_event(event, None).plain for event in events)
+    events = FrameReader(run).read().events
+    assert "hunter2" not in "".join(event_line(event, None).plain for event in events)
     assert {event["event"] for event in events} >= {"ended", "custom"}
 
 
@@ -311,14 +311,14 @@ def test_a_refusal_of_the_system_is_a_sentence(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Permission denied"):
             open_run(path, all_steps=False)
         (unreadable,) = runs_at(str(tmp_path))
-        assert isinstance(unreadable, Unreadable)
+        assert isinstance(unreadable, UnreadableRun)
         assert (unreadable.name, unreadable.reason.rpartition(": ")[2]) == ("run", "Permission denied")
         patched.setattr(Path, "exists", refuse)
         with pytest.raises(ConfigError, match="it cannot be read: Permission denied"):
             open_run(path, all_steps=False)
         patched.setattr(Path, "iterdir", refuse)
         with pytest.raises(ConfigError, match="must be readable: Permission denied"):
-            folders(tmp_path)
+            run_folders(tmp_path)
     assert run.step == 20
 
 
@@ -368,7 +368,7 @@ def test_fault_21_every_view_bears_a_field_of_any_type(wrong: str, turn: int, tm
             lines[at] = broken(lines[at], wrong, turn)
         file.write_text("\n".join(lines) + "\n")
     run = opened(path, whole=True)
-    assert report_of(run)["run"] == snapshot(run)["run"] == frame_of(run, 80).name == "run"
+    assert report_numbers(run)["run"] == run_snapshot(run)["run"] == make_frame(run, 80).name == "run"
     assert run.step in (129, 130)
     assert len(run.ranks()) == 8
     assert f"{run.step} of 130" in cli("top", path, "--once").out

@@ -23,8 +23,8 @@ from shardwise.runs.folder import RunDirectory, RunLock
 from shardwise_watch.cli import top
 from shardwise_watch.run import open_run
 from shardwise_watch.screen import drawing, panels, views
-from shardwise_watch.screen.app import Panel, Top
-from shardwise_watch.screen.frame import Choice, Frame, Reader, frame_of
+from shardwise_watch.screen.app import Panel, TopScreen
+from shardwise_watch.screen.frame import Frame, FrameReader, ShownRuns, make_frame
 from tests.command_line import CommandLine
 from tests.monitor_runs import FIRST, Mesh, Start, stamp, write_run
 from tests.unit.watch.pages import set_written
@@ -63,30 +63,30 @@ def run(tmp_path: Path, written: Path) -> Path:
     return path
 
 
-def fixed(path: Path) -> Top:
+def fixed(path: Path) -> TopScreen:
     """The screen of a run, read once, as if it ran at the moment NOW."""
-    reader = Reader(path)
+    reader = FrameReader(path)
 
     def read(*asked: Any) -> Frame:
         return replace(reader.read(*asked), now=NOW, state="running", eta_seconds=600.0)
 
-    return Top(read, 0)
+    return TopScreen(read, 0)
 
 
 async def loaded(pilot: Pilot[None]) -> None:
     """Wait until all steps are read."""
-    assert isinstance(pilot.app, Top)
+    assert isinstance(pilot.app, TopScreen)
     while pilot.app.frame is None or not (pilot.app.frame.has_history or pilot.app.frame.problem):
         await pilot.pause(0.01)
     await pilot.pause()
 
 
-def shown(app: Top) -> str:
+def shown(app: TopScreen) -> str:
     """The text of the screen."""
     return "\n".join(panel.render().plain for panel in app.query(Panel) if panel.is_on_screen and panel.size)
 
 
-def picture(app: Top) -> str:
+def picture(app: TopScreen) -> str:
     """The screen as lines of text, without colours."""
     rows = [[" "] * app.size.width for _ in range(app.size.height)]
     for panel in app.query(Panel):
@@ -97,7 +97,7 @@ def picture(app: Top) -> str:
     return "".join("".join(row).rstrip() + "\n" for row in rows)
 
 
-async def settled(pilot: Pilot[None]) -> Top:
+async def settled(pilot: Pilot[None]) -> TopScreen:
     """Wait until what was asked for is read and drawn."""
     await pilot.pause()
     while pilot.app._is_reading:
@@ -117,7 +117,7 @@ async def read(pilot: Pilot[None], *keys: str) -> str:
 Body = Callable[..., Coroutine[Any, Any, None]]
 
 
-def show(app: Top, body: Body, size: tuple[int, int] = (80, 24)) -> None:
+def show(app: TopScreen, body: Body, size: tuple[int, int] = (80, 24)) -> None:
     """Have a screen, which `body` acts on by its pilot."""
 
     async def act() -> None:
@@ -175,9 +175,9 @@ async def test_colours(pilot: Pilot[None]) -> None:
 
 
 def test_a_cell_shows_the_worst_of_its_ranks(run: Path) -> None:
-    frame = Reader(run).read()
+    frame = FrameReader(run).read()
     many = replace(frame, ranks=[replace(view, rank=at, place={}) for at, view in enumerate([*frame.ranks] * 64)])
-    strip = views.strips(many, 80, 4)[1]
+    strip = views.rank_strips(many, 80, 4)[1]
     assert strip.plain.count("█") == 50  # of 1,024 ranks every 16th is slow, and a cell stands for 20
 
 
@@ -241,9 +241,9 @@ async def test_the_marked_run_stays_marked_whichever_wrote_last(
 async def test_the_curves_of_another_run_stand_behind(pilot: Pilot[None], run: Path, others: Path) -> None:
     """Over the steps of the run in front; its own are drawn where the front has none."""
     app = pilot.app
-    reader = Reader(run, others / "worse")
-    assert reader.read(20, choice=Choice(behind=reader.paths[1])).behind == {}, "the first frame comes at once"
-    frame = reader.read(20, choice=Choice(behind=reader.paths[1]))
+    reader = FrameReader(run, others / "worse")
+    assert reader.read(20, choice=ShownRuns(behind=reader.paths[1])).behind == {}, "the first frame comes at once"
+    frame = reader.read(20, choice=ShownRuns(behind=reader.paths[1]))
     assert (frame.curves["loss"].span, frame.behind["loss"].span) == ((1, 400), (1, 400))
     assert [column.mean for column in frame.behind["loss"].known] == [4.0] * 20
     _, *lines = panels.curve(replace(frame, evaluation={}), 60, 12, "loss")
@@ -289,7 +289,7 @@ async def test_the_end_of_the_log(pilot: Pilot[None], log: Path) -> None:
 def test_a_restart_is_told(run: Path) -> None:
     """Of a run that was killed, once a process has its folder, before that has recorded its start."""
     with RunLock(run):
-        frame = Reader(run).read()
+        frame = FrameReader(run).read()
         assert panels.header(frame, 80)[0].plain.startswith(" gpt3-tiny-1  ● restarting (start 3)")
 
 
@@ -300,7 +300,7 @@ def test_tasks_are_told_in_words() -> None:
         {"event": "eval_task", "task": "arc", "metrics": 3},
         {"event": "eval_set", "set": "code", "loss": 2.5},
     ]
-    told = [panels.told_event(event, None).plain.partition("▌")[2] for event in events]
+    told = [panels.event_line(event, None).plain.partition("▌")[2] for event in events]
     assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
 
 
@@ -353,7 +353,7 @@ async def test_zoom_while_paused(pilot: Pilot[None], run: Path) -> None:
 
 
 def test_a_spike_stays_visible(run: Path) -> None:
-    reader = Reader(run)
+    reader = FrameReader(run)
     reader.read()
     curve = reader.read(20).curves["loss"]
     assert (curve.span, len(curve.columns)) == ((1, 400), 20)
@@ -457,7 +457,7 @@ def failed(run: Path) -> Path:
 
 @pytest.mark.parametrize("size", [(80, 24), pytest.param((160, 48), marks=pytest.mark.slow)])
 def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, size: tuple[int, int], cli: CommandLine) -> None:
-    app = Top(Reader(failed).read, 0)
+    app = TopScreen(FrameReader(failed).read, 0)
 
     async def body(_: Pilot[None]) -> None:
         words = " ".join(picture(app).split())
@@ -475,7 +475,7 @@ def test_a_failure_is_told_with_the_command_that_resumes(failed: Path, size: tup
 
 
 def test_bars_of_lost_time_are_shares_of_the_whole_time(run: Path) -> None:
-    frame = frame_of(open_run(run, all_steps=False))
+    frame = make_frame(open_run(run, all_steps=False))
     lines = panels.lost(frame, 60, 8)
     bar = 25
     for line, (cause, seconds) in zip(lines[1:], frame.lost.by_cause.items(), strict=True):

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.parsing import by_dotted_key, json_value
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.safetensors import CODED, Values, cast
+from shardwise.checkpoint.format.safetensors import CODED, Values, cast_values
 from shardwise.checkpoint.format.stored_tensors import MAX_INDEX_BYTES, StoredTensors, ordered_names, ordered_states
 from shardwise.checkpoint.format.writing import CONFIG
 from shardwise.checkpoint.storage.root import Root, StoreError
@@ -24,7 +24,7 @@ _SEGMENT_ELEMENTS = 2**20
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor that both have in the same shape.
+    """The difference of one tensor that two checkpoints have in the same shape.
 
     Attributes:
         dtypes: A's and B's.
@@ -43,8 +43,8 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """The differences between A and B.
+class FolderDifference:
+    """The differences between two checkpoints A and B.
 
     Attributes:
         config: (dotted key, A's value, B's value).
@@ -75,7 +75,7 @@ class Difference:
         return not (self.only_a or self.only_b or self.shapes)
 
 
-def diff(a: Root, b: Root, progress: Callable[[int], None] = lambda _: None) -> Difference:
+def diff_folders(a: Root, b: Root, progress: Callable[[int], None] = lambda _: None) -> FolderDifference:
     """Compare two folders, each a checkpoint or Hugging Face weights; a few MiB are held at a time.
 
     Of two checkpoints the resolved configurations are compared, else what `config.json` says. `progress` is called with
@@ -95,7 +95,7 @@ def diff(a: Root, b: Root, progress: Callable[[int], None] = lambda _: None) -> 
             compared.append(_compare(tensors_a, tensors_b, state, name, progress))
         else:
             shapes.append((state, name, entry.shape, entry_b.shape))
-    return Difference(
+    return FolderDifference(
         config=tuple(_config_differences(tensors_a, tensors_b)),
         only_a=tuple(key for key in entries_a if key not in entries_b),
         only_b=tuple(key for key in entries_b if key not in entries_a),
@@ -125,7 +125,7 @@ def _compare(
     largest = 0.0
     change_squares = 0.0
     reference_squares = 0.0
-    for box in segments(entry.shape, _SEGMENT_ELEMENTS):
+    for box in box_segments(entry.shape, _SEGMENT_ELEMENTS):
         bits_a = a.read(state, name, box)
         bits_b = b.read(state, name, box)
         progress(bits_a.nbytes)
@@ -155,16 +155,14 @@ def _compare(
 
 
 def _values(bits: Values, dtype: str) -> npt.NDArray[np.float64]:
-    """All values of a tensor, in one dim."""
     # numpy has no bfloat16: its bits become those of a float32.
     flat = bits.reshape(-1)
     if dtype == "BF16":
-        flat = cast(flat, dtype, "F32")
+        flat = cast_values(flat, dtype, "F32")
     return flat.astype(np.float64)
 
 
 def _config_differences(a: StoredTensors, b: StoredTensors) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of the configurations that differ, with A's and B's value."""
     configs = [tensors.manifest.config for tensors in (a, b) if tensors.manifest is not None]
     if len(configs) < 2:
         configs = [_described(tensors.folder) for tensors in (a, b)]

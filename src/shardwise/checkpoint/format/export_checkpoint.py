@@ -14,11 +14,11 @@ from typing import Any
 from shardwise.base.errors import ConfigError, RunError, listing, see
 from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.model_files import read_as_it_is, validated
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast, overflows
+from shardwise.checkpoint.format.model_files import validated_model, with_readable_tokenizer
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
 from shardwise.checkpoint.format.writing import (
     CONFIG,
@@ -110,15 +110,15 @@ class Export:
 
     def _read(self, state: str, name: str, target: str) -> Iterator[Buffer]:
         entry = self._manifest.tensors[state][name]
-        for box in segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
+        for box in box_segments(entry.shape, STREAM_BYTES // DTYPES[entry.dtype].itemsize):
             values = self._stored.read(state, name, box)
             # A value beyond the range would become infinite without a word.
-            if target == "F16" and overflows(values, entry.dtype, target):
+            if target == "F16" and cast_overflows(values, entry.dtype, target):
                 raise RunError(
                     f"{name} has values beyond the range of float16 (65,504): export to bfloat16 or float32 instead"
                     f"{see('checkpoints#beyond-float16')}"
                 )
-            yield cast(values, entry.dtype, target).tobytes()
+            yield cast_values(values, entry.dtype, target).tobytes()
 
     @cached_property
     def described(self) -> dict[str, Any]:
@@ -142,11 +142,13 @@ class Export:
     @property
     def model(self) -> FamilyConfig:
         """The model that `config.json` describes; ConfigError if it is of no family."""
-        return validated(from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG))
+        return validated_model(
+            from_hugging_face(self.described, str(self._folder / CONFIG)), str(self._folder / CONFIG)
+        )
 
     def small_files(self) -> dict[str, bytes]:
         """Name → content of the other files; `config.json` names the dtype of the most bytes of weights."""
-        (dtype, _), *_others = self.dtypes.most_common(1)
+        ((dtype, _),) = self.dtypes.most_common(1)
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
         # The index is left out: the export has other shards. A card of the checkpoint takes the place of the one here.
         files = {
@@ -156,4 +158,4 @@ class Export:
         for entry in self._manifest.files:
             if not entry.path.endswith(".safetensors") and entry.path not in (CONFIG, INDEX):
                 files[entry.path] = read_whole(self._folder, entry)
-        return read_as_it_is(files, pairs=self.described.get("model_type") == "bert")
+        return with_readable_tokenizer(files, pairs=self.described.get("model_type") == "bert")

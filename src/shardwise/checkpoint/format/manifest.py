@@ -169,7 +169,7 @@ class Manifest:
             text = file.read().decode("ascii")
         except UnicodeDecodeError:
             raise DamageError(f"{file} is damaged: it has bytes that are not ASCII") from None
-        if problem := too_large(text):
+        if problem := manifest_size_problem(text):
             raise DamageError(f"{file} is damaged: {problem}")
         # The garbage collector would take half of the time: it searches a million small objects again and again.
         is_collecting = gc.isenabled()
@@ -181,8 +181,8 @@ class Manifest:
                 gc.enable()
 
 
-def label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
-    """The name of a box of a tensor in its file: a weight has its own name, others STATE/NAME@START."""
+def piece_label(state: str, name: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name of a box of a tensor in a checkpoint's file: a weight has its own name, others STATE/NAME@START."""
     if state == MODEL and box == Box.whole(shape):
         return name
     return f"{state}/{name}@{','.join(map(str, box.start))}"
@@ -204,7 +204,7 @@ def _matches_digest(text: str) -> bool:
     return digest.hexdigest() == match[1]
 
 
-def too_large(text: str) -> str | None:
+def manifest_size_problem(text: str) -> str | None:
     """The reason why reading a manifest would take too much memory or time, or None."""
     values = text.count(",") + 1
     if values > MAX_MANIFEST_VALUES:
@@ -219,7 +219,6 @@ def _too_long(length: int) -> str | None:
 
 
 def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
-    """The parts of a canonical object's text, from the parts of its members' texts."""
     texts: list[str] = []
     separator = "{"
     for name in sorted(members):
@@ -229,7 +228,6 @@ def _object(members: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _array(items: Sequence[str]) -> list[str]:
-    """The parts of a canonical array's text."""
     texts: list[str] = []
     for item in items:
         texts += ["," if texts else "[", item]

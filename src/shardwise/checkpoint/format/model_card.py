@@ -62,7 +62,6 @@ def model_card(manifest: Manifest, base_model: str | None = None) -> bytes:
 
 
 def _header(config: Mapping[str, Any], family: str, base_model: str | None) -> dict[str, Any]:
-    """The fields that the hub reads."""
     # A class of the user's own is opened by its own code, and by no library.
     is_own = ":" in family
     header: dict[str, Any] = {"library_name": "shardwise" if is_own else "transformers"}
@@ -77,7 +76,6 @@ def _header(config: Mapping[str, Any], family: str, base_model: str | None) -> d
 
 
 def _rows(manifest: Manifest, parameters: int, base_model: str | None) -> Iterator[tuple[str, str]]:
-    """Name and value of each fact."""
     config = manifest.config
     model = _section(config, "model")
     sizes = [f"{parameters:,} parameters"]

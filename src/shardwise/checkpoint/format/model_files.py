@@ -18,7 +18,7 @@ from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, rope_scaling, shapes_of
 from shardwise.config.hugging_face import parse_hugging_face
-from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_settings
+from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_tokenizer_config
 
 BEGIN_ID = "bos_token_id"
 END_ID = "eos_token_id"
@@ -48,7 +48,7 @@ class FilesBesideWeights:
         config_file = place / CONFIG if is_folder else place
         ids: dict[str, Any] = {}
         if config_file.exists():
-            ids = {name: value for name, value in token_ids(config_file).items() if value is not None}
+            ids = {name: value for name, value in config_token_ids(config_file).items() if value is not None}
         return FilesBesideWeights(str(place), ids, files_beside_weights(place) if is_folder else {})
 
     @property
@@ -61,12 +61,12 @@ class FilesBesideWeights:
     @property
     def end_ids(self) -> list[int]:
         """The ids that end a text."""
-        return [*flat_ids(self.ids, END_ID), *flat_ids(self.generation, END_ID)]
+        return [*special_ids(self.ids, END_ID), *special_ids(self.generation, END_ID)]
 
     @property
     def names_ends_of_texts(self) -> bool:
         """True if an id begins or ends a text."""
-        return any(flat_ids(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID))
+        return any(special_ids(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID))
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer; None where it has none that can be opened."""
@@ -92,7 +92,7 @@ def files_beside_weights(folder: Root) -> dict[str, bytes]:
     return files
 
 
-def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes]:
+def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes]:
     """Files beside weights, with the class in `tokenizer_config.json` that reads a `tokenizer.json` as it is.
 
     Args:
@@ -103,18 +103,18 @@ def read_as_it_is(files: Mapping[str, bytes], *, pairs: bool) -> dict[str, bytes
         with contextlib.suppress(ConfigError):  # transformers cannot read the file either
             settings = json_object(files.get(TOKENIZER_CONFIG, b"{}"), TOKENIZER_CONFIG)
             if settings.get("tokenizer_class") not in (PLAIN_CLASS["tokenizer_class"], "TokenizersBackend"):
-                read[TOKENIZER_CONFIG] = to_json(plain_settings(settings, pairs=pairs))
+                read[TOKENIZER_CONFIG] = to_json(plain_tokenizer_config(settings, pairs=pairs))
     return read
 
 
-def token_ids(config_file: Root) -> dict[str, Any]:
-    """The ids of special tokens in a `config.json`; a copy without one has the same default."""
+def config_token_ids(config_file: Root) -> dict[str, Any]:
+    """The ids of special tokens in a `config.json` beside weights; a copy without one has the same default."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
 
-def flat_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
-    """The ids in the fields whose names end in `suffix`."""
+def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
+    """The ids of special tokens in the fields of `config.json` whose names end in `suffix`."""
     # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []
     for key, value in fields.items():
@@ -156,7 +156,7 @@ _ROLES_WITHOUT_WEIGHTS = ("activation", "norm_eps")
 
 
 @dataclass(frozen=True)
-class ModelDifferences:
+class _ModelDifferences:
     """Differences of a recipe's model from that of a folder.
 
     Attributes:
@@ -168,8 +168,8 @@ class ModelDifferences:
     changes: tuple[str, ...] = ()
 
 
-def differences(model: ModelConfig, folder: Root) -> ModelDifferences:
-    """The differences of `model` from the model of `folder`/config.json; none where there is no file.
+def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
+    """The differences of `model` from the `config.json` beside the weights in `folder`; none where there is no file.
 
     Free to differ are dropout, the initial weights' deviation, names of one activation (`gelu_new` and
     `gelu_pytorch_tanh`), and the longest sequence where no angle depends on it. Other keys of rotary positions may
@@ -183,7 +183,7 @@ def differences(model: ModelConfig, folder: Root) -> ModelDifferences:
     path = folder / "config.json"
     config = shapes_of(model)
     if config is None or not path.exists():
-        return ModelDifferences()
+        return _ModelDifferences()
     stored = read_model(path, config.ignore)
     if stored.family != config.family:
         raise ConfigError(
@@ -208,20 +208,20 @@ def differences(model: ModelConfig, folder: Root) -> ModelDifferences:
     if problems:
         keys = "this key" if len(problems) == 1 else "these keys"
         problems[-1] += f"; model.config={folder} takes the folder's model, without {keys} beside it"
-    return ModelDifferences(tuple(problems), tuple(changes))
+    return _ModelDifferences(tuple(problems), tuple(changes))
 
 
 def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model that a `config.json` describes; `ignore`: fields that change nothing, as the user says.
+    """The model that a `config.json` beside weights describes; `ignore`: fields that change nothing, as the user says.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.
     """
-    return validated(parse_hugging_face(path.read(), str(path), ignore), str(path))
+    return validated_model(parse_hugging_face(path.read(), str(path), ignore), str(path))
 
 
-def validated(section: Mapping[str, Any], where: str) -> FamilyConfig:
-    """The model of a `model` section; ConfigError, with every problem, where `where` describes none."""
+def validated_model(section: Mapping[str, Any], where: str) -> FamilyConfig:
+    """The model of a stored `model` section; ConfigError, with every problem, where `where` describes none."""
     try:
         return checked_model_section(section)
     except ConfigError as error:

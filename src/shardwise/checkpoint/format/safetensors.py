@@ -3,7 +3,7 @@
 https://github.com/huggingface/safetensors#format. The header is written first, so that the tensors can be
 streamed into the file; of a file that exists only the header is read here.
 
-`cast` gives values in another floating-point format, as numpy has their bits.
+`cast_values` gives values in another floating-point format, as numpy has their bits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Values: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: bytes `start` to `stop`.
+    """A tensor in a safetensors file: bytes `start` to `stop`.
 
     Attributes:
         first: where it begins in a tensor of which the file has a part; None: it is whole.
@@ -76,10 +76,10 @@ class StoredTensor:
     first: tuple[int, ...] | None = None
 
 
-def header(
+def safetensors_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[int], int]:
-    """The beginning of a file that holds these tensors, one after the other.
+    """The header of a safetensors file that holds these tensors, one after the other.
 
     Args:
         tensors: (name, dtype as in `DTYPES`, shape).
@@ -105,8 +105,8 @@ def header(
     return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
 
 
-def parse_header(file: Root) -> dict[str, StoredTensor]:
-    """The tensors of a file, in the order of their bytes.
+def read_header(file: Root) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, in the order of their bytes.
 
     Raises:
         DamageError: the header cannot be parsed, or does not fit the file, which the tensors must fill exactly.
@@ -183,7 +183,7 @@ def _tensor(name: str, entry: object, first: int) -> StoredTensor:
 
 
 def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tuple[int, ...]]:
-    """The fields of a tensor's JSON object, its dtype and its shape; ValueError where it describes no tensor."""
+    """The fields, dtype and shape of a tensor in a safetensors header; ValueError where it describes no tensor."""
     if not is_tensor_name(name):
         raise ValueError(f"the name of a tensor ({name!r}) must be printable")
     if not isinstance(entry, dict):
@@ -198,7 +198,7 @@ def tensor_fields(name: str, entry: object) -> tuple[dict[str, object], str, tup
 
 
 def is_counts(value: object) -> TypeGuard[list[int]]:
-    """True if `value`, as JSON has it, is a list of whole numbers that a tensor or a file can have."""
+    """True if `value` of a safetensors header is a list of whole numbers that a tensor or a file can have."""
     return isinstance(value, list) and all(type(number) is int and 0 <= number < _COUNT_LIMIT for number in value)
 
 
@@ -210,8 +210,8 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return fields
 
 
-def cast(values: Values, source: str, target: str) -> Values:
-    """Values of the format `source` in the format `target`; each is a name of safetensors in `FLOATING`.
+def cast_values(values: Values, source: str, target: str) -> Values:
+    """Values of a tensor's dtype `source` in the dtype `target`; each is a name of safetensors in `FLOATING`.
 
     Rounded to the nearest, ties to even; by way of float32, as torch casts.
     """
@@ -221,8 +221,8 @@ def cast(values: Values, source: str, target: str) -> Values:
         return _narrow(_widen(values, source), target)
 
 
-def overflows(values: Values, source: str, target: str) -> bool:
-    """True if a finite value becomes infinite by the cast: float16 ends at 65,504."""
+def cast_overflows(values: Values, source: str, target: str) -> bool:
+    """True if a finite weight becomes infinite by a cast: float16 ends at 65,504."""
     with np.errstate(over="ignore", invalid="ignore"):
         wide = _widen(values, source)
         return bool((np.isfinite(wide) & ~np.isfinite(_widen(_narrow(wide, target), target))).any())

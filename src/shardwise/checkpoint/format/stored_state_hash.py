@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.base.errors import listing
-from shardwise.base.tensor_box import segments
+from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
-from shardwise.optim.state_digest import StateHash, box_sum, place_in_training
+from shardwise.optim.state_digest import StateHash, box_sum, digest_place
 
 _ELEMENTS_AT_ONCE = 2**20
 """Elements in memory at once, 8 MiB as integers of 64 bits."""
@@ -29,10 +29,10 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     seed = manifest.rng.get("seed")
     if not isinstance(sums, Mapping) or not _are_sums(sums, manifest) or not isinstance(seed, int):
         return [f"{folder}: the state hash in its manifest must name tensors of the checkpoint, and the seed be there"]
-    place = place_in_training(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
+    place = digest_place(manifest.step, manifest.samples, manifest.tokens, manifest.position, seed)
     stored = StoredTensors(folder, manifest.tensors, manifest)
     computed = StateHash(
-        place, {state: {name: stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
+        place, {state: {name: _stored_sum(stored, state, name) for name in names} for state, names in sums.items()}
     )
     found_sums = computed.recorded()["sums"]
     differing = [
@@ -47,10 +47,9 @@ def state_hash_problems(folder: Root, manifest: Manifest) -> list[str]:
     ]
 
 
-def stored_sum(stored: StoredTensors, state: str, name: str) -> int:
-    """The sum of a stored tensor by `state_digest.box_sum`, read a segment at a time."""
+def _stored_sum(stored: StoredTensors, state: str, name: str) -> int:
     shape = stored.states[state][name].shape
-    boxes = segments(shape, _ELEMENTS_AT_ONCE)
+    boxes = box_segments(shape, _ELEMENTS_AT_ONCE)
     return sum(box_sum(stored.read(state, name, box), shape, box) for box in boxes) % 2**64
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, indexed, lacking_files, shards
+from shardwise.base.hub import INDEX, SHARDS, SINGLE, absent_parts_problem, indexed_weight_files, unconsolidated_files
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
+from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast, parse_header
-from shardwise.checkpoint.format.sparse_blocks import NUMBER_IN_BLOCK, differing_blocks, unfused
-from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, number_runs, read_range
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
+from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""
@@ -64,7 +63,7 @@ class StoredTensors:
         damage: list[str] = []
         for number, path in enumerate(files):
             try:
-                header = parse_header(folder / path)
+                header = read_header(folder / path)
             except DamageError as error:
                 damage.append(str(error))
                 continue
@@ -76,7 +75,7 @@ class StoredTensors:
         if damage:
             raise DamageError("; ".join(damage))
         weights |= _whole(folder, parts)
-        return StoredTensors(folder, {MODEL: unfused(folder, weights)}, None, files)
+        return StoredTensors(folder, {MODEL: unfused_experts(folder, weights)}, None, files)
 
     def read(self, state: str, name: str, box: Box) -> Values:
         """A box of a tensor, its bits as `DTYPES` has them; shape `box.size`.
@@ -142,19 +141,19 @@ class StoredTensors:
 
 def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
     """The tensors whose parts (by name, dtype and dimensions) lie in several files; ConfigError if some are missing."""
-    whole: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     incomplete: list[str] = []
     for (name, dtype, _), pieces in parts.items():
         shape = tuple(max(ends) for ends in zip(*(piece.box.stop for piece in pieces), strict=True))
-        if name in whole or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
+        if name in tensors or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
             incomplete.append(name)
-        whole[name] = TensorEntry(shape, dtype, pieces)
+        tensors[name] = TensorEntry(shape, dtype, pieces)
     if incomplete:
         raise ConfigError(
             f"{folder} must have the files {SHARDS} of all ranks of one save: parts of {listing(incomplete, most=3)} "
             "are missing, or there twice"
         )
-    return whole
+    return tensors
 
 
 def _weight_files(folder: Root) -> tuple[str, ...]:
@@ -163,8 +162,8 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
         return (SINGLE,)
     index = folder / INDEX
     if not index.exists():
-        if files := shards(folder.names()):
-            if problems := lacking_files(folder, files):
+        if files := unconsolidated_files(folder.names()):
+            if problems := absent_parts_problem(folder, files):
                 raise ConfigError(problems)
             return tuple(files)
         names = listing(folder.names()[:6]) or "nothing"
@@ -177,19 +176,19 @@ def _weight_files(folder: Root) -> tuple[str, ...]:
         raise ConfigError(
             f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
         )
-    return tuple(indexed(index.read(), folder, lambda name: (folder / name).exists()))
+    return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))
 
 
 # ---- the order of states and names, and cuts of a tensor
 
 
 def ordered_states(states: Iterable[str]) -> list[str]:
-    """The states by name, the model first."""
+    """The states of a checkpoint by name, the model first."""
     return sorted(states, key=lambda state: (state != MODEL, state))
 
 
 def ordered_names(names: Iterable[str]) -> list[str]:
-    """Names in their order, numbers in them by their value: layer 10 after layer 2."""
+    """Names of stored tensors in order, numbers in them by their value: layer 10 after layer 2."""
     # Every second part is a number without leading zeros: the longer one is the larger one.
     return sorted(names, key=lambda name: [(len(part) * part.isdigit(), part) for part in _DIGITS.split(name)])
 
@@ -218,8 +217,10 @@ def find_sources(
     for canonical_name, names in sources.items():
         # The canonical spelling comes first, and the second copy of a tied weight last.
         names.sort(key=lambda name: (name != canonical_name, name in spelled.tied))
-    absent = lacking_files(where, files, _ranks_of_parts(shapes, stored, sources) if shards(files) else 0)
-    return sources, absent or mismatches(where, shapes, stored, canonical=canonical_names)
+    absent = absent_parts_problem(
+        where, files, _ranks_of_parts(shapes, stored, sources) if unconsolidated_files(files) else 0
+    )
+    return sources, absent or tensor_mismatches(where, shapes, stored, canonical=canonical_names)
 
 
 def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: Mapping[str, Sequence[str]]) -> int:
@@ -238,7 +239,7 @@ def _ranks_of_parts(shapes: Shapes, stored: Mapping[str, TensorEntry], sources: 
     return max(ranks, default=0) if all(ranks) else 0
 
 
-def mismatches(
+def tensor_mismatches(
     where: str,
     shapes: Shapes,
     stored: Mapping[str, TensorEntry],
@@ -278,7 +279,7 @@ def mismatches(
     prefix = "" if state == MODEL else f"the {state} of "
     blocks: list[str] = []
     if state == MODEL:
-        blocks, is_explained = differing_blocks(where, needed_names, canonical_names.values())
+        blocks, is_explained = differing_expert_blocks(where, needed_names, canonical_names.values())
         lacks, unknown, wrong_shapes = (
             [fact for fact in facts if not is_explained(fact[0])] for facts in (lacks, unknown, wrong_shapes)
         )
@@ -292,7 +293,7 @@ def mismatches(
     ]
 
 
-def differing_copies(
+def differing_tied_copies(
     where: str, tensors: StoredTensors, sources: Mapping[str, Sequence[str]], boxes: Iterable[tuple[str, Box]]
 ) -> list[str]:
     """Second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
@@ -305,7 +306,7 @@ def differing_copies(
     for canonical_name, box in boxes:
         first, *copies = sources[canonical_name]
         for copy in copies:
-            values = cast(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
+            values = cast_values(tensors.read(MODEL, copy, box), stored[copy].dtype, stored[first].dtype)
             if not np.array_equal(tensors.read(MODEL, first, box), values):
                 problems[f"{where}: {copy} must equal {first}: the model has one weight for both"] = None
     return list(problems)
@@ -326,7 +327,7 @@ def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], 
         for name, fact_text in texts:
             numbers = layers.setdefault((part.sub("*", name, count=1), fact_text), [])
             numbers += map(int, part.findall(name)[:1])
-        runs = {key: number_runs(numbers) for key, numbers in layers.items()}
+        runs = {key: chunk_numbers_text(numbers) for key, numbers in layers.items()}
         texts = [
             (key[0].replace("*", text if text.isdigit() else f"{{{text}}}", 1), key[1]) for key, text in runs.items()
         ]

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.base.errors import listing
-from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, label
-from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_header
+from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, piece_label
+from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
 from shardwise.checkpoint.storage.chunks import (
     READ_BYTES,
     FileEntry,
-    consecutive,
+    consecutive_numbers,
     read_range,
     require_size,
     verify_chunk,
@@ -42,8 +42,8 @@ _SHOWN = 5
 
 
 @dataclass
-class Report:
-    """The result of a verification.
+class VerificationReport:
+    """The result of the verification of a checkpoint.
 
     Attributes:
         problems: one sentence each; empty where the checkpoint is as it was written.
@@ -68,7 +68,7 @@ class Report:
         return not self.problems and not self.non_finite
 
 
-def verify(folder: Root, progress: Callable[[int], None] = lambda _: None) -> Report:
+def verify_checkpoint(folder: Root, progress: Callable[[int], None] = lambda _: None) -> VerificationReport:
     """Read a whole checkpoint and report every problem.
 
     `progress` is called with the number of bytes that were read since the last call.
@@ -76,7 +76,7 @@ def verify(folder: Root, progress: Callable[[int], None] = lambda _: None) -> Re
     Raises:
         StoreError: there is no manifest (`missing`): this is no checkpoint.
     """
-    report = Report(folder)
+    report = VerificationReport(folder)
     try:
         manifest = Manifest.read(folder)
         present = folder.files()
@@ -87,7 +87,7 @@ def verify(folder: Root, progress: Callable[[int], None] = lambda _: None) -> Re
         return report
     report.files = len(manifest.files)
     report.tensors = sum(len(named) for named in manifest.tensors.values())
-    report.problems += [f"{folder}: {problem}" for problem in untiled(manifest.tensors)]
+    report.problems += [f"{folder}: {problem}" for problem in untiled_tensors(manifest.tensors)]
     listed = {entry.path for entry in manifest.files} | {MANIFEST}
     report.unlisted = [path for path in present if path not in listed]
     for path in report.unlisted:
@@ -103,7 +103,7 @@ def verify(folder: Root, progress: Callable[[int], None] = lambda _: None) -> Re
             # Of a file that is damaged, the header may be what is damaged: nothing more is said of it.
             if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
                 expected = {label: piece.stored for label, piece in pieces.items()}
-                stored = parse_header(file)
+                stored = read_header(file)
                 # Other programs read the header.
                 differing = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
                 report.problems += [
@@ -139,12 +139,12 @@ def _pieces_by_file(manifest: Manifest) -> list[dict[str, _LabelledPiece]]:
             for piece in tensor.pieces:
                 stop = piece.offset + tensor.nbytes(piece)
                 stored = StoredTensor(tensor.dtype, piece.box.size, piece.offset, stop)
-                name_in_file = label(state, name, tensor.shape, piece.box)
+                name_in_file = piece_label(state, name, tensor.shape, piece.box)
                 pieces[piece.file][name_in_file] = _LabelledPiece(f"{state}/{name}", stored)
     return pieces
 
 
-def untiled(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
+def untiled_tensors(tensors: Mapping[str, Mapping[str, TensorEntry]]) -> list[str]:
     """The tensors of a manifest whose pieces do not tile them, with the reason."""
     return [
         f"the pieces of {state}/{name} {problem}"
@@ -203,8 +203,8 @@ def _overlap(starts: Numbers, stops: Numbers) -> tuple[int, int] | None:
     return None
 
 
-def non_finite(data: memoryview, dtype: str) -> int:
-    """The number of values of a safetensors dtype that are NaN or infinite."""
+def count_non_finite(data: memoryview, dtype: str) -> int:
+    """The number of a stored tensor's values that are NaN or infinite."""
     if dtype not in _EXPONENT_BITS:
         return 0
     exponent = _EXPONENT_BITS[dtype]
@@ -217,7 +217,7 @@ def non_finite(data: memoryview, dtype: str) -> int:
 
 
 def non_finite_text(counts: Mapping[str, int]) -> str:
-    """The tensors with values that are NaN or infinite, for messages; `counts`: their numbers by name, not empty."""
+    """The stored tensors with values that are NaN or infinite, for messages; `counts`: numbers by name, not empty."""
     shown = [f"{name} ({count:,})" for name, count in list(counts.items())[:_SHOWN]]
     if len(counts) > _SHOWN:
         shown.append(f"{len(counts) - _SHOWN:,} more tensors")
@@ -225,7 +225,11 @@ def non_finite_text(counts: Mapping[str, int]) -> str:
 
 
 def _verify_file(
-    file: Root, entry: FileEntry, pieces: Iterable[_LabelledPiece], report: Report, progress: Callable[[int], None]
+    file: Root,
+    entry: FileEntry,
+    pieces: Iterable[_LabelledPiece],
+    report: VerificationReport,
+    progress: Callable[[int], None],
 ) -> bool:
     """Read a file once, for its checksums and its values; returns whether all chunks match their checksums."""
     damaged: list[int] = []
@@ -248,7 +252,7 @@ def _verify_file(
             begin -= len(partial_value)
             data = memoryview(partial_value + bytes(data))
         partial_value = _count_non_finite(pieces, begin, data, report.non_finite)
-    for low, high in consecutive(damaged):
+    for low, high in consecutive_numbers(damaged):
         begin = low * entry.chunk_bytes
         stop = min((high + 1) * entry.chunk_bytes, entry.bytes)
         chunks = f"chunk {low}" if low == high else f"chunks {low} to {high}"
@@ -269,7 +273,7 @@ def _count_non_finite(pieces: Iterable[_LabelledPiece], begin: int, data: memory
         stop = min(stored.stop, begin + len(data))
         if start < stop:
             stop_of_values = stop - (stop - start) % DTYPES[stored.dtype].itemsize
-            count = non_finite(data[start - begin : stop_of_values - begin], stored.dtype)
+            count = count_non_finite(data[start - begin : stop_of_values - begin], stored.dtype)
             if count:
                 counts[piece.tensor] = counts.get(piece.tensor, 0) + count
             partial_value = partial_value or bytes(data[stop_of_values - begin : stop - begin])

@@ -16,8 +16,8 @@ from shardwise.base.hub import INDEX
 from shardwise.base.progress import progress
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
-from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, label
-from shardwise.checkpoint.format.safetensors import DTYPES, header
+from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, Pieces, TensorEntry, piece_label
+from shardwise.checkpoint.format.safetensors import DTYPES, safetensors_header
 from shardwise.checkpoint.storage.chunks import ChunkedWriter, FileEntry
 from shardwise.checkpoint.storage.root import Buffer, Root, StoreError
 
@@ -70,10 +70,11 @@ class PlannedFile:
     @staticmethod
     def of(path: str, pieces: Sequence[PlannedPiece]) -> PlannedFile:
         labelled = [
-            (label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size) for piece in pieces
+            (piece_label(piece.state, piece.name, piece.shape, piece.box), piece.dtype, piece.box.size)
+            for piece in pieces
         ]
         # `transformers` opens only files whose metadata name the format.
-        first_bytes, offsets, total = header(labelled, {"format": "pt"})
+        first_bytes, offsets, total = safetensors_header(labelled, {"format": "pt"})
         placed = tuple(replace(piece, offset=offset) for piece, offset in zip(pieces, offsets, strict=True))
         return PlannedFile(path, first_bytes, total, placed)
 
@@ -90,7 +91,7 @@ class PlannedFile:
 def tensor_entries(
     entries: Sequence[FileEntry], rows_of_files: Iterable[tuple[str, PieceRows]]
 ) -> dict[str, dict[str, TensorEntry]]:
-    """State → name → tensor of a manifest.
+    """The tensors of a manifest to write: state → name → tensor.
 
     Args:
         entries: the manifest's files, in their order.
@@ -113,7 +114,7 @@ def tensor_entries(
 
 @dataclass(frozen=True)
 class StreamedWeight:
-    """A weight that is written in parts: `read` yields its bytes, contiguous and row-major, in parts of any length.
+    """A weight that is written into a shard in parts: `read` yields its bytes, contiguous and row-major.
 
     `state`: that of an optimizer, such as `exp_avg`, where it is not the weight but what the optimizer keeps of it.
     """
@@ -131,7 +132,7 @@ class StreamedWeight:
 
 @dataclass(frozen=True)
 class WrittenFolder:
-    """A folder that was written.
+    """A folder of weights that was written.
 
     Attributes:
         folder: the folder, under its final name.
@@ -170,14 +171,14 @@ def write_folder(
         raise ConfigError(f"{final} exists already: choose another name, or remove it")
     parent.make()
     nbytes = sum(weight.nbytes for weight in weights)
-    require_room(parent, nbytes, f"writing {name}")
-    with staged(parent, name) as staging:
+    require_disk_room(parent, nbytes, f"writing {name}")
+    with staged_folder(parent, name) as staging:
         with progress(f"writing {name}", nbytes) as advance:
             files, entries = _write_shards(staging, _shards(weights, max_shard_bytes), advance)
         models = {file.path: file.pieces for file in files if file.pieces[0].state == MODEL}
         contents = {**small_files, **weight_index(models)}
         for path in sorted(contents, key=lambda path: path == CONFIG):
-            entries.append(write_small(staging, path, contents[path]))
+            entries.append(write_small_file(staging, path, contents[path]))
         if manifest is not None:
             (staging / MANIFEST).write(manifest(entries, files).to_json().encode())
     count = len(entries) + (manifest is not None)
@@ -198,8 +199,8 @@ def weight_index(shards: Mapping[str, Sequence[PlannedPiece]]) -> dict[str, byte
 
 def _shards(weights: Sequence[StreamedWeight], max_shard_bytes: int) -> dict[str, list[StreamedWeight]]:
     """Path → tensors of the files: weights are named as `transformers` names them, other states as ranks save them."""
-    models = list(cut([weight for weight in weights if weight.state == MODEL], max_shard_bytes))
-    states = cut([weight for weight in weights if weight.state != MODEL], max_shard_bytes)
+    models = list(cut_into_shards([weight for weight in weights if weight.state == MODEL], max_shard_bytes))
+    states = cut_into_shards([weight for weight in weights if weight.state != MODEL], max_shard_bytes)
     shards = dict(zip(shard_names(len(models)), models, strict=True))
     return shards | {state_file(number): shard for number, shard in enumerate(states)}
 
@@ -230,7 +231,7 @@ def _write_shards(
     return files, entries
 
 
-def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
+def write_small_file(folder: Root, path: str, data: bytes) -> FileEntry:
     """Write one of the files beside the weights, which may lie in a folder of its own."""
     subfolder = path.rpartition("/")[0]
     if subfolder:
@@ -244,7 +245,7 @@ def write_small(folder: Root, path: str, data: bytes) -> FileEntry:
     return entry
 
 
-def cut(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
+def cut_into_shards(weights: Sequence[_Weight], max_shard_bytes: int) -> Iterator[list[_Weight]]:
     """Cut weights into shards of at most `max_shard_bytes`; a larger tensor has one to itself."""
     shard: list[_Weight] = []
     shard_bytes = 0
@@ -274,8 +275,8 @@ def to_json(value: object) -> bytes:
 
 
 @contextlib.contextmanager
-def staged(parent: Root, name: str) -> Iterator[Root]:
-    """Yield a folder that is complete or not there: on a local disk it is `.NAME.partial` until all of it is written.
+def staged_folder(parent: Root, name: str) -> Iterator[Root]:
+    """Yield a folder for weights that is complete or not there: a local one is `.NAME.partial` until it is complete.
 
     An object store has no rename; there, the file that makes the folder valid must be written last.
     """
@@ -296,8 +297,8 @@ def staged(parent: Root, name: str) -> Iterator[Root]:
         raise
 
 
-def require_room(folder: Root, needed: int, subject: str, advice: str = "make room there") -> None:
-    """Raise StoreError where the disk has no room for `needed` bytes.
+def require_disk_room(folder: Root, needed: int, subject: str, advice: str = "make room there") -> None:
+    """Raise StoreError where the disk has no room for a checkpoint of `needed` bytes.
 
     The message begins with `subject` and ends with `advice`.
     """

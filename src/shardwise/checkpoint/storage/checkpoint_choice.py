@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.checkpoint.format.manifest import IMPORTED, Manifest
-from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, glance, survey
+from shardwise.checkpoint.storage.checkpoint_folders import StepFolder, summarize_checkpoint, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root
 from shardwise.checkpoint.storage.run_identity import require_ownership
 from shardwise.config import CheckpointConfig, Config, changed_size_stages, resume_problems
@@ -43,7 +43,7 @@ def find_resumable_checkpoints(
             what the run has read.
         StoreError: the place cannot be read.
     """
-    present = survey(root)
+    present = summarize_checkpoints(root)
     if stored is not None and not present:
         _require_none_elsewhere(root, directory, stored)
     candidates = _chosen_checkpoints(present, config, root, is_resumed=stored is not None)
@@ -59,7 +59,7 @@ def _require_kept_stages(config: Config, stored: Mapping[str, Any], candidates: 
         # The manifest has the last word, and is large: it is read only if the stored configuration differs.
         if not changed_size_stages(stored, config, candidate.step):
             return
-        glanced = glance(candidate.folder, candidate.step)
+        glanced = summarize_checkpoint(candidate.folder, candidate.step)
         if glanced.manifest is not None and glanced.problem is None:
             if problems := changed_size_stages(glanced.manifest.config, config, candidate.step):
                 raise ConfigError(problems)
@@ -75,7 +75,7 @@ def _require_none_elsewhere(root: Root, directory: RunDirectory, stored: Mapping
     else:
         # The record of events may be lost, and the stored configuration names the former place too.
         former_root = Root.of(stored.get("checkpoint", {}).get("path") or directory.checkpoints)
-        saved = survey(former_root) if str(former_root) != str(root) else []
+        saved = summarize_checkpoints(former_root) if str(former_root) != str(root) else []
         if not saved:
             return
         step = saved[0].step
@@ -111,7 +111,9 @@ def _chosen_checkpoints(
         return []
     if step == "auto":
         return list(saved)
-    look = functools.cache(lambda checkpoint: glance(checkpoint.folder, checkpoint.step))  # may take many seconds
+    look = functools.cache(
+        lambda checkpoint: summarize_checkpoint(checkpoint.folder, checkpoint.step)
+    )  # may take many seconds
     newest = next((glanced for glanced in map(look, saved) if glanced.problem is None), None)
     if newest is not None and newest.manifest is not None and not goes_back(config, newest.manifest):
         return [checkpoint for checkpoint in saved if checkpoint.step >= step]
@@ -130,7 +132,7 @@ def _chosen_checkpoints(
 
 def _is_imported(newest: StepFolder, new: Mapping[str, Any]) -> bool:
     """True if another program did the steps of a checkpoint; ConfigError if its model is another one."""
-    manifest = glance(newest.folder, newest.step).manifest
+    manifest = summarize_checkpoint(newest.folder, newest.step).manifest
     if manifest is None or manifest.data != IMPORTED:
         return False
     if problems := resume_problems({**new, "model": manifest.config["model"]}, new):

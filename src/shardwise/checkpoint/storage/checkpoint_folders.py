@@ -26,7 +26,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, find, has_weights, is_url, place_of_weights
+from shardwise.base.hub import FOUND, find_on_hub, has_weights, is_url, place_of_weights
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root
@@ -59,7 +59,7 @@ class StepFolder:
 
 
 def remove_checkpoint(folder: Root) -> None:
-    """Remove the manifest first: what a crash leaves behind is then no checkpoint."""
+    """Remove a checkpoint, its manifest first: what a crash leaves behind is then no checkpoint."""
     (folder / MANIFEST).remove()
     folder.remove()
 
@@ -68,7 +68,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step of a checkpoint's folder; None for another name."""
     # `step-000000100` would be a second name of step 100.
     match = _STEP.fullmatch(name)
@@ -76,21 +76,21 @@ def step_of(name: str) -> int | None:
 
 
 def partial_name(step: int) -> str:
-    """The name of the folder in which a save is written before it gets its own."""
+    """The name of the folder in which a checkpoint is written before it gets its own."""
     return f".{step_name(step)}.partial"
 
 
-def put_in_place(partial: Root, final: Root) -> None:
-    """Give a complete save its name; a checkpoint of that name is removed.
+def put_checkpoint_in_place(partial: Root, final: Root) -> None:
+    """Give a complete checkpoint its name; another one of that name is removed.
 
-    At every moment one of the two is complete, and `survey` finds it, so a crash at any point loses nothing.
+    At every moment one of the two is complete, and `summarize_checkpoints` finds it, so a crash loses nothing.
     """
-    # Between these lines the save lacks only its name, and `survey` finds it under that of the partial folder.
+    # Between these lines the save lacks only its name, and is found under that of the partial folder.
     remove_checkpoint(final)
     partial.rename(final, last=MANIFEST)
 
 
-def glance(folder: Root, step: int | None = None) -> StepFolder:
+def summarize_checkpoint(folder: Root, step: int | None = None) -> StepFolder:
     """One checkpoint, by its manifest and the sizes of its files."""
     lengths: dict[str, int] = {}
     manifest: Manifest | None = None
@@ -120,23 +120,23 @@ def require_step(manifest: Manifest, folder: Root, step: int) -> None:
         raise DamageError(f"{folder / MANIFEST} is of step {manifest.step}, and its folder of step {step}")
 
 
-def checkpoints(root: Root) -> Iterator[StepFolder]:
+def list_checkpoints(root: Root) -> Iterator[StepFolder]:
     """The checkpoints in a folder, newest first. A large manifest takes many seconds: each is read when it is needed.
 
     Saves that were not finished locally, and checkpoints that were set aside, are left out.
     """
-    return (glance(root / step_name(step), step) for step in steps(root))
+    return (summarize_checkpoint(root / step_name(step), step) for step in checkpoint_steps(root))
 
 
-def survey(root: Root) -> list[StepFolder]:
+def summarize_checkpoints(root: Root) -> list[StepFolder]:
     """The checkpoints in a folder, newest first. No manifest is read, so damage is not found.
 
-    A save that lacks only its name is among them where its step has no complete checkpoint; `put_in_place` must be
-    called before it is used.
+    A save that lacks only its name is among them where its step has no complete checkpoint; it gets its name by
+    `put_checkpoint_in_place` before it is used.
     """
-    # A killed `put_in_place` has taken the manifest of the old checkpoint: then the partial folder is the complete one.
+    # A killed `put_checkpoint_in_place` has removed the old manifest: then the partial folder is the complete one.
     present: dict[int, StepFolder] = {}
-    for step in steps(root):
+    for step in checkpoint_steps(root):
         folder = root / step_name(step)
         is_complete = (folder / MANIFEST).exists()
         problem = None if is_complete else _without_manifest(folder)
@@ -152,17 +152,17 @@ def _without_manifest(folder: Root) -> str:
     return f"{folder} has no {MANIFEST}: it was not completed"
 
 
-def steps(root: Root) -> list[int]:
+def checkpoint_steps(root: Root) -> list[int]:
     """The steps of the folders that are named as checkpoints, newest first."""
-    return sorted((step for name in root.names() if (step := step_of(name)) is not None), reverse=True)
+    return sorted((step for name in root.names() if (step := parse_step(name)) is not None), reverse=True)
 
 
-def abandoned(root: Root) -> list[Root]:
-    """Checkpoints that were set aside."""
+def abandoned_checkpoints(root: Root) -> list[Root]:
+    """The checkpoints of a folder that were set aside."""
     return [root / name for name in root.names() if _SET_ASIDE.fullmatch(name)]
 
 
-def abandon(root: Root, step: int, *, damaged: bool = False) -> Root:
+def abandon_checkpoint(root: Root, step: int, *, damaged: bool = False) -> Root:
     """Set a checkpoint aside: it is no longer the run's, and stays until the user removes it."""
     # The user may go back to the same step several times: each folder that was set aside keeps its name.
     first = f"{step_name(step)}.{'damaged' if damaged else 'abandoned'}"
@@ -193,7 +193,9 @@ def link_checkpoint(source: Root, target: Path) -> None:
             source.fs.get_file((source / path).path, str(file))
 
 
-def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tuple[list[StepFolder], list[Root]]:
+def removable_folders(
+    root: Root, keep: int | None, keep_every: int | None = None
+) -> tuple[list[StepFolder], list[Root]]:
     """The checkpoints that a prune removes, and the folders that killed saves left; nothing is removed here.
 
     The newest `keep` intact checkpoints stay (None: all; never fewer than one), and those whose step is a multiple of
@@ -201,7 +203,7 @@ def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tu
     not be read may be intact, and stays.
     """
     # A user who prunes by hand may wait for all manifests to be read: what is removed cannot come back.
-    present = {checkpoint.step: checkpoint for checkpoint in checkpoints(root)}
+    present = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(root)}
     intact = [step for step, checkpoint in present.items() if checkpoint.problem is None]
     if not intact:
         return [], []
@@ -210,21 +212,21 @@ def removable(root: Root, keep: int | None, keep_every: int | None = None) -> tu
     return [present[step] for step in steps_to_remove], _leftovers(root, intact[0])
 
 
-def prune(
+def prune_checkpoints(
     root: Root, saved: Mapping[int, Mapping[str, int]], keep: int | None, keep_every: int | None = None
 ) -> list[int]:
-    """Remove, after a save, what `removable` would; returns the steps of the removed checkpoints, newest first.
+    """Remove, after a save, what `removable_folders` would; returns the steps of the removed checkpoints, newest first.
 
     No manifest is read, because that of a thousand ranks takes seconds. The newest checkpoint in `saved` has just been
     completed. Another one counts as intact where it has a manifest and its files in `saved` have their lengths.
 
     Args:
         saved: step → path → bytes, of the files of checkpoints that this process has written.
-        keep, keep_every: as in `removable`.
+        keep, keep_every: as in `removable_folders`.
     """
     # Whole files are not read again: lengths show what a crash of a machine leaves behind.
     newest = max(saved)
-    present = steps(root)
+    present = checkpoint_steps(root)
     intact = [newest]
     for step in present:
         if keep is not None and len(intact) < keep and step < newest:
@@ -240,7 +242,7 @@ def prune(
 def _steps_to_remove(
     steps: Sequence[int], intact: Sequence[int], keep: int | None, keep_every: int | None
 ) -> list[int]:
-    """Those of `steps` to remove, as `removable` says; `intact`: those known to be so. All lists are newest first."""
+    """The steps to remove, as `removable_folders` says; `intact`: steps known to be so. All lists are newest first."""
     if keep is None:
         return []
     kept = intact[: max(keep, 1)]
@@ -250,7 +252,6 @@ def _steps_to_remove(
 
 
 def _leftovers(root: Root, newest: int) -> list[Root]:
-    """The folders that saves up to a step left when they were killed."""
     return [partial for step, partial in _partials(root) if step <= newest]
 
 
@@ -266,7 +267,7 @@ _MODEL_CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class NamedFolder:
-    """A folder that the user named.
+    """A folder of checkpoints or weights that the user named.
 
     Attributes:
         is_checkpoint: True for one checkpoint; False for a folder of checkpoints or of weights.
@@ -279,7 +280,7 @@ class NamedFolder:
 
     def checkpoints(self) -> list[StepFolder]:
         """The checkpoints in the folder, newest first; of a checkpoint itself, this one."""
-        return [glance(self.root)] if self.is_checkpoint else list(checkpoints(self.root))
+        return [summarize_checkpoint(self.root)] if self.is_checkpoint else list(list_checkpoints(self.root))
 
 
 def checkpoint_folder(location: str) -> NamedFolder:
@@ -293,7 +294,7 @@ def checkpoint_folder(location: str) -> NamedFolder:
     names = root.names()
     if MANIFEST in names:
         return NamedFolder(root, True, location)
-    if step_of(root.name) is not None:
+    if parse_step(root.name) is not None:
         raise ConfigError(
             f"{root} is no checkpoint: it has no {MANIFEST}, so it was not completed{see('checkpoints#not-completed')}"
         )
@@ -302,7 +303,7 @@ def checkpoint_folder(location: str) -> NamedFolder:
         return NamedFolder(answering_root(path), False, path)
     if _CHECKPOINTS in names:
         return NamedFolder(root / _CHECKPOINTS, False, f"{location.rstrip('/')}/{_CHECKPOINTS}")
-    if any(step_of(name) is not None for name in names):
+    if any(parse_step(name) is not None for name in names):
         return NamedFolder(root, False, location)
     kind = "a run without checkpoints so far" if _RUN_CONFIG in names else "neither"
     raise ConfigError(f"{root} must be a checkpoint (with {MANIFEST}) or a run's folder: it is {kind}")
@@ -320,9 +321,11 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     names = root.names()
     # A folder of weights may hold checkpoints too, of a run that continued from them.
     # A folder with a step's name and no manifest is a save that was not completed, whatever files it has.
-    may_have_weights = MANIFEST not in names and step_of(root.name) is None
+    may_have_weights = MANIFEST not in names and parse_step(root.name) is None
     has_model = _MODEL_CONFIG in names or has_weights(names)
-    has_checkpoints = _CHECKPOINTS in names or _RUN_CONFIG in names or any(step_of(name) is not None for name in names)
+    has_checkpoints = (
+        _CHECKPOINTS in names or _RUN_CONFIG in names or any(parse_step(name) is not None for name in names)
+    )
     if may_have_weights and (has_model or not has_checkpoints):
         if not root.exists():
             raise ConfigError(f"{root} must be a folder with weights: there is nothing of that name")
@@ -331,7 +334,7 @@ def weights_folder(location: str, announce: Callable[[str], None] | None) -> Nam
     if folder.is_checkpoint:
         return folder
     skipped: list[str] = []
-    for checkpoint in checkpoints(folder.root):
+    for checkpoint in list_checkpoints(folder.root):
         if checkpoint.problem is None:
             if skipped and announce is not None:
                 announce(f"taking {checkpoint.folder}, the newest intact one: {'; '.join(skipped)}")
@@ -378,7 +381,7 @@ def companions_folder(companions: str) -> Root:
     )
 
 
-def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None]:
+def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
     """A dry run's text on `checkpoint.load`, and the folder of the weights unless it is a hub id; nothing is fetched.
 
     Raises:
@@ -390,7 +393,7 @@ def glance_at_weights(load: str, revision: str | None) -> tuple[str, Root | None
     place = place_of_weights(location, revision)
     if isinstance(place, Path):
         return location, Root.of(place)
-    return f"{location}: {FOUND[find(place)]}", None
+    return f"{location}: {FOUND[find_on_hub(place)]}", None
 
 
 def _checkpoint_path(run: Root) -> str | None:

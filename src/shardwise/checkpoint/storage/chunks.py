@@ -24,7 +24,7 @@ READ_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a folder, and the checksum of each of its chunks.
+    """A stored file, and the checksum of each of its chunks.
 
     Attributes:
         path: path relative to the folder.
@@ -47,7 +47,7 @@ class FileEntry:
 
 
 def chunk_bytes(size: int) -> int:
-    """Length of a chunk in a file of `size` bytes: a power of two from 16 KiB to 16 MiB, about `size` / 8192.
+    """Length of the chunks of a stored file of `size` bytes: a power of two from 16 KiB to 16 MiB, near `size` / 8192.
 
     Short chunks take space: each has a checksum of 8 bytes in the manifest. Long ones take time: whoever reads a part
     of a chunk reads all of it.
@@ -59,7 +59,7 @@ def chunk_bytes(size: int) -> int:
 
 
 class ChunkedWriter:
-    """Writes one file from its first byte to its last.
+    """Writes one stored file with checksums, from its first byte to its last.
 
     Args:
         size: length of the file, which must be known beforehand.
@@ -113,7 +113,7 @@ class ChunkedWriter:
 
 
 class ChunkedReader:
-    """Reads parts of one file; bytes are only returned once their checksum was verified.
+    """Reads parts of one stored file; bytes are only returned once their checksum was verified.
 
     Attributes:
         bytes_read: bytes that were read from the place so far, in whole chunks.
@@ -144,18 +144,11 @@ class ChunkedReader:
         first = start // entry.chunk_bytes
         last = (stop - 1) // entry.chunk_bytes
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
-        # Few chunks need no copy; more of them are put together as they come.
-        if last - first < at_once:
-            begin = first * entry.chunk_bytes
-            return self._chunks(first, last + 1)[start - begin : stop - begin]
-        result = memoryview(bytearray(stop - start))
-        for chunk in range(first, last + 1, at_once):
-            data = self._chunks(chunk, min(chunk + at_once, last + 1))
-            begin = chunk * entry.chunk_bytes
-            part = data[max(start - begin, 0) : stop - begin]
-            offset = max(begin - start, 0)
-            result[offset : offset + len(part)] = part
-        return result.toreadonly()
+        parts = [self._chunks(chunk, min(chunk + at_once, last + 1)) for chunk in range(first, last + 1, at_once)]
+        # Few chunks need no copy.
+        data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        begin = first * entry.chunk_bytes
+        return data[start - begin : stop - begin]
 
     def _chunks(self, first: int, end: int) -> memoryview:
         """Chunks `first` to `end`, verified."""
@@ -195,7 +188,7 @@ class ChunkedReader:
 
 
 def read_range(file: Root, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of a file; DamageError where it ends before."""
+    """Bytes `start` to `stop` of a stored file; DamageError where it ends before."""
     data = file.read(start, stop)
     if len(data) != stop - start:
         raise DamageError(f"{file} is damaged: it ends at byte {start + len(data):,}, before byte {stop:,}")
@@ -203,7 +196,7 @@ def read_range(file: Root, start: int, stop: int) -> bytes:
 
 
 def read_whole(folder: Root, entry: FileEntry) -> bytes:
-    """All bytes of a small file, verified; DamageError as of `ChunkedReader.read`."""
+    """All bytes of a small stored file, verified; DamageError as of `ChunkedReader.read`."""
     return bytes(ChunkedReader(folder, entry).read(0, entry.bytes))
 
 
@@ -235,8 +228,8 @@ def verify_chunk(file: Root, entry: FileEntry, chunk: int, data: memoryview) -> 
         )
 
 
-def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of each run of consecutive numbers, of ascending ones."""
+def consecutive_numbers(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last number of each range of consecutive chunks, of ascending ones."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -246,6 +239,6 @@ def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def number_runs(numbers: Iterable[int]) -> str:
-    """Numbers as text: `0…3, 5`."""
-    return ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive(sorted(numbers)))
+def chunk_numbers_text(numbers: Iterable[int]) -> str:
+    """The numbers of chunks as text: `0…3, 5`."""
+    return ", ".join(f"{a}…{b}" if a < b else f"{a}" for a, b in consecutive_numbers(sorted(numbers)))

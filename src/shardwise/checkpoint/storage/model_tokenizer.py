@@ -16,7 +16,7 @@ from shardwise.data.open_data import trains_tokenizer
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
 
-def with_model_tokenizer(config: Config, weights: Root | str | None) -> Config:
+def with_loaded_tokenizer(config: Config, weights: Root | str | None) -> Config:
     """`config` with the tokenizer of the loaded weights as `data.tokenizer`, unless the user names another one.
 
     Data that are tokens already are checked against it; they need none, so there one that cannot be opened is left out.
@@ -69,5 +69,7 @@ def _tokenizer_beside(weights: Root) -> str | None:
         write_files(folder / "tokenizer", files)
         return {"tokenizer": cache.tokenizer_digest(folder / "tokenizer")}
 
-    key = cache.key_of({"model": {name: content.hex() for name, content in files.items()}})
-    return str(cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_its_tokenizer, build).tokenizer_path)
+    key = cache.cache_key({"model": {name: content.hex() for name, content in files.items()}})
+    return str(
+        cache.open_or_build(cache_root(None), "tokenizers", key, cache.has_sound_tokenizer, build).tokenizer_path
+    )

@@ -5,7 +5,7 @@ on the disk once it is closed, and renames are atomic. An object store has neith
 that makes a group of files valid must be written last.
 
 Every failure becomes a `StoreError`: one sentence with the place, the reason and what to do. `answering_root` and
-`require_writable` check a place before the work whose result is to be written there.
+`require_writable_folder` check a place before the work whose result is to be written there.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
-    """A place cannot be read or written.
+    """A place of checkpoints cannot be read or written.
 
     Attributes:
         missing: there is nothing of that name.
@@ -87,12 +87,12 @@ class StoreError(RunError):
 
 
 class DamageError(StoreError):
-    """Stored bytes are not those that were written."""
+    """Bytes of a checkpoint are not those that were written."""
 
 
 @dataclass(frozen=True)
 class Root:
-    """A place: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
+    """A folder on a disk or in an object store: `Root.of("runs/x") / "checkpoints"`. Making the object touches nothing.
 
     Attributes:
         path: path as the filesystem expects it.
@@ -234,9 +234,9 @@ class Root:
         with self.store_errors("read"):
             return bytes(self.fs.cat_file(self.path, start=start, end=stop))
 
-    def open(self, size: int | None = None) -> Writing:
+    def open(self, size: int | None = None) -> _Writing:
         """A file to write from its beginning; `size`: the bytes to come, for the message of a full disk."""
-        return Writing(self, size)
+        return _Writing(self, size)
 
     def write(self, data: bytes) -> None:
         """Replace the file: a reader or a crash sees the old one or the new one, never a part."""
@@ -361,7 +361,7 @@ class Root:
         return StoreError(text, missing=isinstance(error, FileNotFoundError), refused=refused)
 
 
-class Writing:
+class _Writing:
     """A file that is being written, to be closed or, after a failure, abandoned. A closed local file is on the disk."""
 
     def __init__(self, root: Root, size: int | None = None) -> None:
@@ -369,7 +369,7 @@ class Writing:
         self._size = size
         with root.store_errors("written", size):
             self._file: Any = root.fs.open(root.path, "wb")
-        self._write_behind = WriteBehind(self._file.fileno()) if root.is_local else None
+        self._write_behind = _WriteBehind(self._file.fileno()) if root.is_local else None
 
     def write(self, data: Buffer) -> None:
         view = memoryview(data).cast("B")
@@ -406,18 +406,18 @@ class Writing:
 
 
 def answering_root(location: str | Path) -> Root:
-    """The place of a path or URL, once it has answered.
+    """The storage at a path or URL, once it has answered.
 
     Raises:
         ConfigError: the package for this kind of URL is not installed. StoreError: there was no answer in time.
     """
     root = Root.of(location)
-    in_time(root, root.exists)
+    answer_in_time(root, root.exists)
     return root
 
 
-def in_time(root: Root, action: Callable[[], _Result]) -> _Result:
-    """Return what `action`, which asks `root` for something, returns.
+def answer_in_time(root: Root, action: Callable[[], _Result]) -> _Result:
+    """Return what `action`, which asks the storage `root` for something, returns.
 
     Raises:
         StoreError: a remote place gave no answer in PATIENCE_SECONDS. Whatever `action` raises.
@@ -440,8 +440,8 @@ def in_time(root: Root, action: Callable[[], _Result]) -> _Result:
     return answer.result()
 
 
-def require_writable(root: Root) -> None:
-    """Write a small file into a folder, which is made, and remove it; StoreError if that is not possible."""
+def require_writable_folder(root: Root) -> None:
+    """Write a small file into a folder of storage, which is made, and remove it; StoreError if that is not possible."""
     root.make()
     if root.is_local:
         with root.store_errors("written"):
@@ -453,7 +453,7 @@ def require_writable(root: Root) -> None:
     probe.remove()
 
 
-class WriteBehind:
+class _WriteBehind:
     """Syncs a growing file window by window, so that at most two windows of 32 MiB are in the page cache.
 
     A file that is synced only at its end fills the page cache, and displaces pages that other programs will read again.

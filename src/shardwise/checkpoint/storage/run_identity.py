@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError, see
-from shardwise.checkpoint.storage.checkpoint_folders import steps, survey
+from shardwise.checkpoint.storage.checkpoint_folders import checkpoint_steps, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError, answering_root
 from shardwise.config import CheckpointConfig, Config, parse_yaml, resume_problems
 from shardwise.runs.folder import RunDirectory, RunLock
@@ -23,30 +23,30 @@ OWNER = "run.json"
 
 
 @dataclass(frozen=True)
-class Owner:
-    """A run: its id, and the folder and machine where it was last started."""
+class RunOwner:
+    """The run that owns a place of checkpoints: its id, and the folder and machine where it was last started."""
 
     id: str
     folder: str
     host: str
 
     @staticmethod
-    def here(run: str, folder: Path) -> Owner:
-        return Owner(run, str(folder.resolve()), platform.node())
+    def here(run: str, folder: Path) -> RunOwner:
+        return RunOwner(run, str(folder.resolve()), platform.node())
 
 
-def owner(root: Root) -> Owner | None:
-    """The run that saves there; None where `run.json` is missing or damaged; StoreError if it cannot be read."""
+def run_owner(root: Root) -> RunOwner | None:
+    """The run that saves in a place; None where its `run.json` is missing or damaged; StoreError: it cannot be read."""
     if OWNER not in root.names():
         return None
     try:
-        return parsing.instance(Owner, parsing.record_of((root / OWNER).read(0, files.MOST_BYTES)))
+        return parsing.record_instance(RunOwner, parsing.record_of_json((root / OWNER).read(0, files.MOST_BYTES)))
     except ValueError:
         return None
 
 
 def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bool) -> None:
-    """Refuse a place that belongs to another run, unless that has ended and saved nothing; and the copy of a run.
+    """Refuse a place of checkpoints of another run, unless that has ended and saved nothing; and the copy of a run.
 
     Checkpoints in the run's own folder are its own. A copy has the id of its original, whose folder is still there.
 
@@ -57,7 +57,7 @@ def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bo
     Raises:
         ConfigError: it is another run's, or the run is a copy. StoreError: the place cannot be read.
     """
-    last_owner = owner(root)
+    last_owner = run_owner(root)
     if last_owner is None:
         return
     if last_owner.id == run:
@@ -81,15 +81,15 @@ def require_ownership(root: Root, run: str | None, folder: Path, *, is_empty: bo
     )
 
 
-def record_owner(root: Root, run: Owner) -> None:
-    """Record that the place belongs to this run; StoreError if it cannot be written."""
-    if owner(root) != run:
+def record_owner(root: Root, run: RunOwner) -> None:
+    """Record that the place of checkpoints belongs to this run; StoreError if it cannot be written."""
+    if run_owner(root) != run:
         root.make()
         (root / OWNER).write(json.dumps(asdict(run)).encode())
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The configuration of the run in `directory` that `config` continues; None where none took a step.
+    """The stored configuration of the run that `config` continues in `directory`; None where none took a step.
 
     A run that took steps can only be continued with the same model and data.
 
@@ -126,7 +126,7 @@ def continued_checkpoint(checkpoint: CheckpointConfig, run_path: Path | None) ->
     if run_path is None or not RunDirectory(run_path).holds_run:
         return None
     try:
-        saved = survey(answering_root(checkpoint.path or RunDirectory(run_path).checkpoints))
+        saved = summarize_checkpoints(answering_root(checkpoint.path or RunDirectory(run_path).checkpoints))
     except StoreError as error:
         raise ConfigError(f"checkpoint.path: {error}" if checkpoint.path is not None else str(error)) from None
     return next((step.folder for step in saved if step.problem is None), None)
@@ -140,7 +140,7 @@ def _took_steps(directory: RunDirectory, stored: Mapping[str, Any]) -> bool:
     section = stored.get("checkpoint")
     path = section.get("path") if isinstance(section, dict) else None
     try:
-        return bool(steps(Root.of(path or directory.checkpoints)))
+        return bool(checkpoint_steps(Root.of(path or directory.checkpoints)))
     # It may have taken some, and its checkpoints must not be lost.
     except (StoreError, ConfigError):
         return True

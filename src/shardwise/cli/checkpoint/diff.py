@@ -21,7 +21,7 @@ from shardwise.cli import output
 from shardwise.cli.help import add_json
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.format.diff import Difference, TensorDifference
+    from shardwise.checkpoint.format.diff import FolderDifference, TensorDifference
 
 _MOST = 20
 
@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.format.diff import diff
+    from shardwise.checkpoint.format.diff import diff_folders
     from shardwise.checkpoint.storage.root import StoreError
 
     tolerance: float | None = arguments.tolerance
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         a, b = (weights_folder(location, output.progress).root for location in (arguments.a, arguments.b))
         with progress("comparing", sum(a.files().values())) as advance:
-            difference = diff(a, b, advance)
+            difference = diff_folders(a, b, advance)
     except StoreError as error:
         # As wrong input, whose exit code is 2: exit code 1 would say that the two differ.
         raise ConfigError(str(error)) from None
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not is_within)
 
 
-def _verdict(difference: Difference, tolerance: float | None) -> str:
+def _verdict(difference: FolderDifference, tolerance: float | None) -> str:
     if difference.equal:
         return "equal: the same tensors to the bit"
     if tolerance is None:
@@ -79,7 +79,7 @@ def _verdict(difference: Difference, tolerance: float | None) -> str:
     return f"different: beyond the tolerance ({tolerance:g})"
 
 
-def _show(difference: Difference, most: int | None) -> None:
+def _show(difference: FolderDifference, most: int | None) -> None:
     from shardwise.checkpoint.format.diff import ABSENT
 
     keys = [

@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.storage.checkpoint_folders import abandoned
+    from shardwise.checkpoint.storage.checkpoint_folders import abandoned_checkpoints
 
     place = checkpoint_folder(arguments.path)
     checkpoints = place.checkpoints()
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
                 for checkpoint in checkpoints
             ]
             output.table(rows, ["step", "size", "age", "state"], right=(0, 1, 2))
-        if aside := abandoned(place.root):
+        if aside := abandoned_checkpoints(place.root):
             output.line(f"set aside: {', '.join(folder.name for folder in aside)}")
     return 0
 

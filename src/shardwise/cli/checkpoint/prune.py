@@ -40,7 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.storage.checkpoint_folders import abandoned, removable, remove_checkpoint
+    from shardwise.checkpoint.storage.checkpoint_folders import (
+        abandoned_checkpoints,
+        removable_folders,
+        remove_checkpoint,
+    )
 
     place = checkpoint_folder(arguments.path)
     if place.is_checkpoint:
@@ -50,8 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.dry_run:
             for run in _runs(place, arguments.path):
                 _lock(locks, run)
-        checkpoints, leftovers = removable(place.root, arguments.keep, arguments.keep_every)
-        folders = [*leftovers, *(abandoned(place.root) if arguments.abandoned else [])]
+        checkpoints, leftovers = removable_folders(place.root, arguments.keep, arguments.keep_every)
+        folders = [*leftovers, *(abandoned_checkpoints(place.root) if arguments.abandoned else [])]
         sizes = [(checkpoint.folder, checkpoint.bytes) for checkpoint in checkpoints]
         sizes += [(folder, sum(folder.files().values())) for folder in folders]
         if not arguments.dry_run:
@@ -68,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _runs(place: NamedFolder, given: str) -> list[Path]:
     """The folders on this machine of runs that may save there."""
-    from shardwise.checkpoint.storage.run_identity import owner
+    from shardwise.checkpoint.storage.run_identity import run_owner
 
     folders = [Path(given)]
     if place.root.is_local:
         folders.append(place.root.local().parent)
-    saving = owner(place.root)
+    saving = run_owner(place.root)
     if saving is not None:
         folders.append(Path(saving.folder))
     return list(dict.fromkeys(folder.resolve() for folder in folders if RunDirectory(folder).holds_run))

@@ -19,7 +19,7 @@ from shardwise.cli.checkpoint import add_path
 from shardwise.cli.help import add_json
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.format.verify import Report
+    from shardwise.checkpoint.format.verify import VerificationReport
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.format.verify import verify
+    from shardwise.checkpoint.format.verify import verify_checkpoint
 
     place = checkpoint_folder(arguments.path)
     checkpoints = place.checkpoints()
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         start = time.monotonic()
         with progress(f"verifying {checkpoint.folder.name}", checkpoint.bytes) as advance:
-            report = verify(checkpoint.folder, advance)
+            report = verify_checkpoint(checkpoint.folder, advance)
         described[-1] |= _described(report)
         sound = sound and report.sound
         if not arguments.json:
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if sound else 1
 
 
-def _show(report: Report, seconds: float) -> None:
+def _show(report: VerificationReport, seconds: float) -> None:
     read = f"{size(report.bytes)} in {duration(seconds)} ({size(report.bytes / seconds)}/s)"
     contents = f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}"
     state = counted(len(report.problems), "problem") if report.problems else _state(report)
@@ -69,10 +69,10 @@ def _show(report: Report, seconds: float) -> None:
         output.line(f"  not of the checkpoint, and not verified: {', '.join(report.unlisted)}")
 
 
-def _state(report: Report) -> str:
+def _state(report: VerificationReport) -> str:
     return "damaged" if report.problems else "not finite" if report.non_finite else "intact"
 
 
-def _described(report: Report) -> dict[str, Any]:
+def _described(report: VerificationReport) -> dict[str, Any]:
     facts = ("problems", "non_finite", "unlisted", "files", "tensors", "bytes", "state_hash")
     return {"state": _state(report), **{fact: getattr(report, fact) for fact in facts}}

@@ -32,12 +32,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.checkpoint.storage.fetch import Remote, fetch, find
+    from shardwise.cli.data.remote_files import RemoteFile, fetch_remote_file, find_remote_files
 
     sha256: str | None = arguments.sha256 and arguments.sha256.lower()
     if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ConfigError(f"--sha256 ({arguments.sha256}) must be 64 hexadecimal digits")
-    remotes: Sequence[Remote] = find(arguments.url, anonymous=arguments.anonymous)
+    remotes: Sequence[RemoteFile] = find_remote_files(arguments.url, anonymous=arguments.anonymous)
     if sha256 is not None and len(remotes) > 1:
         raise ConfigError(f"--sha256 must be left out: {arguments.url} is {len(remotes):,} files, and it is of one")
     dest = user_path(arguments.dest)
@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     with progress("fetching", total) as advance:
         for remote in remotes:
             target = dest / remote.name if is_folder else dest
-            file = fetch(remote, target, sha256, force=arguments.force, progress=advance, announce=output.progress)
+            file = fetch_remote_file(
+                remote, target, sha256, force=arguments.force, progress=advance, announce=output.progress
+            )
             transferred = f"{size(file.size)} came" if file.is_new else "was there already"
             output.line(f"{file.path}: {size(file.size)}, SHA-256 {file.sha256}, {transferred}")
     return 0

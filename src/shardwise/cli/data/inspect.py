@@ -19,7 +19,7 @@ from shardwise.cli import output
 from shardwise.cli.data import add_marks, add_reading, arguments_named
 
 if TYPE_CHECKING:
-    from shardwise.data.formats.record import Inspection, Lengths
+    from shardwise.data.formats.data_format import Inspection, LengthStatistics
 
 _WIDTH = 80
 _BAR = 36
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     length = arguments.sequence_length
     if length is not None and length < 1:
         raise ConfigError(f"--sequence-length ({length}) must be at least 1")
-    from shardwise.data.describe import inspect
+    from shardwise.data.preview import inspect_data
 
     names = ("tokenizer", "text_key", "append_eod", "prepend_bos")
     keys = {name: value for name in names if (value := getattr(arguments, name)) is not None}
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if length is not None:
         keys["packing"] = "best_fit"
     with arguments_named("PATH"):
-        inspection = inspect(arguments.path, arguments.samples, keys, length)
+        inspection = inspect_data(arguments.path, arguments.samples, keys, length)
     if arguments.json:
         facts = {**asdict(inspection), **inspection.counts}
         output.json({key: value for key, value in facts.items() if key not in ("rows", "counts")})
@@ -122,7 +122,7 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-def _show_lengths(lengths: Lengths) -> None:
+def _show_lengths(lengths: LengthStatistics) -> None:
     limit = "" if lengths.counted == lengths.number else f"; {lengths.counted:,} were looked at"
     if lengths.least == lengths.most:
         output.line(f"{lengths.what}: {lengths.most:,} each{limit}")

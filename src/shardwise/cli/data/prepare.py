@@ -74,22 +74,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
-    from shardwise.data.prepare.from_text import TextJob, convert_text
-    from shardwise.data.reading.megatron_files import prefix_of
+    from shardwise.data.prepare.from_raw_tokens import RawConversionJob, convert_raw_tokens
+    from shardwise.data.prepare.from_text import TextConversionJob, convert_text
+    from shardwise.data.reading.megatron_files import megatron_prefix
     from shardwise.data.reading.raw_tokens import is_raw_tokens
 
     source = user_path(arguments.input)
     # The user may give PREFIX, PREFIX.bin or PREFIX.idx.
-    target = prefix_of(user_path(arguments.output))
+    target = megatron_prefix(user_path(arguments.output))
     is_raw = arguments.token_dtype is not None or is_raw_tokens(source)
     _require_fitting(arguments, source, is_raw)
     with arguments_named("INPUT"):
         if is_raw:
-            raw = RawJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
-            outcome = convert_raw(raw, force=arguments.force, announce=output.progress)
+            raw = RawConversionJob(source, target, arguments.token_dtype, arguments.eod_token, arguments.tokenizer)
+            outcome = convert_raw_tokens(raw, force=arguments.force, announce=output.progress)
         else:
-            job = TextJob(
+            job = TextConversionJob(
                 checked_data_section(_data_keys(arguments, source)), target, arguments.tokenizer, _options(arguments)
             )
             outcome = convert_text(job, force=arguments.force, announce=output.progress)

@@ -1,9 +1,9 @@
-"""A module for each format of data, with the functions of its record in `open_data.FORMATS`: open, glance and inspect.
+"""A module for each format of data, with the functions of its record in `open_data.FORMATS`: open, preview and inspect.
 
 Shared by all of them:
 
-    common.py         prepared data, and checks that several formats share
-    inspecting.py     the result of an inspection
+    prepared_data.py  prepared data, and checks that several formats share
+    inspections.py    the result of an inspection
 
 Formats:
 
@@ -13,6 +13,6 @@ Formats:
     chat.py           conversations, whose answers are trained on
     text.py           text that is tokenized once; random text for measurements
     tokens.py         token ids as other programs wrote them
-    stream.py         text that is tokenized while it is trained on
+    streamed_text.py  text that is tokenized while it is trained on
     user_samples.py   samples of the object that `hooks.data` names
 """

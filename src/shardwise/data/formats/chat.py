@@ -23,24 +23,23 @@ from shardwise.base.progress import progress
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common, datasets, inspecting
-from shardwise.data.formats.record import DataFormat, Inspection, Lengths
-from shardwise.data.formats.text import Scan, content_of, files_of, plan_split
-from shardwise.data.reading.conversations import ASSISTANT, Chat, Conversation, conversations, conversations_of_table
-from shardwise.data.reading.dataset_tables import names_data_set
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_source
-from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes, digest_of
-from shardwise.data.samples.conversations import ConversationBatches, Conversations
-from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
-from shardwise.data.tokens.encoding import (
-    ContentDigest,
-    bounds_writers,
-    digests_of,
-    facts_with_bounds,
-    group_by_size,
-    token_writers,
+from shardwise.data.formats import datasets, inspections, prepared_data
+from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
+from shardwise.data.formats.text import TextScan, digest_of_text, files_of_source, plan_text_split
+from shardwise.data.reading.chat_files import (
+    ASSISTANT,
+    Chat,
+    Conversation,
+    conversations_of_file,
+    conversations_of_table,
 )
+from shardwise.data.reading.dataset_tables import names_data_set
+from shardwise.data.reading.text_sources import ColumnSource, FileSource, announce_empty, open_text_source
+from shardwise.data.request import Announce, DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, Part, json_digest, part_sizes_text
+from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
+from shardwise.data.tokens import encoding
+from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 _RULE = 2
@@ -51,9 +50,7 @@ _BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class PreparedChat(common.PreparedData):
-    """Tokenized conversations of each part."""
-
+class _PreparedChat(prepared_data.PreparedData):
     conversations: Mapping[Part, Conversations]
 
     def count(self, part: Part) -> int:
@@ -73,40 +70,35 @@ class PreparedChat(common.PreparedData):
         return ConversationBatches(chats, length, 0 if evaluation else request.seed)
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedChat:
-    """Opens the conversations of `request`, tokenizing them first if the cache `root` has no tokens of them."""
+def _open_data(request: DataRequest) -> _PreparedChat:
     _require_fitting(request)
     source = _source(request.data)
     stamp = source.stamp()
-    known = None if stamp is None else digest_of({"chat": stamp})
-    content, scan = content_of(root, known, source, lambda: _scan(source, announce), announce)
-    entry = common.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+    known = None if stamp is None else json_digest({"chat": stamp})
+    content, scan = digest_of_text(request, known, source, lambda: _scan(source, request.announce))
+    entry = prepared_data.open_text_tokens(
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    return _prepared(entry, source, request, any_size)
+    return _prepared(entry, source, request)
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
-    return cache.key_of(
+    return cache.cache_key(
         {
             "chat": _RULE,
             "content": content,
             "split": weights[1] / sum(weights),
-            "tokenizer": common.tokenizer_key(tokenizer),
+            "tokenizer": prepared_data.tokenizer_key(tokenizer),
             "vocab_size": request.vocab_size,
         }
     )
 
 
 def _require_fitting(request: DataRequest) -> None:
-    """Raises DataError if the model cannot be trained on conversations."""
     if request.objectives != ("lm",):
         raise DataError(
             f"model.family ({request.family}) must predict the next token to learn from {request.data.name}"
@@ -117,7 +109,7 @@ _Source = FileSource | ColumnSource
 
 
 def _source(data: DataConfig) -> _Source:
-    source = open_source(data)
+    source = open_text_source(data)
     assert isinstance(source, _Source), "data.format=chat names files or a data set"
     return source
 
@@ -128,7 +120,9 @@ def _conversations(source: _Source) -> Iterator[Chat]:
         chats = conversations_of_table(source)
     else:
         files = zip(source.files, source.readings, strict=True)
-        chats = chain.from_iterable(conversations(file, reading.kind, source.text_key) for file, reading in files)
+        chats = chain.from_iterable(
+            conversations_of_file(file, reading.kind, source.text_key) for file, reading in files
+        )
     kept = 0
     empty = 0
     for where, chat in chats:
@@ -142,19 +136,19 @@ def _conversations(source: _Source) -> Iterator[Chat]:
         raise DataError(f"{source.name} holds no messages: all of its conversations are empty")
 
 
-def _scan(source: _Source, announce: common.Announce = None) -> Scan:
+def _scan(source: _Source, announce: Announce = None) -> TextScan:
     digest = _ChatDigest()
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
         characters = [*map(_characters, digest.watch_chats(_conversations(source)))]
     announce_empty(source, announce, "empty conversation")
-    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    return TextScan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
 def _characters(chat: Chat) -> int:
     return sum(map(len, chat[1].texts))
 
 
-class _ChatDigest(ContentDigest):
+class _ChatDigest(encoding.ContentDigest):
     def watch_chats(self, chats: Iterable[Chat]) -> Iterator[Chat]:
         """The conversations, unchanged, each added to the digest."""
         for where, chat in chats:
@@ -166,17 +160,16 @@ class _ChatDigest(ContentDigest):
             yield where, chat
 
 
-def _held_out(scan: Scan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
-    """True for each conversation that is evaluated: those that `plan_split` holds out, or whole ones at the end."""
-    split = plan_split(scan.characters, weights)
+def _held_out(scan: TextScan, weights: Sequence[float]) -> npt.NDArray[np.bool_]:
+    """True for each conversation that is evaluated: those that `plan_text_split` holds out, or the last ones."""
+    split = plan_text_split(scan.characters, weights)
     if split.held_out is not None:
         return split.held_out
     return np.cumsum(scan.characters) > split.boundary
 
 
-def _build(
-    folder: Path, source: _Source, scan: Scan, request: DataRequest, announce: common.Announce
-) -> dict[str, Any]:
+def _build(folder: Path, source: _Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     is_held_out = _held_out(scan, request.data.split_weights)
     named = request.data.tokenizer
     kept = folder / "tokenizer"
@@ -186,13 +179,13 @@ def _build(
         tokenizer.save(kept)
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, kept, announce)
-    template = add_template(kept, named or source.name)
+    template = add_chat_template(kept, named or source.name)
     digest = _ChatDigest()
     unread: dict[str, bool] = {}
     chats = _noting_unread(digest.watch_chats(_conversations(source)), template, unread)
     with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         parts = _encode(chats, is_held_out, template, folder)
-    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
+    prepared_data.require_unchanged(source.name, digest.hexdigest(), scan.content)
     rewritten = sum(facts["answers_left_out"] for facts in parts.values())
     if rewritten and announce is not None:
         announce(f"warning: {counted(rewritten, 'answer')} of {source.name} not learned: {_REWRITTEN}")
@@ -207,7 +200,7 @@ def _build(
         "unread": names,
         **parts,
         "tokenizer": cache.tokenizer_digest(kept),
-        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(parts)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(parts)]),
     }
 
 
@@ -236,15 +229,14 @@ def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], reques
 def _encode(
     chats: Iterable[Chat], is_held_out: npt.NDArray[np.bool_], template: ChatTemplate, folder: Path
 ) -> dict[str, Any]:
-    """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     with contextlib.ExitStack() as files:
-        writers = token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
-        bounds = bounds_writers(files, ("conversations", "answers"), folder)
+        writers = encoding.token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
+        bounds = encoding.bounds_writers(files, ("conversations", "answers"), folder)
         for part in PARTS:
             bounds[part]["conversations"].write([0])
         is_out = iter(is_held_out.tolist())
         left_out = dict.fromkeys(PARTS, 0)
-        for batch in group_by_size(chats, _characters, _BATCH_CHARACTERS):
+        for batch in encoding.group_by_size(chats, _characters, _BATCH_CHARACTERS):
             for ids, answers, left_out_of_chat in encode_chats(template, batch):
                 chosen: Part = "eval" if next(is_out, False) else "train"
                 left_out[chosen] += left_out_of_chat
@@ -253,11 +245,11 @@ def _encode(
                 writer.write(ids)
                 writer.documents += 1
                 bounds[chosen]["conversations"].write([writer.length])
-    parts = facts_with_bounds(writers, bounds)
+    parts = encoding.part_facts(writers, bounds)
     return {part: {**parts[part], "answers_left_out": left_out[part]} for part in PARTS}
 
 
-def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, any_size: bool) -> PreparedChat:
+def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest) -> _PreparedChat:
     facts = entry.manifest
     chats = {
         part: Conversations(
@@ -266,18 +258,17 @@ def _prepared(entry: cache.CacheEntry, source: _Source, request: DataRequest, an
         for part in PARTS
     }
     length = request.sequence_length
-    needed = [] if any_size else request.needed_parts
     problems = [
         f"the {PART_NAMES[part]} part of {request.data.key} {source.name} "
         f"({counted(facts[part]['documents'], 'conversation')} at data.split={request.data.split}) must have an answer "
         f"that begins within the first train.sequence_length + 1 ({length + 1:,}) tokens of a conversation: give more "
         "conversations, a longer sequence or another split"
-        for part in needed
+        for part in request.needed_parts
         if not len(chats[part].usable(length))
     ]
     if problems:
         raise DataError(problems)
-    return PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
+    return _PreparedChat(entry.tokenizer_path, facts["fingerprint"], _summary(facts, source, chats, length), chats)
 
 
 def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Conversations], length: int) -> str:
@@ -288,7 +279,7 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     left_out = number - sum(len(part.usable(length)) for part in chats.values())
     summary = (
         f"{source.name}: {counted(number, 'conversation')}, {size(facts['bytes'])} of messages, "
-        f"{describe_sizes(sizes)} tokens, "
+        f"{part_sizes_text(sizes)} tokens, "
         f"{answered / max(1, sum(sizes.values())):.0%} of them in answers, vocabulary {facts['vocab_size']:,}"
     )
     # Entries of earlier versions left out none.
@@ -304,11 +295,11 @@ def _summary(facts: Mapping[str, Any], source: _Source, chats: Mapping[Part, Con
     return summary + (source.left_out_note() if isinstance(source, FileSource) else "")
 
 
-def glance(request: DataRequest) -> str:
-    """The size of the files, of which the first conversation is read; of a data set, what `datasets.glance` says."""
+def _preview(request: DataRequest) -> str:
+    """The size of the files, of which the first conversation is read; of a data set, what `datasets.preview` says."""
     _require_fitting(request)
     if names_data_set(request.data):
-        return f"conversations, {datasets.glance(request)}"
+        return f"conversations, {datasets.preview(request)}"
     source = _source(request.data)
     assert isinstance(source, FileSource)
     named = request.data.tokenizer
@@ -317,7 +308,7 @@ def glance(request: DataRequest) -> str:
         template = named and ChatTemplate.or_built_in(hub.resolve_tokenizer(named, cached=True), named)
     names: set[str] = set()
     for file, reading in zip(source.files, source.readings, strict=True):
-        _, chat = next(conversations(file, reading.kind, source.text_key))
+        _, chat = next(conversations_of_file(file, reading.kind, source.text_key))
         names |= chat.unread | (template.unread(chat, ()) if template else set())
     total = sum(file.stat().st_size for file in source.files)
     unread = f"; {_unread_text(sorted(names))}" if names else ""
@@ -327,10 +318,10 @@ def glance(request: DataRequest) -> str:
     )
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def _inspect(data: DataConfig, samples: int) -> Inspection:
     """Files of conversations, as training reads them; in those that are shown, answers stand in ⟦ ⟧."""
     source = _source(data)
-    files, described = files_of(source)
+    files, described = files_of_source(source)
     template = None
     if data.tokenizer is not None:
         template = ChatTemplate.or_built_in(hub.resolve_tokenizer(data.tokenizer), data.tokenizer)
@@ -339,12 +330,12 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
     total = sum(path.stat().st_size for path in files)
     number = len(scan.characters)
     rows = [("files", f"{len(files):,}, {described}"), ("conversations", f"{number:,}")]
-    lengths = Lengths.of("characters of a conversation", scan.characters, number)
+    lengths = LengthStatistics.of("characters of a conversation", scan.characters, number)
     counts: dict[str, Any] = {"files": len(files), "conversations": number}
     if template is not None:
-        batches = group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
+        batches = encoding.group_by_size(_conversations(source), _characters, _BATCH_CHARACTERS)
         encoded = [chat for batch in batches for chat in encode_chats(template, batch)]
-        lengths = Lengths.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
+        lengths = LengthStatistics.of("tokens of a conversation", np.array([len(chat.ids) for chat in encoded]), number)
         counts["tokens"] = sum(len(chat.ids) for chat in encoded)
         counts["trained"] = sum(int(np.diff(chat.answers).sum()) for chat in encoded)
         rows += [
@@ -353,7 +344,9 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         ]
     rows.append(("shown in ⟦ ⟧", "what is trained on"))
     shown = [_shown(chat, template) for _, chat in islice(_conversations(source), samples)]
-    return Inspection(source.name, "chat", total, rows, counts, lengths, inspecting.text_samples(shown), notes=notes)
+    return Inspection(
+        source.name, "chat", total, rows, counts, lengths, inspections.inspected_texts(shown), notes=notes
+    )
 
 
 def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
@@ -372,4 +365,4 @@ def _shown(chat: Conversation, template: ChatTemplate | None) -> str:
 
 
 # Its files are named as those of text are, so that no path shows it.
-FORMAT = DataFormat(name="chat", contents="conversations", open_data=open_data, glance=glance, inspect=inspect)
+FORMAT = DataFormat(name="chat", contents="conversations", open_data=_open_data, preview=_preview, inspect=_inspect)

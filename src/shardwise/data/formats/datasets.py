@@ -17,55 +17,57 @@ from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common, inspecting, packed, stream, text
-from shardwise.data.formats.record import DataFormat, Inspection, Lengths
-from shardwise.data.formats.text import TextSplit, plan_split
-from shardwise.data.reading.dataset_tables import DataSet, is_saved, require_library
-from shardwise.data.reading.manifest import of_folder, read_manifest
+from shardwise.data.formats import inspections, packing_cache, prepared_data, streamed_text, text
+from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
+from shardwise.data.formats.text import TextSplit, plan_text_split
+from shardwise.data.reading.data_manifest import manifest_of_folder, read_manifest
+from shardwise.data.reading.dataset_tables import DataSet, is_saved_data_set, require_datasets_library
 from shardwise.data.reading.text_sources import ColumnSource
 from shardwise.data.reading.token_files import RowFiles
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, Part, describe_sizes
+from shardwise.data.rows import PART_NAMES, PARTS, Part, part_sizes_text
 from shardwise.data.tokens.encoding import token_writers
 from shardwise.data.tokens.tokenizer import open_user_tokenizer
 
 # An inspection takes seconds: about the most rows that it looks at.
 _ARROW_ROWS = 1024
 _TEXT = ("string", "large_string")
-Rows = DataSet | RowFiles
+TokenRowSource = DataSet | RowFiles
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
+def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     """Opens a data set's column of text or of tokens from the cache, which is filled first if it has none.
 
     The data set itself is opened as late as possible, as its library takes seconds to import and asks the hub: the
     cache knows the content of a text, or has an entry of tokens.
     """
     if request.data.streaming:
-        return stream.open_data(request, root, announce, any_size=any_size)
+        return streamed_text.open_stream(request)
     dataset = ColumnSource.open(request.data)
-    is_known_text = cache.known_content(root, dataset.stamp()) is not None
+    is_known_text = cache.known_text_digest(request.root, dataset.stamp()) is not None
     if not is_known_text:
         key = _key(dataset, request)
-        if cache.open_tokens(root, key) is not None or _holds_tokens(dataset, root):
-            return open_rows(dataset, request, root, announce, any_size=any_size)
-    if request.data.tokenizer is None and (any_size or request.weights is not None):
+        if cache.open_tokens(request.root, key) is not None or _holds_tokens(dataset, request.root):
+            return open_token_rows(dataset, request)
+    if request.data.tokenizer is None and (request.any_size or request.weights is not None):
         raise DataError(
             f"{dataset.shown} holds text, which is read with the model's tokenizer: name it by data.tokenizer"
         )
-    return text.open_data(request, root, announce, any_size=any_size, source=dataset)
+    return text.open_text(request, dataset)
 
 
-def open_rows(
-    dataset: Rows, request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool
-) -> common.PreparedText:
-    """Opens rows of tokens from the cache, which is filled first if it has none."""
-    if problems := common.mark_problems(request.data, of_rows=True):
+def open_token_rows(dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
+    """Opens a data set's rows of tokens from the cache, which is filled first if it has none."""
+    if problems := prepared_data.document_mark_problems(request.data, of_rows=True):
         raise DataError(problems)
     entry = cache.open_or_build_tokens(
-        root, _key(dataset, request), lambda folder: _build(folder, dataset, request), f"{dataset.name}: once", announce
+        request.root,
+        _key(dataset, request),
+        lambda folder: _build(folder, dataset, request),
+        f"{dataset.name}: once",
+        request.announce,
     )
-    return packed.packed_text(request, root, _prepared(entry, dataset, request, root, any_size), announce)
+    return packing_cache.with_packed_samples(request, _prepared(entry, dataset, request))
 
 
 def _appended(request: DataRequest) -> int | None:
@@ -82,14 +84,14 @@ def _appended(request: DataRequest) -> int | None:
 
 def _holds_tokens(dataset: DataSet, root: Path) -> bool:
     """Opens the data set to know: one process does so at a time, as a data set of the hub is fetched first."""
-    with cache.locked(root, dataset.stamp()[:32]):
+    with cache.lock_entry(root, dataset.stamp()[:32]):
         return dataset.holds_tokens
 
 
-def _key(dataset: Rows, request: DataRequest) -> str:
+def _key(dataset: TokenRowSource, request: DataRequest) -> str:
     weights = request.data.split_weights
     end = _appended(request)
-    return cache.key_of(
+    return cache.cache_key(
         {
             "rows": dataset.stamp(),
             "split": list(request.data.split_names) or weights[1] / sum(weights),
@@ -99,7 +101,7 @@ def _key(dataset: Rows, request: DataRequest) -> str:
     )
 
 
-def _build(folder: Path, dataset: Rows, request: DataRequest) -> dict[str, Any]:
+def _build(folder: Path, dataset: TokenRowSource, request: DataRequest) -> dict[str, Any]:
     vocab_size = request.vocab_size
     dtype = cache.token_dtype(vocab_size)
     split = None if request.data.split_names else _plan(dataset, request)
@@ -119,19 +121,18 @@ def _build(folder: Path, dataset: Rows, request: DataRequest) -> dict[str, Any]:
         "last": last.most_common(1),
         **facts,
         "tokenizer": None,
-        "fingerprint": cache.fingerprint_of(digests),
+        "fingerprint": cache.data_fingerprint(digests),
     }
 
 
-def _plan(dataset: Rows, request: DataRequest) -> TextSplit:
-    """The split of rows by their tokens, as `plan_split` makes it of documents by their characters."""
+def _plan(dataset: TokenRowSource, request: DataRequest) -> TextSplit:
     end = _appended(request)
     lengths = [rows.ended(end).lengths for name in dataset.splits for rows in dataset.rows(name)]
-    return plan_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
+    return plan_text_split(np.concatenate(lengths or [np.empty(0, dtype=np.int64)]), request.data.split_weights)
 
 
 def _parts(
-    dataset: Rows, request: DataRequest, split: TextSplit | None, last: Counter[int]
+    dataset: TokenRowSource, request: DataRequest, split: TextSplit | None, last: Counter[int]
 ) -> Iterator[tuple[Part, int, npt.NDArray[np.integer[Any]]]]:
     """Rows of a part: the number of them that begin, and their tokens, joined with nothing between them.
 
@@ -162,26 +163,24 @@ def _parts(
             start += len(tokens)
 
 
-def _prepared(
-    entry: cache.CacheEntry, dataset: Rows, request: DataRequest, root: Path, any_size: bool
-) -> common.PreparedText:
-    problems = common.without_tokenizer(request)
+def _prepared(entry: cache.CacheEntry, dataset: TokenRowSource, request: DataRequest) -> prepared_data.PreparedText:
+    problems = prepared_data.missing_tokenizer_problems(request)
     if request.in_pairs and not problems:
         problems.append(
             f"model.family ({request.family}) must have text, for its pairs of sentences, and {dataset.shown} "
             "holds tokens: name a column of text by data.text_key"
         )
-    tokenizer = common.tokenizer_of_tokens(request, manifests(request.data), problems)
-    problems = problems or common.entry_problems(request, entry, dataset.name, [] if any_size else request.needed_parts)
+    tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
+    problems = problems or prepared_data.too_short_parts(request, entry, dataset.name, request.needed_parts)
     if problems:
         raise DataError(problems)
     sizes = {part: entry.manifest[part]["tokens"] for part in PARTS}
     nbytes = sum(sizes.values()) * np.dtype(entry.manifest["dtype"]).itemsize
     number = counted(entry.manifest["documents"], "row")
-    return common.PreparedText(
-        common.tokenizer_in_cache(request, tokenizer, root),
+    return prepared_data.PreparedText(
+        prepared_data.tokenizer_in_cache(request, tokenizer),
         entry.manifest["fingerprint"],
-        f"{dataset.name}: {size(nbytes)}, {number}, {describe_sizes(sizes)} tokens{_ends(entry.manifest)}",
+        f"{dataset.name}: {size(nbytes)}, {number}, {part_sizes_text(sizes)} tokens{_ends(entry.manifest)}",
         tokens={part: entry.tokens(part) for part in PARTS},
         vocab_size=request.vocab_size if tokenizer is None else tokenizer.vocab_size,
     )
@@ -199,34 +198,35 @@ def _ends(manifest: Mapping[str, Any]) -> str:
     return "; rows end with different tokens: data.append_eod=true puts an end of document after each"
 
 
-def manifests(data: DataConfig) -> list[Path]:
-    """The file in a saved data set that may say which tokenizer made it."""
-    return [] if data.path is None else [of_folder(user_path(data.path))]
+def _manifests(data: DataConfig) -> list[Path]:
+    return [] if data.path is None else [manifest_of_folder(user_path(data.path))]
 
 
-def glance(request: DataRequest) -> str:
+def preview(request: DataRequest) -> str:
     """The number of files of a saved data set; for a data set on the hub, the place where it was found."""
     if request.data.is_hub_dataset:
-        require_library(request.data)
-        return hub.FOUND[hub.find(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
+        require_datasets_library(request.data)
+        return hub.FOUND[hub.find_on_hub(hub.place_of_dataset(request.data.name, BUILT_IN_TEXTS))]
     dataset = DataSet.open(request.data)
     dataset.stamp()
     number = sum(map(len, dataset.files_by_split().values()))
-    return f"a data set of {counted(number, 'file')}, {text.when_read(request)}"
+    return f"a data set of {counted(number, 'file')}, {text.preparation_time(request)}"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def _inspect(data: DataConfig, samples: int) -> Inspection:
     """A folder that `datasets.load_from_disk` opens: text as any text, or tokens."""
     dataset = ColumnSource.open(data)
     if not dataset.holds_tokens:
-        return text.inspect(data, samples)
-    if problems := common.mark_problems(data):
+        return text.inspect_text(data, samples)
+    if problems := prepared_data.document_mark_problems(data):
         raise DataError(problems)
-    return inspect_rows(dataset, data, samples, text.files_of(dataset)[0], "arrow")
+    return inspect_token_rows(dataset, data, samples, text.files_of_source(dataset)[0], "arrow")
 
 
-def inspect_rows(dataset: Rows, data: DataConfig, samples: int, files: Sequence[Path], shown: str) -> Inspection:
-    """The first rows of tokens of a data set."""
+def inspect_token_rows(
+    dataset: TokenRowSource, data: DataConfig, samples: int, files: Sequence[Path], shown: str
+) -> Inspection:
+    """An inspection of a data set that has rows of tokens."""
     seen: list[npt.NDArray[np.integer[Any]]] = []
     lengths: list[npt.NDArray[np.int64]] = []
     leading: list[npt.NDArray[np.integer[Any]]] = []
@@ -248,10 +248,10 @@ def inspect_rows(dataset: Rows, data: DataConfig, samples: int, files: Sequence[
             ("column", dataset.column),
         ],
         counts={"rows": number, "column": dataset.column},
-        lengths=Lengths.of(f"tokens of {dataset.column}", measured, number),
-        manifest=read_manifest(of_folder(user_path(data.name))),
+        lengths=LengthStatistics.of(f"tokens of {dataset.column}", measured, number),
+        manifest=read_manifest(manifest_of_folder(user_path(data.name))),
     )
-    return inspecting.with_tokens(
+    return inspections.inspection_with_tokens(
         inspection, data.tokenizer, leading, seen, round(measured.mean() * (number or len(measured)))
     )
 
@@ -259,10 +259,10 @@ def inspect_rows(dataset: Rows, data: DataConfig, samples: int, files: Sequence[
 FORMAT = DataFormat(
     name="datasets",
     contents="text or tokens",
-    is_at=is_saved,
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    manifests=manifests,
+    is_at=is_saved_data_set,
+    open_data=_open_data,
+    preview=preview,
+    inspect=_inspect,
+    manifests=_manifests,
     has_splits=True,
 )

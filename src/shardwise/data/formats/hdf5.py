@@ -14,33 +14,29 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.config.data import MASKED_FRACTION
 from shardwise.data import cache
-from shardwise.data.formats import common, inspecting
-from shardwise.data.formats.record import DataFormat, Inspection, Lengths
-from shardwise.data.reading import content, manifest
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows, in_list, library, names_shards, shard_paths, unpack
+from shardwise.data.formats import inspections, prepared_data
+from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
+from shardwise.data.reading import content, data_manifest, hdf5_files
+from shardwise.data.reading.hdf5_files import Hdf5Shard, Hdf5ShardRows
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part, describe_sizes, digest_of, part_bounds
+from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, sentence_pairs
 
 # Blocks of all shards together that the fingerprint reads; of each shard the first and the last one at least.
 _CHECKED_BLOCKS = 256
 _PROBLEMS_SHOWN = 5
-# A glance takes a moment: the most shards that it opens.
-_GLANCED = 8
+# A preview takes a moment: the most shards that it opens.
+_PREVIEWED = 8
 # An inspection looks at runs of rows, as neighbours lie in one compressed chunk.
 _RUNS = 64
 _RUN_ROWS = 64
 
 
 @dataclass(frozen=True)
-class PreparedShards(common.PreparedData):
-    """HDF5 shards, whose rows are divided into parts.
+class _PreparedShards(prepared_data.PreparedData):
+    """HDF5 shards, whose parts are rows between two of `bounds` each."""
 
-    Attributes:
-        bounds: first row of the training, the evaluation and the test part, then the number of rows.
-    """
-
-    shards: ShardRows
+    shards: Hdf5ShardRows
     bounds: Sequence[int]
 
     def rows(self, part: Part) -> range:
@@ -68,14 +64,13 @@ class PreparedShards(common.PreparedData):
         return sentence_pairs.ShardBatches(self.shards, rows.start, rows.stop, request.seed)
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedShards:
-    """Opens the shards of `request`; arrays in chunks, and the tokenizer if one is named, are kept in the cache."""
+def _open_data(request: DataRequest) -> _PreparedShards:
     data = request.data
-    token_types = common.require_sentence_pairs(request)
+    token_types = prepared_data.require_sentence_pairs(request)
     shards = []
     problems = []
-    library()
-    for path in shard_paths(data):
+    hdf5_files.h5py_library()
+    for path in hdf5_files.hdf5_shard_paths(data):
         try:
             shards.append(Hdf5Shard.open(path, request.sequence_length))
         except DataError as error:
@@ -83,13 +78,15 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     if len(problems) > _PROBLEMS_SHOWN:
         left_out = f"{len(problems) - _PROBLEMS_SHOWN} more of the shards of data.path ({data.name}) are wrong too"
         problems = [*problems[:_PROBLEMS_SHOWN], left_out]
-    tokenizer = common.tokenizer_of_tokens(request, manifests(data), problems)
+    tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(data), problems)
     if problems:
         raise DataError(problems)
-    rows = ShardRows(unpack(root, shards, announce), request.vocab_size, token_types)
+    rows = Hdf5ShardRows(
+        hdf5_files.unpack_hdf5_shards(request.root, shards, request.announce), request.vocab_size, token_types
+    )
     bounds = part_bounds(len(rows), data.split_weights)
     for part, (first, stop) in zip(request.needed_parts, pairwise(bounds), strict=False):
-        if first == stop and not any_size:
+        if first == stop:
             problems.append(
                 f"the {PART_NAMES[part]} part of data.path {data.name} (0 of {len(rows):,} samples at "
                 f"data.split={data.split}) must hold at least one: give more shards or another split"
@@ -98,42 +95,41 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
         raise DataError(problems)
     # The fingerprint is one of names and of blocks spread over the shards: reading all of them would take minutes.
     blocks = max(2, _CHECKED_BLOCKS // len(shards))
-    with content.readable("data.path"):
+    with content.read_errors("data.path"):
         digests = [[shard.path.name, cache.spread_digest(shard.path, blocks)] for shard in shards]
-    return PreparedShards(
-        tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
+    return _PreparedShards(
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         shards=rows,
         bounds=bounds,
-        fingerprint=digest_of({"digests": digests, "bounds": bounds}),
+        fingerprint=json_digest({"digests": digests, "bounds": bounds}),
         summary=_summary(rows, bounds, request),
     )
 
 
-def manifests(data: DataConfig) -> list[Path]:
-    """The files in the folders of the shards that may say which tokenizer made them."""
-    return sorted({manifest.of_folder(path.parent) for path in shard_paths(data)})
+def _manifests(data: DataConfig) -> list[Path]:
+    return sorted({data_manifest.manifest_of_folder(path.parent) for path in hdf5_files.hdf5_shard_paths(data)})
 
 
-def glance(request: DataRequest) -> str:
-    """The number of shards; the first few are opened."""
-    common.require_sentence_pairs(request)
-    paths = shard_paths(request.data)
-    glanced = [Hdf5Shard.open(path, request.sequence_length) for path in paths[:_GLANCED]]
-    opened = f", of which {len(glanced)} were opened" if len(glanced) < len(paths) else ""
+def _preview(request: DataRequest) -> str:
+    prepared_data.require_sentence_pairs(request)
+    paths = hdf5_files.hdf5_shard_paths(request.data)
+    previewed = [Hdf5Shard.open(path, request.sequence_length) for path in paths[:_PREVIEWED]]
+    opened = f", of which {len(previewed)} were opened" if len(previewed) < len(paths) else ""
     return f"{counted(len(paths), 'HDF5 shard')}{opened}"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
-    """Shards of masked sentence pairs."""
-    paths = shard_paths(data)
+def _inspect(data: DataConfig, samples: int) -> Inspection:
+    paths = hdf5_files.hdf5_shard_paths(data)
     first = Hdf5Shard.open(paths[0])
     # The model is not known, so any id passes; segments are 0 and 1 in every BERT.
-    shards = ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
+    shards = Hdf5ShardRows([first, *(Hdf5Shard.open(path, first.length) for path in paths[1:])], 1 << 31, 2)
     number = len(shards)
-    rows_B = np.unique(np.minimum(np.add.outer(inspecting.spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1))
+    rows_B = np.unique(
+        np.minimum(np.add.outer(inspections.evenly_spread(number, _RUNS), np.arange(_RUN_ROWS)), number - 1)
+    )
     values = shards.take(rows_B)
     leading = shards.take(np.arange(min(samples, number)))
-    masked = float(in_list(values["masked_lm_positions"]).sum(axis=1).mean())
+    masked = float(hdf5_files.listed_positions(values["masked_lm_positions"]).sum(axis=1).mean())
     follows = float((values["next_sentence_labels"] == 0).mean())
     sizes = sorted(shard.rows for shard in shards.shards)
     rows_each = f"{sizes[0]:,}"
@@ -158,14 +154,16 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
             "masked_mean": masked,
             "next_sentence_share": follows,
         },
-        lengths=Lengths.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
-        manifest=manifest.read_manifest(manifest.of_folder(first.path.parent)),
+        lengths=LengthStatistics.of("tokens of a sample, without padding", values["input_mask"].sum(axis=1), number),
+        manifest=data_manifest.read_manifest(data_manifest.manifest_of_folder(first.path.parent)),
     )
     ids = [row[mask == 1] for row, mask in zip(leading["input_ids"], leading["input_mask"], strict=True)]
-    return inspecting.with_tokens(inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length)
+    return inspections.inspection_with_tokens(
+        inspection, data.tokenizer, ids, [values["input_ids"]], number * first.length
+    )
 
 
-def _summary(shards: ShardRows, bounds: Sequence[int], request: DataRequest) -> str:
+def _summary(shards: Hdf5ShardRows, bounds: Sequence[int], request: DataRequest) -> str:
     number = len(shards.shards)
     total = sum(shard.path.stat().st_size for shard in shards.shards)
     sizes = dict(zip(PART_NAMES, np.diff(bounds).tolist(), strict=True))
@@ -176,7 +174,7 @@ def _summary(shards: ShardRows, bounds: Sequence[int], request: DataRequest) -> 
         unread.append(f"data.masked_fraction ({request.data.masked_fraction})")
     ignored = f"; {listing(unread)} not used, as shards have their masks" if unread else ""
     return (
-        f"{request.data.name}: {size(total)}, {counted(number, 'shard')}, {describe_sizes(sizes)} samples of "
+        f"{request.data.name}: {size(total)}, {counted(number, 'shard')}, {part_sizes_text(sizes)} samples of "
         f"{shards.length:,} tokens, masked when they were made, at most {shards.predictions:,} each{ignored}"
     )
 
@@ -184,9 +182,9 @@ def _summary(shards: ShardRows, bounds: Sequence[int], request: DataRequest) -> 
 FORMAT = DataFormat(
     name="hdf5",
     contents="masked pairs",
-    is_at=names_shards,
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    manifests=manifests,
+    is_at=hdf5_files.names_hdf5_shards,
+    open_data=_open_data,
+    preview=_preview,
+    inspect=_inspect,
+    manifests=_manifests,
 )

@@ -12,20 +12,12 @@ import numpy as np
 from shardwise.base.errors import DataError
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data.formats import common, inspecting, packed
-from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
-from shardwise.data.reading.manifest import of_prefix, read_manifest
-from shardwise.data.reading.megatron_files import (
-    Documents,
-    IndexedFile,
-    count_sequences,
-    count_tokens,
-    is_indexed,
-    prefix_of,
-)
-from shardwise.data.reading.token_files import flat_files
+from shardwise.data.formats import inspections, packing_cache, prepared_data
+from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
+from shardwise.data.reading import data_manifest, megatron_files, token_files
+from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PairTokens, Part, describe_sizes, digest_of, part_bounds
+from shardwise.data.rows import PART_NAMES, PairTokens, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, causal, order, packing
 
 # An inspection takes seconds: the most documents whose lengths it looks at, the most blocks of tokens in which it looks
@@ -38,7 +30,7 @@ _BLEND_ORDER = 2
 
 
 @dataclass(frozen=True)
-class PreparedDocuments(common.PreparedData):
+class _PreparedDocuments(prepared_data.PreparedData):
     """One Megatron data set, or several in a blend.
 
     Attributes:
@@ -48,7 +40,7 @@ class PreparedDocuments(common.PreparedData):
     """
 
     weights: tuple[float, ...]
-    parts: Mapping[Part, tuple[Documents, ...]]
+    parts: Mapping[Part, tuple[MegatronDocuments, ...]]
     vocab_size: int
     pair_tokens: PairTokens | None = None
     packed: tuple[Mapping[Part, packing.PackedSamples], ...] = ()
@@ -73,7 +65,7 @@ class PreparedDocuments(common.PreparedData):
                 sources[name] = batches
         if len(sources) > 1:
             together = 1 if evaluation else request.samples_together
-            return batch.BlendedBatches(sources, [order.Stage(0, 0, weights)], together)
+            return batch.BlendedBatches(sources, [order.MixtureStage(0, 0, weights)], together)
         return next(iter(sources.values()), None)
 
     def _name(self, number: int) -> str:
@@ -82,67 +74,69 @@ class PreparedDocuments(common.PreparedData):
         return names[number] if names.count(names[number]) == 1 else f"{names[number]}-{number}"
 
     def _batches_of_data_set(
-        self, request: DataRequest, documents: Documents, number: int, part: Part, *, evaluation: bool, tail: bool
+        self,
+        request: DataRequest,
+        documents: MegatronDocuments,
+        number: int,
+        part: Part,
+        *,
+        evaluation: bool,
+        tail: bool,
     ) -> batch.Batches | None:
         seed = request.seed
         if number:  # two data sets of one size must not go through it in one order
             seed = order.mix_integer(seed, number)
         if self.pair_tokens is not None:
             sentences = documents.sentences
-            return common.pair_batches(request, documents, sentences, self.pair_tokens, self.vocab_size, seed)
+            return prepared_data.pair_batches(request, documents, sentences, self.pair_tokens, self.vocab_size, seed)
         together = 1 if evaluation else request.samples_together
         if self.packed:
-            return common.packed_batches(request, documents, self.packed[number].get(part), seed, together)
+            return prepared_data.packed_batches(request, documents, self.packed[number].get(part), seed, together)
         if evaluation:  # in the order of the file, as any other program reads it
-            return common.row_batches(request, documents, self.tokenizer_path, seed, tail=tail)
+            return prepared_data.row_batches(request, documents, self.tokenizer_path, seed, tail=tail)
         length = request.sequence_length
         if len(documents) <= length * together:
             return None
-        ends = common.document_ends(request.data, self.tokenizer_path)
+        ends = prepared_data.document_ends(request.data, self.tokenizer_path)
         return causal.DocumentBatches(documents, length, seed, ends=ends, together=together)
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> PreparedDocuments:
-    """Opens the data sets of `request`; only the tokenizer, if one is named, is kept in the cache `root`."""
-    problems = common.without_tokenizer(request, has_documents=True)
+def _open_data(request: DataRequest) -> _PreparedDocuments:
+    problems = prepared_data.missing_tokenizer_problems(request, has_documents=True)
     files: list[IndexedFile] = []
     for _, prefix in request.data.weighted_prefixes:
         try:
             files.append(IndexedFile.open(prefix))
         except DataError as error:
             problems += error.problems
-    tokenizer = common.tokenizer_of_tokens(request, manifests(request.data), problems)
+    tokenizer = prepared_data.tokenizer_of_tokens(request, _manifests(request.data), problems)
     if problems:
         raise DataError(problems)
     parts = _parts(files, request)
-    if not any_size and (problems := _too_short(parts, request)):
+    if problems := _too_short(parts, request):
         raise DataError(problems)
-    packed_parts = tuple(_packed(files, parts, request, root, announce))
+    packed_parts = tuple(_packed(files, parts, request))
     weights = tuple(weight for weight, _ in request.data.weighted_prefixes)
     # A fingerprint of the bounds too: another split of the same files is other data.
     bounds = {part: [(chosen.first, chosen.stop) for chosen in documents] for part, documents in parts.items()}
-    return PreparedDocuments(
-        tokenizer_path=common.tokenizer_in_cache(request, tokenizer, root),
+    return _PreparedDocuments(
+        tokenizer_path=prepared_data.tokenizer_in_cache(request, tokenizer),
         weights=weights,
         parts=parts,
-        fingerprint=digest_of(
+        fingerprint=json_digest(
             {"digests": [file.digest for file in files], "weights": weights, "bounds": bounds}
             # Blends had another order of their data sets before.
             | ({"order": _BLEND_ORDER} if len(files) > 1 else {})
         ),
         vocab_size=request.vocab_size if tokenizer is None else tokenizer.vocab_size,
-        summary=_summary(files, parts, request) + packed.facts_text(packed_parts),
+        summary=_summary(files, parts, request) + packing_cache.packing_facts_text(packed_parts),
         packed=packed_parts,
         pair_tokens=tokenizer.pair_tokens() if tokenizer is not None and request.in_pairs else None,
     )
 
 
 def _packed(
-    files: Sequence[IndexedFile],
-    parts: Mapping[Part, tuple[Documents, ...]],
-    request: DataRequest,
-    root: Path,
-    announce: common.Announce,
+    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
 ) -> Iterator[Mapping[Part, packing.PackedSamples]]:
     """The packed samples of each data set, if `request` asks for them; DataError if a data set is a single document."""
     if not request.data.packs_documents:
@@ -159,37 +153,35 @@ def _packed(
         documents = {part: chosen[number] for part, chosen in parts.items()}
         numbers = {part: (chosen.first, chosen.stop) for part, chosen in documents.items()}
         bounds = {part: chosen.bounds for part, chosen in documents.items() if len(chosen)}
-        yield packed.open_packed(
-            root, packed.key_of([file.digest, numbers], request), bounds, request, file.prefix, announce
-        )
+        key = packing_cache.packing_key([file.digest, numbers], request)
+        yield packing_cache.open_packed_samples(request, file.prefix, key, bounds)
 
 
-def manifests(data: DataConfig) -> list[Path]:
-    """The files next to the data sets that may say which tokenizer made them."""
-    return [of_prefix(prefix_of(prefix)) for _, prefix in data.weighted_prefixes]
+def _manifests(data: DataConfig) -> list[Path]:
+    return [
+        data_manifest.manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes
+    ]
 
 
-def glance(request: DataRequest) -> str:
-    """The number of sequences, by the headers of the .idx files."""
-    sequences = [count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
+def _preview(request: DataRequest) -> str:
+    sequences = [megatron_files.count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
 
-def most_tokens(request: DataRequest, limit: int) -> int | None:
-    """The tokens of all data sets; None where pairs repeat sentences."""
+def _most_tokens(request: DataRequest, limit: int) -> int | None:
     if request.in_pairs:
         return None
-    total = sum(count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
+    total = sum(megatron_files.count_tokens(prefix) for _, prefix in request.data.weighted_prefixes)
     return total if total <= limit else None
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
+def _inspect(data: DataConfig, samples: int) -> Inspection:
     assert data.path is not None
-    prefix = prefix_of(data.path)
+    prefix = megatron_files.megatron_prefix(data.path)
     file = IndexedFile.open(prefix)
     number = file.num_documents
     total = len(file.tokens)
-    chosen = inspecting.spread(number, _LENGTHS)
+    chosen = inspections.evenly_spread(number, _LENGTHS)
     lengths = file.starts(chosen + 1) - file.starts(chosen)
     empty = int(np.count_nonzero(lengths == 0))
     documents = f"{number:,}"
@@ -213,51 +205,54 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
             "dtype": file.tokens.dtype.name,
             "empty_documents": empty,
         },
-        lengths=Lengths.of("tokens of a document", lengths, number),
-        manifest=read_manifest(of_prefix(prefix)),
+        lengths=LengthStatistics.of("tokens of a document", lengths, number),
+        manifest=data_manifest.read_manifest(data_manifest.manifest_of_prefix(prefix)),
     )
     if total <= _BLOCKS * _BLOCK_TOKENS:
         starts = list(range(0, total, _BLOCK_TOKENS))
     else:
-        starts = inspecting.spread(total - _BLOCK_TOKENS + 1, _BLOCKS).tolist()
+        starts = inspections.evenly_spread(total - _BLOCK_TOKENS + 1, _BLOCKS).tolist()
     blocks = [file.tokens[start : start + _BLOCK_TOKENS] for start in starts]
     bounds = file.starts(np.arange(min(samples, number) + 1)).tolist()
     leading = [file.tokens[start:end] for start, end in pairwise(bounds)]
-    return inspecting.with_tokens(inspection, data.tokenizer, leading, blocks, total)
+    return inspections.inspection_with_tokens(inspection, data.tokenizer, leading, blocks, total)
 
 
-def first_documents(data: DataConfig) -> FirstDocuments:
-    """The first documents of a data set, as many as are packed together."""
+def _first_documents(data: DataConfig) -> FirstDocuments:
     assert data.path is not None
-    file = IndexedFile.open(prefix_of(data.path))
+    file = IndexedFile.open(megatron_files.megatron_prefix(data.path))
     number = min(file.num_documents, packing.WINDOW)
     return FirstDocuments(file.tokens, file.starts(np.arange(number + 1)), number == file.num_documents)
 
 
-def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[Documents, ...]]:
+def _parts(files: Sequence[IndexedFile], request: DataRequest) -> dict[Part, tuple[MegatronDocuments, ...]]:
     """The documents of each part in each of the data sets, each of which is divided by itself."""
-    parts: dict[Part, list[Documents]] = {part: [] for part in PART_NAMES}
+    parts: dict[Part, list[MegatronDocuments]] = {part: [] for part in PART_NAMES}
     for file in files:
         bounds = part_bounds(file.num_documents, request.data.split_weights)
         for part, (first, stop) in zip(PART_NAMES, pairwise(bounds), strict=True):
-            parts[part].append(Documents(file, first, stop, request.vocab_size))
+            parts[part].append(MegatronDocuments(file, first, stop, request.vocab_size))
     return {part: tuple(documents) for part, documents in parts.items()}
 
 
-def _too_short(parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest) -> list[str]:
+def _too_short(parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest) -> list[str]:
     """The problems of parts that are too short: training needs a sample of each data set, an evaluation one of any."""
     problems = []
     for part in request.needed_parts:
         short = []  # the problems of this part
         for documents in parts[part]:
             sentences = documents.sentences if request.in_pairs else None
-            short += common.shortage(request, part, documents.file.prefix, len(documents), sentences, documents.count)
+            short += prepared_data.too_few_samples(
+                request, part, documents.file.prefix, len(documents), sentences, documents.count
+            )
         if part == "train" or len(short) == len(parts[part]):
             problems += short
     return problems
 
 
-def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents, ...]], request: DataRequest) -> str:
+def _summary(
+    files: Sequence[IndexedFile], parts: Mapping[Part, tuple[MegatronDocuments, ...]], request: DataRequest
+) -> str:
     if request.data.blend is None:
         name = request.data.name
     else:
@@ -266,17 +261,17 @@ def _summary(files: Sequence[IndexedFile], parts: Mapping[Part, tuple[Documents,
     number = sum(file.num_documents for file in files)
     tokens = {part: sum(map(len, documents)) for part, documents in parts.items()}
     nbytes = size(sum(file.tokens.nbytes for file in files))
-    return f"{name}: {nbytes}, {counted(number, 'document')}, {describe_sizes(tokens)} tokens"
+    return f"{name}: {nbytes}, {counted(number, 'document')}, {part_sizes_text(tokens)} tokens"
 
 
 FORMAT = DataFormat(
     name="megatron",
     contents="tokens",
-    is_at=lambda path: is_indexed(path) and not flat_files(path),
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    manifests=manifests,
-    most_tokens=most_tokens,
-    first_documents=first_documents,
+    is_at=lambda path: megatron_files.is_megatron_file(path) and not token_files.flat_token_files(path),
+    open_data=_open_data,
+    preview=_preview,
+    inspect=_inspect,
+    manifests=_manifests,
+    most_tokens=_most_tokens,
+    first_documents=_first_documents,
 )

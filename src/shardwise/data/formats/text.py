@@ -19,20 +19,20 @@ from shardwise.base.progress import progress
 from shardwise.base.units import count, counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.formats import common
-from shardwise.data.formats.record import DataFormat, FirstDocuments, Inspection, Lengths
-from shardwise.data.reading.text_sources import ColumnSource, FileSource, Source, TextPiece, announce_empty, open_source
-from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, describe_sizes
-from shardwise.data.samples.order import mix, mix_integer
-from shardwise.data.tokens.encoding import (
-    RULE,
-    ContentDigest,
-    digests_of,
-    document_marks,
-    encode_documents,
-    encode_sentences,
+from shardwise.data.formats import prepared_data
+from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
+from shardwise.data.reading.text_sources import (
+    ColumnSource,
+    FileSource,
+    Source,
+    TextPiece,
+    announce_empty,
+    open_text_source,
 )
+from shardwise.data.request import Announce, DataRequest
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, PairTokens, Part, part_sizes_text
+from shardwise.data.samples.order import mix_bits, mix_integer
+from shardwise.data.tokens import encoding
 from shardwise.data.tokens.tokenizer import Tokenizer, keep_user_tokenizer, train_tokenizer
 
 # Characters that a tokenizer is trained on: more text changes the merges of a small vocabulary little and costs memory
@@ -86,7 +86,7 @@ class TextSplit:
             start = end
 
 
-def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
+def plan_text_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> TextSplit:
     """The split that holds out the evaluation share, the second weight's, of documents of these lengths.
 
     Documents are taken in the order of a hash of their number, so that the choice is spread over the text and is the
@@ -96,7 +96,7 @@ def plan_split(characters: npt.NDArray[np.int64], weights: Sequence[float]) -> T
     share = int(total * (weights[1] / sum(weights)))
     if share == 0:
         return TextSplit(None, total)
-    order = np.argsort(mix(np.arange(len(characters), dtype=np.uint64)), kind="stable")
+    order = np.argsort(mix_bits(np.arange(len(characters), dtype=np.uint64)), kind="stable")
     order = order[characters[order] <= _LARGEST_HELD_OUT * share]
     taken = order[np.cumsum(characters[order]) <= share]
     if int(characters[taken].sum()) < _LEAST_HELD_OUT * share:
@@ -110,7 +110,7 @@ _ONE_PART = TextSplit(None, sys.maxsize)
 
 
 @dataclass(frozen=True)
-class Scan:
+class TextScan:
     """The digest and the size of a text, or of conversations, and the length of each document, [documents]."""
 
     content: str
@@ -118,57 +118,54 @@ class Scan:
     characters: npt.NDArray[np.int64]
 
 
-def open_data(
-    request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool, source: Source | None = None
-) -> common.PreparedText:
-    """Opens `source`, or the text of `request`, tokenizing it first if the cache `root` has no tokens of it."""
+def open_text(request: DataRequest, source: Source | None = None) -> prepared_data.PreparedText:
+    """Opens `source`, or the text of `request`, tokenizing it first if the data cache has no tokens of it."""
     if request.data.streaming:
-        from shardwise.data.formats import stream
+        from shardwise.data.formats import streamed_text
 
-        return stream.open_data(request, root, announce, any_size=any_size)
-    source = source or open_source(request.data)
-    content, scan = content_of(root, source.stamp(), source, lambda: _scan(source, announce), announce)
-    entry = common.open_text_tokens(
-        root,
-        lambda tokenizer: _key(content, request, tokenizer),
-        request.data.tokenizer,
-        lambda folder: _build(folder, source, scan or _scan(source), request, announce),
+        return streamed_text.open_stream(request)
+    source = source or open_text_source(request.data)
+    content, scan = digest_of_text(request, source.stamp(), source, lambda: _scan(source, request.announce))
+    entry = prepared_data.open_text_tokens(
+        request,
         source.name,
-        announce,
+        lambda tokenizer: _key(content, request, tokenizer),
+        lambda folder: _build(folder, source, scan or _scan(source), request),
     )
-    data = _prepared(entry, source, request, any_size)
+    data = _prepared(entry, source, request)
     if request.data.packs_documents:
-        from shardwise.data.formats import packed
+        from shardwise.data.formats import packing_cache
 
-        return packed.packed_text(request, root, data, announce)
+        return packing_cache.with_packed_samples(request, data)
     return data
 
 
-def content_of(
-    root: Path, stamp: str | None, source: Source, scan: Callable[[], Scan], announce: common.Announce
-) -> tuple[str, Scan | None]:
-    """The digest of a text with this stamp, and the scan by which it was found; None if the cache knew it."""
+def digest_of_text(
+    request: DataRequest, stamp: str | None, source: Source, scan: Callable[[], TextScan]
+) -> tuple[str, TextScan | None]:
+    """The digest of a source's text, and the scan by which it was found; None if the data cache knew the digest."""
     # Entries are keyed by content, so that a copy of a text finds them too. Files that have not changed since they were
     # read are not read again to find their content.
-    content = cache.known_content(root, stamp)
+    root = request.root
+    content = cache.known_text_digest(root, stamp)
     if content is not None:
         return content, None
     with contextlib.ExitStack() as lock:
         if isinstance(source, ColumnSource):
             # One process reads it, as a data set of the hub is fetched first; the others wait.
-            lock.enter_context(cache.locked(root, source.stamp()[:32]))
-            content = cache.known_content(root, stamp)
+            lock.enter_context(cache.lock_entry(root, source.stamp()[:32]))
+            content = cache.known_text_digest(root, stamp)
             if content is not None:
                 return content, None
-            if announce is not None:
-                announce(f"preparing the data {source.name}: reading them")
+            if request.announce is not None:
+                request.announce(f"preparing the data {source.name}: reading them")
         scanned = scan()
-        cache.remember_content(root, stamp, scanned.content)
+        cache.remember_text_digest(root, stamp, scanned.content)
     return scanned.content, scanned
 
 
-def _scan(source: Source, announce: common.Announce = None) -> Scan:
-    digest = ContentDigest()
+def _scan(source: Source, announce: Announce = None) -> TextScan:
+    digest = encoding.ContentDigest()
     document = 0
     characters = array("q")
     with progress("reading", shown=announce is not None, done=lambda: digest.bytes):
@@ -178,10 +175,10 @@ def _scan(source: Source, announce: common.Announce = None) -> Scan:
                 characters.append(document)
                 document = 0
     announce_empty(source, announce)
-    return Scan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
+    return TextScan(digest.hexdigest(), digest.bytes, np.array(characters, dtype=np.int64))
 
 
-def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
+def _parts(source: Source, split: TextSplit, digest: encoding.ContentDigest) -> Iterator[tuple[Part, TextPiece]]:
     """All pieces of a text with their parts: the data set's own if `data.split` names them, else those of `split`."""
     if not isinstance(source, ColumnSource) or not source.data.split_names:
         yield from split.parts(digest.watch(source.pieces()))
@@ -193,43 +190,45 @@ def _parts(source: Source, split: TextSplit, digest: ContentDigest) -> Iterator[
 
 
 def _key(content: str, request: DataRequest, tokenizer: str | None) -> str:
-    """The key of the cache entry: a digest of all that decides the tokens."""
     weights = request.data.split_weights
     described: dict[str, Any] = {
         "content": content,
         "split": list(request.data.split_names) or weights[1] / sum(weights),
-        "tokenizer": common.tokenizer_key(tokenizer),
+        "tokenizer": prepared_data.tokenizer_key(tokenizer),
         "vocab_size": request.vocab_size,
         **request.data.chosen_marks,
     }
     if request.in_pairs:
-        described["sentences"] = RULE
-    return cache.key_of(described)
+        described["sentences"] = encoding.RULE
+    return cache.cache_key(described)
 
 
-def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, announce: common.Announce) -> dict[str, Any]:
+def _build(folder: Path, source: Source, scan: TextScan, request: DataRequest) -> dict[str, Any]:
+    announce = request.announce
     if announce is not None and isinstance(source, FileSource) and request.data.path is not None:
         announce(f"preparing the data {source.name}: {source.described()}")
-    split = plan_split(scan.characters, request.data.split_weights)
+    split = plan_text_split(scan.characters, request.data.split_weights)
     named = request.data.tokenizer
     pairs = request.in_pairs
     if named is None:
-        read = ContentDigest()
+        read = encoding.ContentDigest()
         texts = _tokenizer_texts(_parts(source, split, read), int(scan.characters.sum()))
         with progress("training a tokenizer", scan.bytes, shown=announce is not None, done=lambda: read.bytes):
             tokenizer = train_tokenizer(texts, request.vocab_size, source.name, pairs=pairs)
         tokenizer.save(folder / "tokenizer")
     else:
         tokenizer = keep_user_tokenizer(named, request.vocab_size, folder / "tokenizer", announce, pairs=pairs)
-    digest = ContentDigest()
+    digest = encoding.ContentDigest()
     pieces = _parts(source, split, digest)
     with progress("tokenizing", scan.bytes, shown=announce is not None, done=lambda: digest.bytes):
         if pairs:
-            parts = encode_sentences(pieces, tokenizer, folder)
+            parts = encoding.encode_sentences(pieces, tokenizer, folder)
         else:
-            parts = encode_documents(pieces, tokenizer, document_marks(request.data, tokenizer), folder)
+            parts = encoding.encode_documents(
+                pieces, tokenizer, encoding.document_marks(request.data, tokenizer), folder
+            )
     # The text was read twice: to find its content and lengths, and to encode it.
-    common.require_unchanged(source.name, digest.hexdigest(), scan.content)
+    prepared_data.require_unchanged(source.name, digest.hexdigest(), scan.content)
     # Without splits the test part is empty, and fingerprints from before there was one must stay.
     fingerprinted = {part: facts for part, facts in parts.items() if part != "test" or request.data.split_names}
     manifest = {
@@ -240,7 +239,7 @@ def _build(folder: Path, source: Source, scan: Scan, request: DataRequest, annou
         "documents": len(scan.characters),
         **parts,
         "tokenizer": cache.tokenizer_digest(folder / "tokenizer"),
-        "fingerprint": cache.fingerprint_of([scan.content, *digests_of(fingerprinted)]),
+        "fingerprint": cache.data_fingerprint([scan.content, *encoding.part_digests(fingerprinted)]),
     }
     if pairs:
         manifest["pair_tokens"] = asdict(tokenizer.pair_tokens())
@@ -257,26 +256,27 @@ def _tokenizer_texts(parts: Iterable[tuple[Part, TextPiece]], characters: int) -
             yield piece.text
 
 
-def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any_size: bool) -> common.PreparedText:
+def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> prepared_data.PreparedText:
     facts = entry.manifest
     special = None
     sentences = {}
     if request.in_pairs:
         special = PairTokens(**facts["pair_tokens"])
         sentences = {part: entry.sentences(part) for part in PARTS}
-    needed = [] if any_size else request.needed_parts
-    problems = common.padding_problems(special, request) + common.entry_problems(request, entry, source.name, needed)
+    problems = prepared_data.padding_problems(special, request) + prepared_data.too_short_parts(
+        request, entry, source.name, request.needed_parts
+    )
     if problems:
         raise DataError(problems)
     sizes = {part: facts[part]["tokens"] for part in PARTS}
     bytes_per_token = facts["bytes"] / max(1, sum(sizes.values()))
     summary = (
-        f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {describe_sizes(sizes)} "
+        f"{source.name}: {size(facts['bytes'])}, {counted(facts['documents'], 'document')}, {part_sizes_text(sizes)} "
         f"tokens, vocabulary {facts['vocab_size']:,}, {bytes_per_token:.2f} bytes per token"
     )
     if isinstance(source, FileSource):
         summary += source.left_out_note()
-    return common.PreparedText(
+    return prepared_data.PreparedText(
         entry.tokenizer_path,
         facts["fingerprint"],
         summary,
@@ -287,10 +287,9 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest, any
     )
 
 
-def glance(request: DataRequest) -> str:
-    """The size of the text; no more is read than the first line or row of each file."""
-    source = open_source(request.data)
-    time = when_read(request)
+def _preview(request: DataRequest) -> str:
+    source = open_text_source(request.data)
+    time = preparation_time(request)
     if not isinstance(source, FileSource):
         return f"built-in, {time}"
     source.require_text()
@@ -298,15 +297,15 @@ def glance(request: DataRequest) -> str:
     return f"{counted(len(source.files), 'file')}, {size(total)}, {source.described()}, {time}"
 
 
-def most_tokens(request: DataRequest, limit: int) -> int | None:
+def _most_tokens(request: DataRequest, limit: int) -> int | None:
     """The bytes of the files, as a token has one at least; None where files are packed, or pairs repeat sentences."""
-    source = open_source(request.data)
+    source = open_text_source(request.data)
     if not isinstance(source, FileSource) or request.in_pairs:
         return None
     return source.bytes_within(limit)
 
 
-def when_read(request: DataRequest) -> str:
+def preparation_time(request: DataRequest) -> str:
     if request.data.streaming:
         return "read during training"
     return "prepared when the run starts, unless the cache has it"
@@ -329,14 +328,13 @@ def _beginning(source: Source, characters: int) -> tuple[list[str], bool]:
 
 
 def _tokens(documents: list[str], tokenizer: Tokenizer, data: DataConfig) -> tuple[IntArray, IntArray]:
-    """The tokens of documents with their marks, and the number of each one's."""
-    marks = document_marks(data, tokenizer)
+    marks = encoding.document_marks(data, tokenizer)
     tokens, sizes = marks.put(*tokenizer.encode_rows(documents), [True] * len(documents), begun=False)
     return tokens.astype(np.int64), sizes
 
 
-def files_of(source: Source) -> tuple[Sequence[Path], str]:
-    """The files of a text that is the user's, and the way in which they are read."""
+def files_of_source(source: Source) -> tuple[Sequence[Path], str]:
+    """The files of a data source that are the user's, and the way in which they are read."""
     if isinstance(source, FileSource):
         return source.files, source.described()
     if not isinstance(source, ColumnSource):
@@ -344,16 +342,16 @@ def files_of(source: Source) -> tuple[Sequence[Path], str]:
     return [Path(file) for names in source.files_by_split().values() for file in names], "a data set"
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
-    """Files of text, as training reads them: all of them, or the beginning of large ones."""
-    from shardwise.data.formats import inspecting
+def inspect_text(data: DataConfig, samples: int) -> Inspection:
+    """An inspection of files of text, as training reads them: all of them, or the beginning of large ones."""
+    from shardwise.data.formats import inspections
 
     given = [f"data.{key}" for key in ("append_eod", "prepend_bos") if getattr(data, key) is not None]
     if given and data.tokenizer is None:
         raise DataError(f"{given[0]} needs data.tokenizer, by which tokens are counted")
-    source = open_source(data)
+    source = open_text_source(data)
     documents, is_complete = _beginning(source, _TEXT_CHARACTERS)
-    files, described = files_of(source)
+    files, described = files_of_source(source)
     notes: list[str] = []
     announce_empty(source, notes.append)
     lengths = np.array([*map(len, documents)])
@@ -378,7 +376,7 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         bytes_per_token = sum(len(text.encode()) for text in first) / len(_tokens(first, tokenizer, data)[0])
         counts["bytes_per_token"] = bytes_per_token
         rows.append(("tokens", f"about {count(nbytes / bytes_per_token)}{limit}, {bytes_per_token:.2f} bytes each"))
-        marks = document_marks(data, tokenizer)
+        marks = encoding.document_marks(data, tokenizer)
         verbs = {"begins with": marks.begin, "ends with": marks.end}
         shown = [f"{verb} {tokenizer.decode([token])}" for verb, token in verbs.items() if token is not None]
         rows.append(("a document", listing(shown) or "has no tokens of its own around it"))
@@ -388,17 +386,17 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         sum(path.stat().st_size for path in files),
         rows,
         counts,
-        Lengths.of("characters of a document", lengths, number),
-        inspecting.text_samples(documents[:samples]),
+        LengthStatistics.of("characters of a document", lengths, number),
+        inspections.inspected_texts(documents[:samples]),
         notes=notes,
     )
 
 
-def first_documents(data: DataConfig) -> FirstDocuments:
+def _first_documents(data: DataConfig) -> FirstDocuments:
     """The first documents of a text, a million characters or more, by its tokenizer; DataError if `data` names none."""
     if data.tokenizer is None:
         raise DataError(f"{data.name} is text, whose samples need data.tokenizer")
-    documents, is_all = _beginning(open_source(data), _ENCODED_CHARACTERS)
+    documents, is_all = _beginning(open_text_source(data), _ENCODED_CHARACTERS)
     tokens, sizes = _tokens(documents, Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)), data)
     return FirstDocuments(tokens, np.concatenate([[0], np.cumsum(sizes)]), is_all)
 
@@ -407,9 +405,9 @@ def first_documents(data: DataConfig) -> FirstDocuments:
 FORMAT = DataFormat(
     name="text",
     contents="text",
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    most_tokens=most_tokens,
-    first_documents=first_documents,
+    open_data=open_text,
+    preview=_preview,
+    inspect=inspect_text,
+    most_tokens=_most_tokens,
+    first_documents=_first_documents,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
@@ -12,26 +11,31 @@ from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
-from shardwise.data.formats import common, datasets, inspecting, packed
-from shardwise.data.formats.record import DataFormat, Inspection, Lengths
-from shardwise.data.reading.manifest import read_manifest
-from shardwise.data.reading.token_files import FlatTokens, RowFiles, flat_files, has_rows, metadata_files
+from shardwise.data.formats import datasets, inspections, packing_cache, prepared_data
+from shardwise.data.formats.data_format import DataFormat, Inspection, LengthStatistics
+from shardwise.data.reading.data_manifest import read_manifest
+from shardwise.data.reading.token_files import (
+    FlatTokens,
+    RowFiles,
+    datatrove_metadata_files,
+    flat_token_files,
+    holds_token_rows,
+)
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, Part, describe_sizes, digest_of, part_bounds
+from shardwise.data.rows import PART_NAMES, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 # An inspection takes seconds: about the most tokens that it looks at.
 _LOOKED_AT = 1 << 22
 
 
-def open_data(request: DataRequest, root: Path, announce: common.Announce, *, any_size: bool) -> common.PreparedText:
-    """Opens rows of tokens from the cache, which is filled first if it has none, or flat files where they lie."""
+def _open_data(request: DataRequest) -> prepared_data.PreparedText:
     data = request.data
-    if not is_flat(data):
-        return datasets.open_rows(RowFiles(data), request, root, announce, any_size=any_size)
-    if problems := common.mark_problems(data):
+    if not _is_flat(data):
+        return datasets.open_token_rows(RowFiles(data), request)
+    if problems := prepared_data.document_mark_problems(data):
         raise DataError(problems)
-    tokenizer = common.tokenizer_of_tokens(request, metadata_files(data), problems)
+    tokenizer = prepared_data.tokenizer_of_tokens(request, datatrove_metadata_files(data), problems)
     if request.in_pairs:
         problems.append(f"model.family ({request.family}) must have text, for its pairs of sentences, not {data.name}")
     if problems:
@@ -39,74 +43,68 @@ def open_data(request: DataRequest, root: Path, announce: common.Announce, *, an
     size_of = None if tokenizer is None else tokenizer.vocab_size
     tokens = FlatTokens.open(data, request.vocab_size, size_of)
     ends = tokens.documents
-    problems = common.without_tokenizer(request, has_documents=ends is not None)
+    problems = prepared_data.missing_tokenizer_problems(request, has_documents=ends is not None)
     if ends is None:
         cuts = part_bounds(len(tokens), data.split_weights)
     else:
         cuts = ends[part_bounds(len(ends) - 1, data.split_weights)].tolist()
     rows = {part: tokens.part(*bounds) for part, bounds in zip(PART_NAMES, pairwise(cuts), strict=True)}
     sizes: dict[Part, int] = {part: len(row) for part, row in rows.items()}
-    if not any_size:
-        for part in request.needed_parts:
-            problems += common.shortage(request, part, data.name, sizes[part], None)
+    for part in request.needed_parts:
+        problems += prepared_data.too_few_samples(request, part, data.name, sizes[part], None)
     if problems:
         raise DataError(problems)
-    prepared = common.PreparedText(
-        common.tokenizer_in_cache(request, tokenizer, root),
-        digest_of([tokens.digest, cuts]),
-        f"{data.name}: {_shown(tokens)}, {describe_sizes(sizes)} tokens",
+    prepared = prepared_data.PreparedText(
+        prepared_data.tokenizer_in_cache(request, tokenizer),
+        json_digest([tokens.digest, cuts]),
+        f"{data.name}: {_shown(tokens)}, {part_sizes_text(sizes)} tokens",
         tokens=rows,
         vocab_size=size_of or request.vocab_size,
     )
     # An index tells the documents, else their last token.
     finders = None if ends is None else {part: row.bounds for part, row in rows.items() if len(row)}
-    return packed.packed_text(request, root, prepared, announce, finders)
+    return packing_cache.with_packed_samples(request, prepared, finders)
 
 
-def is_flat(data: DataConfig) -> bool:
-    """True if `data.path` names flat files, and not rows."""
+def _is_flat(data: DataConfig) -> bool:
     assert data.path is not None
     path = user_path(data.path)
-    return bool(flat_files(path)) or not path.exists()
+    return bool(flat_token_files(path)) or not path.exists()
 
 
 def _shown(tokens: FlatTokens) -> str:
-    """The number, the kinds and the size of the files."""
     kinds = dict.fromkeys(file.reading or file.tokens.dtype.name for file in tokens.files)
     documents = "" if tokens.documents is None else f", {counted(len(tokens.documents) - 1, 'document')}"
     nbytes = size(sum(file.tokens.nbytes for file in tokens.files))
     return f"{nbytes} in {counted(len(tokens.files), 'file')} ({'; '.join(kinds)}){documents}"
 
 
-def glance(request: DataRequest) -> str:
-    """The number and the kinds of the files; of rows, no more is read than the first of each file."""
-    if not is_flat(request.data):
+def _preview(request: DataRequest) -> str:
+    if not _is_flat(request.data):
         rows = RowFiles(request.data)
         files = counted(len(rows.readings), "file")
         return f"{files} with rows of tokens in {rows.column!r}, cached when the run starts"
-    tokens = _glanced(request)
+    tokens = _previewed(request)
     return f"{_shown(tokens)}, {len(tokens):,} tokens"
 
 
-def _glanced(request: DataRequest) -> FlatTokens:
+def _previewed(request: DataRequest) -> FlatTokens:
     problems: list[str] = []
-    tokenizer = common.tokenizer_of_tokens(request, (), problems)
+    tokenizer = prepared_data.tokenizer_of_tokens(request, (), problems)
     return FlatTokens.open(request.data, request.vocab_size, None if tokenizer is None else tokenizer.vocab_size)
 
 
-def most_tokens(request: DataRequest, limit: int) -> int | None:
-    """The tokens of flat files; None for rows, which would have to be read."""
-    if not is_flat(request.data):
+def _most_tokens(request: DataRequest, limit: int) -> int | None:
+    if not _is_flat(request.data):
         return None
-    total = len(_glanced(request))
+    total = len(_previewed(request))
     return total if total <= limit else None
 
 
-def inspect(data: DataConfig, samples: int) -> Inspection:
-    """Rows as those of a data set, or flat files: their first documents, or the beginning of each file."""
-    if not is_flat(data):
+def _inspect(data: DataConfig, samples: int) -> Inspection:
+    if not _is_flat(data):
         rows = RowFiles(data)
-        return datasets.inspect_rows(rows, data, samples, rows.files, "rows of tokens")
+        return datasets.inspect_token_rows(rows, data, samples, rows.files, "rows of tokens")
     named = data.tokenizer and Tokenizer.load(hub.resolve_tokenizer(data.tokenizer)).vocab_size
     tokens = FlatTokens.open(data, None, named or None)
     documents = tokens.documents
@@ -119,21 +117,21 @@ def inspect(data: DataConfig, samples: int) -> Inspection:
         sum(file.path.stat().st_size for file in tokens.files),
         rows=[("files", _shown(tokens)), ("tokens", f"{len(tokens):,}")],
         counts={"files": len(tokens.files), "tokens": len(tokens), "documents": number},
-        lengths=Lengths.of(unit, np.diff(starts), len(starts) - 1),
-        manifest=next(filter(None, map(read_manifest, metadata_files(data))), None),
+        lengths=LengthStatistics.of(unit, np.diff(starts), len(starts) - 1),
+        manifest=next(filter(None, map(read_manifest, datatrove_metadata_files(data))), None),
     )
     leading = [tokens[start:stop] for start, stop in pairwise(starts[: samples + 1].tolist())]
-    return inspecting.with_tokens(inspection, data.tokenizer, leading, [tokens[:_LOOKED_AT]], len(tokens))
+    return inspections.inspection_with_tokens(inspection, data.tokenizer, leading, [tokens[:_LOOKED_AT]], len(tokens))
 
 
 FORMAT = DataFormat(
     name="tokens",
     contents="tokens",
-    is_at=lambda path: bool(flat_files(path)),
-    is_in=has_rows,
-    open_data=open_data,
-    glance=glance,
-    inspect=inspect,
-    manifests=metadata_files,
-    most_tokens=most_tokens,
+    is_at=lambda path: bool(flat_token_files(path)),
+    is_in=holds_token_rows,
+    open_data=_open_data,
+    preview=_preview,
+    inspect=_inspect,
+    manifests=datatrove_metadata_files,
+    most_tokens=_most_tokens,
 )

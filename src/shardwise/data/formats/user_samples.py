@@ -10,23 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.base.errors import RAISED, DataError, error_text
-from shardwise.base.user_code import accepts, load
+from shardwise.base.user_code import accepts, load_user_object
 from shardwise.config import Config
-from shardwise.data.formats.common import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
+from shardwise.data.formats.prepared_data import PreparedData, document_ends, tokenizer_in_cache, tokenizer_of_tokens
 from shardwise.data.request import DataRequest
-from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, describe_sizes, digest_of
+from shardwise.data.rows import PART_NAMES, PARTS, IntArray, Part, json_digest, part_sizes_text
 from shardwise.data.samples.batch import Batches
 from shardwise.data.samples.causal import DocumentEnds, RowBatches
 
 
 @dataclass(frozen=True)
-class Rows:
+class _CheckedSamples:
     """The samples of a part, checked as they are read; `path` is `hooks.data`, for messages."""
 
     samples: Sequence[Any]
@@ -62,8 +61,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class PreparedSamples(PreparedData):
-    parts: Mapping[Part, Rows]
+class _PreparedSamples(PreparedData):
+    parts: Mapping[Part, _CheckedSamples]
 
     def count(self, part: Part) -> int:
         if part not in self.parts:
@@ -80,13 +79,11 @@ class PreparedSamples(PreparedData):
     ) -> Batches | None:
         if part not in self.parts:
             return None
-        return SampleBatches(self.parts[part], request.seed, document_ends(request.data, self.tokenizer_path))
+        return _SampleBatches(self.parts[part], request.seed, document_ends(request.data, self.tokenizer_path))
 
 
-class SampleBatches(RowBatches):
-    """Batches of rows of tokens, shuffled in each epoch. Inputs: see `causal_batch`."""
-
-    def __init__(self, rows: Rows, seed: int, ends: DocumentEnds | None) -> None:
+class _SampleBatches(RowBatches):
+    def __init__(self, rows: _CheckedSamples, seed: int, ends: DocumentEnds | None) -> None:
         super().__init__(len(rows), seed, rows.length, ends)
         self.rows = rows
 
@@ -94,18 +91,18 @@ class SampleBatches(RowBatches):
         return self.rows.row(index)
 
 
-def open_data(config: Config, request: DataRequest, root: Path, *, any_size: bool) -> PreparedSamples:
-    """Opens the parts; only the tokenizer, if `data.tokenizer` names one, is kept in the cache `root`."""
+def open_user_samples(config: Config, request: DataRequest) -> _PreparedSamples:
+    """Opens the samples of `hooks.data`; only the tokenizer, if one is named, is kept in the data cache."""
     path = request.hook
     assert path is not None
-    opener = load_reader(path)
+    opener = load_user_samples(path)
     problems: list[str] = []
     tokenizer = tokenizer_of_tokens(request, (), problems)
     if tokenizer is None and request.sample_prompt is not None:
         problems.append(f"log.sample_prompt ({request.sample_prompt!r}) needs data.tokenizer with hooks.data ({path})")
     if problems:
         raise DataError(problems)
-    parts: dict[Part, Rows] = {}
+    parts: dict[Part, _CheckedSamples] = {}
     for part in PARTS[:2]:  # there is no test part
         try:
             samples = opener(config, part)
@@ -115,30 +112,30 @@ def open_data(config: Config, request: DataRequest, root: Path, *, any_size: boo
                 f"hooks.data ({path}): its {PART_NAMES[part]} part cannot be opened: {error_text(error)}"
             ) from error
         if number:
-            parts[part] = Rows(samples, path, request.sequence_length, request.vocab_size)
-        elif part in request.needed_parts and not any_size:
+            parts[part] = _CheckedSamples(samples, path, request.sequence_length, request.vocab_size)
+        elif part in request.needed_parts:
             raise DataError(f"hooks.data ({path}) must give at least one sample of the {PART_NAMES[part]} part")
     # Reading all samples to make a digest may take hours: their number, the first and the last one must do.
     ends = {part: [rows.row(0).tolist(), rows.row(len(rows) - 1).tolist()] for part, rows in parts.items()}
     counts: dict[Part, int] = {part: len(rows) for part, rows in parts.items()}
-    return PreparedSamples(
-        tokenizer_path=tokenizer_in_cache(request, tokenizer, root),
-        fingerprint=digest_of({"counts": counts, "ends": ends}),
-        summary=f"{path}: {describe_sizes(counts)} samples",
+    return _PreparedSamples(
+        tokenizer_path=tokenizer_in_cache(request, tokenizer),
+        fingerprint=json_digest({"counts": counts, "ends": ends}),
+        summary=f"{path}: {part_sizes_text(counts)} samples",
         parts=parts,
     )
 
 
-def glance(request: DataRequest) -> str:
-    """The name of the object, which is imported and not called."""
+def preview_user_samples(request: DataRequest) -> str:
+    """The name of the object of `hooks.data`, which is imported and not called."""
     assert request.hook is not None
-    load_reader(request.hook)
+    load_user_samples(request.hook)
     return f"samples of hooks.data ({request.hook})"
 
 
-def load_reader(path: str) -> Any:
-    """The function or class that opens a part; ConfigError if it cannot be imported, or not be called as it will be."""
-    return load(
+def load_user_samples(path: str) -> Any:
+    """The function or class of `hooks.data`; ConfigError if it cannot be imported, or not be called as it will be."""
+    return load_user_object(
         "hooks.data",
         path,
         lambda value: callable(value) and accepts(value, None, "train"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwise.base.errors import DataError
 from shardwise.base.files import free_bytes, user_path
 from shardwise.base.units import size
-from shardwise.data.reading.megatron_files import written_dtype
+from shardwise.data.reading.megatron_files import megatron_dtype
 from shardwise.data.reading.text_sources import PIECE_CHARACTERS, ColumnSource, FileSource, Source
 from shardwise.data.tokens.encoding import ContentDigest, cut_sentences, group_by_size
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -24,21 +24,16 @@ _INDEX_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Estimated sizes of a source, a little more rather than less.
-
-    Attributes:
-        exact: True if `bytes` is the size of the text itself, and not of files that wrap it.
-        output_bytes: size of the data set and of the files that it is made of.
-    """
+class _SizeEstimate:
+    """Estimated sizes of a source and of its result, rather more than less; `exact`: `bytes` is that of its text."""
 
     bytes: int
     exact: bool
     output_bytes: int
 
 
-def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estimate | None:
-    """An estimate from the sizes of files and the beginning of the text; None without files, or if one is packed."""
+def estimate_size(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> _SizeEstimate | None:
+    """The size of prepared data, by the files and the text's beginning; None without files, or if packed."""
     if isinstance(source, ColumnSource):
         path = source.data.path
         files = [] if path is None else [file for file in user_path(path).rglob("*") if file.is_file()]
@@ -60,20 +55,12 @@ def estimate(source: Source, tokenizer: Tokenizer, *, sentences: bool) -> Estima
     scale = _MARGIN * total / digest.bytes if digest.bytes else 0.0
     documents = max(len(files), round(sum(piece.ends_document for piece in pieces) * scale))
     sequences = round(len(texts) * scale) + documents
-    output_bytes = (round(tokens * scale) + documents) * written_dtype(tokenizer.vocab_size).itemsize
-    return Estimate(total, exact, output_bytes + _INDEX_BYTES * (sequences + documents))
+    output_bytes = (round(tokens * scale) + documents) * megatron_dtype(tokenizer.vocab_size).itemsize
+    return _SizeEstimate(total, exact, output_bytes + _INDEX_BYTES * (sequences + documents))
 
 
-def check_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
-    """Announces how much disk `output` needs.
-
-    Args:
-        needed: bytes that it needs; None if nobody knows.
-        written: bytes that are on the disk already.
-
-    Raises:
-        DataError: the disk has less.
-    """
+def require_disk_room(needed: int | None, written: int, output: Path, announce: Callable[[str], None]) -> None:
+    """Announces the bytes that `output` needs, if known, of which some are written; DataError: the disk has less."""
     if needed is None:
         announce(f"preparing {output}: its size is known only after the text was read")
         return

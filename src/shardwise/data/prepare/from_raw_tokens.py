@@ -15,8 +15,8 @@ import numpy.typing as npt
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.base.files import reason_of
 from shardwise.data.prepare import disk_room
-from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
-from shardwise.data.reading.megatron_files import UnfinishedIndex, prefix_of, written_dtype
+from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
+from shardwise.data.reading.megatron_files import UnfinishedIndex, megatron_dtype, megatron_prefix
 from shardwise.data.reading.raw_tokens import RawTokens
 from shardwise.data.tokens.tokenizer import Tokenizer, open_user_tokenizer
 
@@ -27,13 +27,12 @@ _LONGEST_SEQUENCE = 1 << 30
 
 
 @dataclass(frozen=True)
-class RawJob:
-    """A file of ids that is to be converted.
+class RawConversionJob:
+    """A file of raw token ids that `data prepare` is to convert.
 
     Attributes:
         dtype: dtype of the ids; None: the header or the bytes decide.
         eod_token: id that ends each document; None: the header's or the tokenizer's, else the file is one document.
-        tokenizer: tokenizer that made the ids; None if it is unknown.
     """
 
     path: Path
@@ -43,13 +42,9 @@ class RawJob:
     tokenizer: str | None = None
 
 
-def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes the data set of `job`, unless it is there already.
-
-    Raises:
-        DataError: the file holds no such ids, other data are at the output, or the disk is too small.
-    """
-    if job.output.resolve() == prefix_of(job.path).resolve():
+def convert_raw_tokens(job: RawConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
+    """Makes a Megatron data set of raw token ids; DataError: the file, the output or the disk does not allow it."""
+    if job.output.resolve() == megatron_prefix(job.path).resolve():
         raise ConfigError(f"OUTPUT ({job.output}) must not be INPUT ({job.path}) itself: give it another name")
     try:
         conversion = _RawConversion(job, announce)
@@ -59,7 +54,7 @@ def convert_raw(job: RawJob, *, force: bool, announce: Callable[[str], None]) ->
 
 
 class _RawConversion:
-    def __init__(self, job: RawJob, announce: Callable[[str], None]) -> None:
+    def __init__(self, job: RawConversionJob, announce: Callable[[str], None]) -> None:
         self.job = job
         self.announce = announce
         self.tokenizer: Tokenizer | None = None
@@ -78,7 +73,7 @@ class _RawConversion:
         options: dict[str, Any] = {"token_dtype": self.dtype}
         if self.end is not None:
             options["eod_token"] = self.end
-        self.output = Output(job.output, job.tokenizer, self.tokenizer, options)
+        self.output = PreparedOutput(job.output, job.tokenizer, self.tokenizer, options)
 
     @cached_property
     def content(self) -> str:
@@ -88,8 +83,8 @@ class _RawConversion:
     def make(self, _progress: None) -> Mapping[str, Any]:
         vocab_size = self._vocab_size()
         output = self.output
-        needed = len(self.tokens) * written_dtype(vocab_size).itemsize
-        disk_room.check_room(needed, 0, output.path, self.announce)
+        needed = len(self.tokens) * megatron_dtype(vocab_size).itemsize
+        disk_room.require_disk_room(needed, 0, output.path, self.announce)
         with output.writing(), UnfinishedIndex(output.made, vocab_size) as index:
             self._copy(index)
             index.finish()

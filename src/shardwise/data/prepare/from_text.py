@@ -14,21 +14,15 @@ from shardwise.base.progress import progress
 from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.prepare import disk_room, tokenizing
-from shardwise.data.prepare.output import ANY_VOCABULARY, Output, PreparationOutcome
-from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.reading.megatron_files import ChangedError, written_dtype
-from shardwise.data.reading.text_sources import FileSource, announce_empty, open_source
+from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
+from shardwise.data.reading import dataset_tables, megatron_files, text_sources
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
-from shardwise.data.tokens.tokenizer import announce_note, open_user_tokenizer
+from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_tokenizer
 
 
 @dataclass(frozen=True)
-class TextJob:
-    """A text that is to be converted, and the data that it becomes.
-
-    Attributes:
-        options: `append_eod`, `prepend_bos` and `split_sentences`.
-    """
+class TextConversionJob:
+    """A text for `data prepare`, and its result; `options`: `append_eod`, `prepend_bos` and `split_sentences`."""
 
     data: DataConfig
     output: Path
@@ -36,8 +30,8 @@ class TextJob:
     options: Mapping[str, bool]
 
 
-def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
-    """Makes the data of `job`, unless they are there already.
+def convert_text(job: TextConversionJob, *, force: bool, announce: Callable[[str], None]) -> PreparationOutcome:
+    """Makes a Megatron data set of a text, unless it is there already.
 
     Args:
         force: True to replace data that were prepared from another text or in another way.
@@ -50,7 +44,7 @@ def convert_text(job: TextJob, *, force: bool, announce: Callable[[str], None]) 
 
 
 class _TextConversion:
-    def __init__(self, job: TextJob, announce: Callable[[str], None]) -> None:
+    def __init__(self, job: TextConversionJob, announce: Callable[[str], None]) -> None:
         self.announce = announce
         options = job.options
         if options.get("prepend_bos") and options["split_sentences"]:
@@ -62,10 +56,10 @@ class _TextConversion:
                 raise ConfigError(f"OUTPUT ({job.output}) must lie outside INPUT ({text}), or it would be read as text")
         self.tokenizer_path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
-        announce_note(self.tokenizer, announce)
-        fetch_dataset(job.data, announce)
-        self.source = open_source(job.data)
-        if isinstance(self.source, FileSource) and job.data.path is not None:
+        announce_tokenizer_note(self.tokenizer, announce)
+        dataset_tables.fetch_dataset(job.data, announce)
+        self.source = text_sources.open_text_source(job.data)
+        if isinstance(self.source, text_sources.FileSource) and job.data.path is not None:
             announce(f"preparing {job.output}: {self.source.name} is {self.source.described()}")
         stamp = self.source.stamp()
         # The prefix keeps it apart from the digest of a run, which depends on how the run divides the text into parts.
@@ -74,11 +68,11 @@ class _TextConversion:
             self.tokenizer, append_eod=options["append_eod"], prepend_bos=options.get("prepend_bos")
         )
         self.sequences = tokenizing.SequenceOptions(options["split_sentences"], marks)
-        self.output = Output(job.output, job.tokenizer, self.tokenizer, options)
+        self.output = PreparedOutput(job.output, job.tokenizer, self.tokenizer, options)
 
     def content(self) -> str:
         """The digest of the source's text, which is read unless the cache has the digest."""
-        known = cache.known_content(cache_root(), self.stamp)
+        known = cache.known_text_digest(cache_root(), self.stamp)
         if known is not None:
             return known
         digest = ContentDigest()
@@ -88,20 +82,22 @@ class _TextConversion:
 
     def make(self, saved: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """The data set, continued after the progress of an unfinished conversion; returns the manifest."""
-        begin = tokenizing.Progress() if saved is None else tokenizing.Progress.of(saved)
+        begin = tokenizing.TokenizingProgress() if saved is None else tokenizing.TokenizingProgress.of(saved)
         written = self.output.size()
         sentences = self.sequences.sentences
-        estimate = disk_room.estimate(self.source, self.tokenizer, sentences=sentences)
+        estimate = disk_room.estimate_size(self.source, self.tokenizer, sentences=sentences)
         needed = None if estimate is None else estimate.output_bytes
-        disk_room.check_room(needed, written, self.output.path, self.announce)
+        disk_room.require_disk_room(needed, written, self.output.path, self.announce)
         small = estimate is not None and estimate.bytes < tokenizing.SMALL_BYTES
         total = estimate.bytes if estimate is not None and estimate.exact else None
         with (
-            tokenizing.Workers.for_tokenizing(str(self.tokenizer_path), self.tokenizer, small=small) as workers,
+            tokenizing.TokenizingWorkers.for_tokenizing(
+                str(self.tokenizer_path), self.tokenizer, small=small
+            ) as workers,
             progress("tokenizing", total) as advance,
         ):
             done = self._tokenize(workers, begin, advance)
-        announce_empty(self.source, self.announce)
+        text_sources.announce_empty(self.source, self.announce)
         read = done.read
         source = {
             "name": self.source.name,
@@ -111,18 +107,21 @@ class _TextConversion:
             "bytes": read.bytes,
         }
         vocab_size = self.tokenizer.vocab_size
-        dtype = written_dtype(vocab_size).name
+        dtype = megatron_files.megatron_dtype(vocab_size).name
         closes = self.sequences.marks.end is not None
         with self.output.writing():
             facts = self.output.complete(
                 source, vocab_size, closes=closes, dtype=dtype, sequences=done.sequences, tokens=done.tokens
             )
-        cache.remember_content(cache_root(), self.stamp, read.digest)
+        cache.remember_text_digest(cache_root(), self.stamp, read.digest)
         return facts
 
     def _tokenize(
-        self, workers: tokenizing.Workers, begin: tokenizing.Progress, advance: Callable[[int], None]
-    ) -> tokenizing.Progress:
+        self,
+        workers: tokenizing.TokenizingWorkers,
+        begin: tokenizing.TokenizingProgress,
+        advance: Callable[[int], None],
+    ) -> tokenizing.TokenizingProgress:
         if begin.read.batches:
             self.announce(f"continuing after {begin.read.documents:,} documents, {begin.tokens:,} tokens")
         while True:
@@ -130,10 +129,10 @@ class _TextConversion:
                 progress = tokenizing.write_tokens(
                     self.source, workers, self.output, self.sequences, self.tokenizer, begin, advance
                 )
-            except ChangedError as error:
+            except megatron_files.ChangedFilesError as error:
                 self.announce(f"{error}: it starts again from the beginning")
                 self.output.clear()
-                begin = tokenizing.Progress()
+                begin = tokenizing.TokenizingProgress()
                 continue
             if not progress.tokens:
                 self.output.clear()

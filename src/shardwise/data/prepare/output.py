@@ -16,15 +16,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import NoLocksError, lock, open_lock, reason_of, sync_folder, user_path, write_atomic
 from shardwise.base.parsing import json_value
-from shardwise.data.reading import manifest
-from shardwise.data.reading.megatron_files import count_sequences, publish
+from shardwise.data.reading import data_manifest
+from shardwise.data.reading.megatron_files import count_sequences, publish_megatron_files
 from shardwise.data.tokens.tokenizer import Tokenizer
 
 VERSION = 2
@@ -38,16 +37,15 @@ _LOCK = "lock"
 _OWNER = "owner.json"
 
 
-@dataclass(frozen=True)
-class PreparationOutcome:
-    """The result of a preparation."""
+class PreparationOutcome(NamedTuple):
+    """The result of `data prepare`: the manifest of the data, and whether they were there before."""
 
     manifest: Mapping[str, Any]
     was_there: bool
 
 
-class Output:
-    """The prefix at which data are written.
+class PreparedOutput:
+    """The prefix at which `data prepare` writes data.
 
     Args:
         named: tokenizer that makes or made the ids, as the user names it; None if it is unknown.
@@ -74,17 +72,11 @@ class Output:
     def produce(
         self, content: Callable[[], str], make: Callable[[Any], Mapping[str, Any]], *, force: bool
     ) -> PreparationOutcome:
-        """Publishes the data that `make` makes, unless the same are there already.
+        """Publishes the data that `make` makes, unless the same are there already; `force` replaces others.
 
-        Args:
-            content: function that returns the digest of the text; it is called only if nothing else differs.
-            make: function that fills the work folder, ends with `complete` and returns its manifest. Its argument is
-                the progress that was saved last; None in an empty folder.
-            force: True to replace data that were prepared from another text or in another way.
-
-        Raises:
-            DataError: other data are there, or the place cannot be written.
-            ConfigError: another process prepares the same output.
+        `content` returns the digest of the text, if nothing else differs. `make` fills the work folder from the
+        progress that was saved last, or None, ends with `complete` and returns the manifest. DataError: other data are
+        there, or the place cannot be written. ConfigError: another process prepares the same output.
         """
         with self._locked():
             state = self._state()
@@ -99,8 +91,8 @@ class Output:
                 facts = make(progress)
             with self.writing():
                 if Path(f"{self.made}.idx").exists():
-                    manifest.write_manifest(manifest.of_prefix(self.path), facts)
-                publish(self.made, self.path)
+                    data_manifest.write_manifest(data_manifest.manifest_of_prefix(self.path), facts)
+                publish_megatron_files(self.made, self.path)
                 (self.folder / _STATE).unlink()
                 shutil.rmtree(self.folder, ignore_errors=True)
         return PreparationOutcome(facts, was_there=False)
@@ -110,12 +102,7 @@ class Output:
         self._save({"reached": progress})
 
     def complete(self, source: Mapping[str, Any], vocab_size: int, *, closes: bool, **counts: Any) -> dict[str, Any]:
-        """Saves that the data in the work folder are complete, and returns their manifest.
-
-        Args:
-            source: facts of the manifest about the text, with the number of its documents.
-            closes: True if the tokenizer's end of document closes the documents.
-        """
+        """Saves that the data of `source` are complete; returns their manifest. `closes`: an end closes documents."""
         # A path is made absolute, as readers start in other folders; a hub id is left as it is.
         name = self._named
         if name is not None and (path := user_path(name)).exists():
@@ -204,11 +191,11 @@ class Output:
 
     def _existing(self, content: Callable[[], str], *, force: bool) -> Mapping[str, Any] | None:
         """The manifest of the same data if they are there; None if nothing is, or data that may be replaced."""
-        record = manifest.of_prefix(self.path)
+        record = data_manifest.manifest_of_prefix(self.path)
         paths = [path for path in (Path(f"{self.path}.idx"), Path(f"{self.path}.bin"), record) if path.exists()]
         if not paths:
             return None
-        made = manifest.read_manifest(record)
+        made = data_manifest.read_manifest(record)
         if made is None:
             try:
                 count_sequences(self.path)  # a data set of another program has no manifest

@@ -1,7 +1,7 @@
 """Text becomes tokens: an unfinished Megatron data set in the work folder.
 
-`text_batches` cuts text into batches, each with its position in the source; `Workers`, threads of this process or other
-processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
+`text_batches` cuts text into batches, each with its position in the source; `TokenizingWorkers`, threads of this
+process or other processes, tokenize them; `write_tokens` appends the tokens in order and saves the position reached.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from shardwise.base.errors import RunError, see
 from shardwise.base.hardware import cpu_count
-from shardwise.data.prepare.output import Output
-from shardwise.data.reading.megatron_files import ChangedError, UnfinishedIndex
+from shardwise.data.prepare.output import PreparedOutput
+from shardwise.data.reading.megatron_files import ChangedFilesError, UnfinishedIndex
 from shardwise.data.reading.text_sources import Source, TextPiece
 from shardwise.data.rows import IntArray, Part
 from shardwise.data.tokens import encoding
@@ -42,12 +42,8 @@ COMMIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class SourcePosition:
-    """The part of a source that has been read.
-
-    Attributes:
-        digest: digest of the text, as `ContentDigest` makes it.
-    """
+class _SourcePosition:
+    """The part of a source that has been read."""
 
     batches: int = 0
     documents: int = 0
@@ -57,57 +53,48 @@ class SourcePosition:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """The part of the source that has been read, and the tokens and sequences that were written of it.
+class TokenizingProgress:
+    """What `data prepare` has read and written; `open_document`: tokens of a last document without an end yet."""
 
-    Attributes:
-        open_document: tokens of the last document if its end is not written yet, else 0.
-    """
-
-    read: SourcePosition = field(default_factory=SourcePosition)
+    read: _SourcePosition = field(default_factory=_SourcePosition)
     tokens: int = 0
     sequences: int = 0
     open_document: int = 0
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Progress:
+    def of(cls, saved: Mapping[str, Any]) -> TokenizingProgress:
         """The progress of which `saved` is the `dataclasses.asdict`."""
-        return cls(**{**saved, "read": SourcePosition(**saved["read"])})
+        return cls(**{**saved, "read": _SourcePosition(**saved["read"])})
 
 
 @dataclass(frozen=True)
-class TextBatch:
-    """Texts, each of which is tokenized by itself: documents, or sentences.
-
-    Attributes:
-        ends: number of texts before the end of each document that ends in this batch.
-        stop: position at which the batch ends.
-    """
+class _TextBatch:
+    """Documents or sentences to tokenize one by one; `ends`: number of texts before the end of each document."""
 
     texts: list[str]
     ends: list[int]
-    stop: SourcePosition
+    stop: _SourcePosition
 
 
-def text_batches(source: Source, sentences: bool) -> Iterator[TextBatch]:
-    """All text of a source, which always gives the same batches: documents, or `sentences`."""
+def text_batches(source: Source, sentences: bool) -> Iterator[_TextBatch]:
+    """All text of a source in batches to tokenize, which are always the same: documents, or `sentences`."""
     digest = encoding.ContentDigest()
     watched: Iterator[tuple[Part, TextPiece]] = (("train", piece) for piece in digest.watch(source.pieces()))
     cut = encoding.sentence_pieces(watched) if sentences else encoding.document_texts(watched)
     pieces = (piece for _, piece in cut)
-    position = SourcePosition()
+    position = _SourcePosition()
     # `digest` is that of the text up to the end of a batch, or of one piece more if it ends within a document.
     for batch in encoding.group_by_size(pieces, lambda piece: piece.characters, BATCH_CHARACTERS):
         counts = accumulate(len(piece.texts) for piece in batch)
         ends = [count for count, piece in zip(counts, batch, strict=True) if piece.ends_document]
-        position = SourcePosition(
+        position = _SourcePosition(
             position.batches + 1,
             position.documents + len(ends),
             position.characters + sum(piece.characters for piece in batch),
             digest.bytes,
             digest.hexdigest(),
         )
-        yield TextBatch([text for piece in batch for text in piece.texts], ends, position)
+        yield _TextBatch([text for piece in batch for text in piece.texts], ends, position)
 
 
 TokenRow = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]
@@ -122,20 +109,16 @@ _tokenizer: Tokenizer | None = None
 """The tokenizer of this process, which is opened once for all its tasks."""
 
 
-class Workers:
-    """Threads or processes that share tasks."""
+class TokenizingWorkers:
+    """Threads or processes that tokenize text."""
 
     def __init__(self, pool: Executor, count: int) -> None:
         self._pool = pool
         self._count = count
 
     @classmethod
-    def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> Workers:
-        """Workers for `tokenize` on all cores: this process, unless there are many cores and the text is not small.
-
-        Args:
-            path: file or folder from which other processes open `tokenizer`.
-        """
+    def for_tokenizing(cls, path: str, tokenizer: Tokenizer, *, small: bool) -> TokenizingWorkers:
+        """Workers on all cores: this process, or several for much text, which open the tokenizer at `path`."""
         global _tokenizer
         if small or cpu_count() <= CORES_OF_A_PROCESS:
             _tokenizer = tokenizer
@@ -144,13 +127,13 @@ class Workers:
         return cls.processes(min(_MOST_PROCESSES, -(-cpu_count() // max(CORES_OF_A_PROCESS, 1))), path)
 
     @classmethod
-    def processes(cls, count: int, path: str | None) -> Workers:
+    def processes(cls, count: int, path: str | None) -> TokenizingWorkers:
         """New processes, which open the tokenizer at `path` if that is not None."""
         arguments = (path, max(1, cpu_count() // count), os.getpid())
         # They are not forked: a copy of this process would lack the threads that its libraries wait for.
         return cls(ProcessPoolExecutor(count, get_context("spawn"), _begin, arguments), count)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> TokenizingWorkers:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -175,14 +158,13 @@ class Workers:
             ) from None
 
 
-def tokenize(batch: TextBatch, literally: bool) -> TokenRow:
-    """The tokens of a batch; called in a process or thread of `Workers.for_tokenizing`."""
+def tokenize_batch(batch: _TextBatch, literally: bool) -> TokenRow:
+    """The tokens of a batch; called in a process or thread of `TokenizingWorkers.for_tokenizing`."""
     assert _tokenizer is not None
     return _tokenizer.encode_rows(batch.texts, literally=literally)
 
 
 def _begin(path: str | None, threads: int, parent: int) -> None:
-    """Prepares a new process for its tasks."""
     global _tokenizer
     os.environ[PARENT_PID] = str(parent)
     die_with_parent()
@@ -195,12 +177,7 @@ def _begin(path: str | None, threads: int, parent: int) -> None:
 
 @dataclass(frozen=True)
 class SequenceOptions:
-    """The rules by which text becomes sequences of tokens.
-
-    Attributes:
-        sentences: True if each sentence is a sequence, and tokenized by itself; False if each document is one.
-        marks: marks of each document; sentences have no token that begins them.
-    """
+    """The rules by which text becomes sequences of tokens: each sentence is one, or each document with its marks."""
 
     sentences: bool
     marks: encoding.DocumentMarks
@@ -208,13 +185,13 @@ class SequenceOptions:
 
 def write_tokens(
     source: Source,
-    workers: Workers,
-    output: Output,
+    workers: TokenizingWorkers,
+    output: PreparedOutput,
     sequences: SequenceOptions,
     tokenizer: Tokenizer,
-    progress: Progress,
+    progress: TokenizingProgress,
     advance: Callable[[int], None],
-) -> Progress:
+) -> TokenizingProgress:
     """Tokenizes the source; returns the progress at its end, when tokens.bin and tokens.idx are complete.
 
     Args:
@@ -232,7 +209,7 @@ def write_tokens(
     with index:
         saved = time.monotonic()
         batches = _after(text_batches(source, sequences.sentences), read, advance)
-        for batch, row in workers.each(functools.partial(tokenize, literally=sequences.sentences), batches):
+        for batch, row in workers.each(functools.partial(tokenize_batch, literally=sequences.sentences), batches):
             advance(batch.stop.bytes - progress.read.bytes)
             with output.writing():
                 progress = _append(index, sequences, progress, batch, row)
@@ -247,19 +224,21 @@ def write_tokens(
     return progress
 
 
-def _after(batches: Iterator[TextBatch], begin: SourcePosition, advance: Callable[[int], None]) -> Iterator[TextBatch]:
+def _after(
+    batches: Iterator[_TextBatch], begin: _SourcePosition, advance: Callable[[int], None]
+) -> Iterator[_TextBatch]:
     """The batches after a position, which must be the same text as before."""
     if begin.batches:
         last = next((batch for batch in batches if batch.stop.batches == begin.batches), None)
         if last is None or last.stop != begin:
-            raise ChangedError("the text has changed since its preparation began")
+            raise ChangedFilesError("the text has changed since its preparation began")
         advance(begin.bytes)
     yield from batches
 
 
 def _append(
-    index: UnfinishedIndex, sequences: SequenceOptions, progress: Progress, batch: TextBatch, row: TokenRow
-) -> Progress:
+    index: UnfinishedIndex, sequences: SequenceOptions, progress: TokenizingProgress, batch: _TextBatch, row: TokenRow
+) -> TokenizingProgress:
     """Appends the tokens of a batch; the next batch continues a document that is open at its end."""
     tokens, sizes = row
     ends = np.array(batch.ends, dtype=np.int64)
@@ -284,7 +263,7 @@ def _append(
         open_document -= int(document_ends[-1])
     else:
         open_document += progress.open_document
-    return Progress(batch.stop, progress.tokens + len(tokens), index.sequences, open_document)
+    return TokenizingProgress(batch.stop, progress.tokens + len(tokens), index.sequences, open_document)
 
 
 def _sentences(sizes: IntArray, ends: IntArray, *, closed: bool) -> tuple[IntArray, IntArray]:

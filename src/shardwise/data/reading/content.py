@@ -10,14 +10,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
+from shardwise.base import registered, units
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
-from shardwise.base.registered import optional_library
-from shardwise.base.units import counted
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""
@@ -44,8 +42,7 @@ _ARRAY = re.compile(rf'\s*\[\s*(?:{_KEY}|"(?:[^"\\]|\\.)*"\s*[,\]])')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file on the hub (hf://…): each read goes over the network, and nothing is kept."""
 
     address: str
@@ -60,10 +57,7 @@ class HubFile:
         return self.address
 
 
-@dataclass(frozen=True)
-class _Packing:
-    """A program that packs files: their possible beginnings and suffixes, and a function that unpacks an open file."""
-
+class _Packing(NamedTuple):
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
     unpacked: Callable[[IO[bytes]], Any]
@@ -109,7 +103,7 @@ def _lzma(file: IO[bytes]) -> Any:
 
 def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
     def unpacked(file: IO[bytes]) -> Any:
-        arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
+        arrow = registered.optional_library("pyarrow", f"files packed by {codec} need", "parquet")
         return arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)
 
     return unpacked
@@ -128,9 +122,9 @@ _PACKINGS: Mapping[str, _Packing] = {
 
 
 @contextmanager
-def opened(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
-    """The content of a file, unpacked, from byte `start` on; DataError if it cannot be read, is cut off or damaged."""
-    with readable(path), ExitStack() as files:
+def open_unpacked(path: Path | HubFile, start: int = 0) -> Iterator[IO[bytes]]:
+    """The unpacked content of a data file from byte `start` on; DataError if it is unreadable, cut off or damaged."""
+    with read_errors(path), ExitStack() as files:
         file = files.enter_context(path.open("rb"))
         packing = _packing_of(file.read(HEAD))
         file.seek(start if packing is None else 0)
@@ -157,7 +151,6 @@ def _window(path: Path | HubFile) -> str:
 
 @contextmanager
 def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
-    """Turns what libraries raise about a packed file, while it is read, into a DataError."""
     try:
         yield
     except ImportError as error:
@@ -179,8 +172,8 @@ def _unpacking(path: Path | HubFile, packing: str) -> Iterator[None]:
 
 
 @contextmanager
-def readable(path: object) -> Iterator[None]:
-    """Turns a refusal of the system into a DataError about the file that it names, or about `path`."""
+def read_errors(path: object) -> Iterator[None]:
+    """Turns a failure to read a data file into a DataError about the file that the system names, or about `path`."""
     try:
         yield
     except OSError as error:
@@ -192,15 +185,14 @@ def _packing_of(head: bytes) -> str | None:
 
 
 def unpacked_name(name: str) -> str:
-    """The name of a file in lower case, without the suffix that packing gave it."""
+    """The name of a data file in lower case, without the suffix that packing gave it, such as .gz."""
     name = name.lower()
     suffixes = (suffix for packing in _PACKINGS.values() for suffix in packing.suffixes if name.endswith(suffix))
     return name.removesuffix(next(suffixes, ""))
 
 
-@dataclass(frozen=True)
-class FileReading:
-    """The way in which a file is read; `packing`: the program that packed it, None if none did."""
+class FileReading(NamedTuple):
+    """The way in which a data file is read; `packing`: the program that packed it, None if none did."""
 
     kind: Kind
     packing: str | None = None
@@ -210,19 +202,12 @@ class FileReading:
 
 
 def reading_of(path: Path | HubFile, kind: Kind | None, key: str) -> FileReading:
-    """The reading of a file: of the kind that the user chose, or else as its content says.
-
-    Args:
-        kind: kind that `data.format` chooses; None: the content decides.
-
-    Raises:
-        DataError: the file cannot be read, or does not hold text.
-    """
+    """How a data file is read: as `kind`, or as its content says; DataError: it is unreadable, or holds no text."""
     if kind == "parquet":
         return FileReading(kind)
-    with readable(path), path.open("rb") as file:
+    with read_errors(path), path.open("rb") as file:
         packing = _packing_of(file.read(HEAD))
-    with opened(path) as content:
+    with open_unpacked(path) as content:
         head = content.read(HEAD)
     name = unpacked_name(str(path))
     if kind is not None:
@@ -260,13 +245,13 @@ def _is_table(name: str, text: str, key: str) -> bool:
     return has_key or name.endswith(_TABLES)
 
 
-def chosen_kind(format: str) -> Kind | None:
-    """The kind that `data.format` chooses for all files; None if their content decides."""
+def chosen_file_kind(format: str) -> Kind | None:
+    """The kind of files that `data.format` chooses for all; None if their content decides."""
     return cast(Kind, format) if format in _SHOWN else None
 
 
-def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
-    """The readings of files, for the user; if there are several, each with its file or the number of its files."""
+def described_readings(readings: Sequence[tuple[Path, FileReading]]) -> str:
+    """The readings of data files, for the user; if there are several, each with its file or the number of its files."""
     groups: dict[FileReading, list[Path]] = {}
     for path, reading in readings:
         groups.setdefault(reading, []).append(path)
@@ -274,6 +259,6 @@ def described(readings: Sequence[tuple[Path, FileReading]]) -> str:
         return f"read as {next(iter(groups))}"
     shown = []
     for reading, paths in groups.items():
-        files = paths[0].name if len(paths) == 1 else counted(len(paths), "file")
+        files = paths[0].name if len(paths) == 1 else units.counted(len(paths), "file")
         shown.append(f"{reading} ({files})")
     return f"read as {listing(shown)}"

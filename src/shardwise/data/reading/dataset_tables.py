@@ -25,8 +25,14 @@ from shardwise.base.files import name_problem, user_path
 from shardwise.base.parsing import json_value
 from shardwise.base.registered import optional_library
 from shardwise.config import BUILT_IN_TEXTS, CHAT, DataConfig
-from shardwise.data.reading.content import readable
-from shardwise.data.reading.text_files import TOKENS, column_kind, require_sound, with_column
+from shardwise.data.reading.content import read_errors
+from shardwise.data.reading.jsonl_parquet import (
+    TOKENS,
+    batch_records,
+    column_kind,
+    require_sound_array,
+    with_nested_column,
+)
 
 if TYPE_CHECKING:
     from shardwise.data.reading.token_rows import TokenRows
@@ -47,7 +53,7 @@ _NO_CONFIG = ("BuilderConfig ", "Config name is missing")
 
 
 @dataclass(frozen=True)
-class SavedTables:
+class _SavedTables:
     """A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote."""
 
     path: Path
@@ -59,7 +65,7 @@ class SavedTables:
         for folder in self._folders().values():
             facts: list[Any] = [str(folder.absolute()), _json(folder / _STATE).get("_fingerprint")]
             for path in self._files(folder):
-                with readable(path):
+                with read_errors(path):
                     status = path.stat()
                 facts.append([path.name, status.st_size, status.st_mtime_ns])
             stamp.append(facts)
@@ -72,7 +78,7 @@ class SavedTables:
             files = self._files(folder)
             if not files:
                 raise DataError(f"{folder} is a data set without rows: save one that has some")
-            tables[name] = open_table(files)
+            tables[name] = open_arrow_table(files)
         return tables
 
     def files(self) -> Mapping[str, list[str]]:
@@ -124,10 +130,10 @@ class _HubTables:
         return ["hub", self.repository, self.folder.name, self.config]
 
     def load(self) -> Mapping[str, Any]:
-        builder = self._builder(library())
+        builder = self._builder(datasets_library())
         if not Path(builder.cache_dir, "dataset_info.json").is_file():
             # The library makes its tables of the files in the hub's cache, whatever became of these.
-            hub.drop_damaged(self.folder)
+            hub.drop_damaged_files(self.folder)
         try:
             builder.download_and_prepare()
         except Exception as error:  # noqa: BLE001  of the library's formats and of the hub's client: any
@@ -143,7 +149,7 @@ class _HubTables:
 
     def files(self) -> Mapping[str, list[str]]:
         """The addresses (hf://…) of each split's files."""
-        files = self._builder(library()).config.data_files or {}
+        files = self._builder(datasets_library()).config.data_files or {}
         return {str(name): list(addresses) for name, addresses in files.items()}
 
     def _builder(self, datasets: Any) -> Any:
@@ -171,7 +177,6 @@ class _HubTables:
         return builder
 
     def _converted_files(self) -> dict[str, str]:
-        """Patterns of the configuration's files of each split."""
         from huggingface_hub import HfApi
 
         try:
@@ -224,20 +229,16 @@ class _HubTables:
 
 @dataclass(frozen=True)
 class DataSet:
-    """The column that the `data` section names, in the splits that it names.
-
-    Attributes:
-        tables: tables that the data set has, which are opened as late as possible.
-    """
+    """A data set of the library `datasets`: a column of the splits that `data` names; `tables` are opened late."""
 
     data: DataConfig
-    tables: SavedTables | _HubTables
+    tables: _SavedTables | _HubTables
 
     @classmethod
     def open(cls, data: DataConfig) -> Self:
         """The data set that the `data` section names; on the hub, at the commit that `fetch_dataset` found."""
         if data.path is not None:
-            return cls(data, SavedTables(user_path(data.path)))
+            return cls(data, _SavedTables(user_path(data.path)))
         try:
             return cls(data, _on_hub(data, cached=True))
         except ConfigError as error:
@@ -261,16 +262,14 @@ class DataSet:
 
     @cached_property
     def _splits(self) -> Mapping[str, Any]:
-        """The tables that are read, by the names of their splits."""
         key = self.data.text_key
-        return {name: with_column(table, key) for name, table in self._chosen(self.tables.load()).items()}
+        return {name: with_nested_column(table, key) for name, table in self._chosen(self.tables.load()).items()}
 
     def files_by_split(self) -> dict[str, list[str]]:
         """The files of the splits that are read, which are not opened; DataError if there is no such split."""
         return self._chosen(self.tables.files())
 
     def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
-        """The values of the splits that are read, in the order of the parts."""
         named = self.data.split_names
         names = [name for name in by_split if name != _UNNAMED]
         if named:
@@ -349,7 +348,7 @@ class DataSet:
     def records(self, split: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The rows of a split, of which these columns are read."""
         for batch in self._batches(split, columns):
-            yield from batch.to_pylist()
+            yield from batch_records(batch)
 
     def arrays(self, split: str) -> Iterator[Any]:
         """The values of the column: arrow arrays of many rows each."""
@@ -362,12 +361,12 @@ class DataSet:
         for batch in self._splits[split].select(columns).to_batches(max_chunksize=_ROWS):
             for name in columns:
                 where = f"{self.where(split)}: rows {row} to {row + batch.num_rows - 1}"
-                require_sound(batch.column(name), where, name)
+                require_sound_array(batch.column(name), where, name)
             yield batch
             row += batch.num_rows
 
 
-def is_saved(path: Path) -> bool:
+def is_saved_data_set(path: Path) -> bool:
     """True if `path` is a folder that `save_to_disk` wrote."""
     return (path / _SPLITS).is_file() or all((path / name).is_file() for name in (_STATE, _INFO))
 
@@ -379,27 +378,23 @@ def names_data_set(data: DataConfig) -> bool:
     if data.format not in ("auto", CHAT):
         return data.format == "datasets"
     with contextlib.suppress(OSError):  # opening the path as text will report it
-        return is_saved(user_path(data.path))
+        return is_saved_data_set(user_path(data.path))
     return False
 
 
 def fetch_dataset(data: DataConfig, announce: Callable[[str], None] | None) -> None:
-    """Looks up and stores the commit of each of the hub's data sets that all processes of this machine read.
-
-    Raises:
-        ConfigError: there is none, or no access to it, or the library is not installed.
-    """
+    """Stores the commit of each data set of the hub, for all processes; ConfigError where one is not accessible."""
     for name in data.sources_read:
         fetch_dataset(data.source_section(name), announce)
     if data.is_hub_dataset:
-        require_library(data)
+        require_datasets_library(data)
         _on_hub(data, announce=announce)
 
 
 def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str], None] | None = None) -> _HubTables:
     """The repository that `data.dataset` names; of a loading script, the hub's conversion of its data."""
     files = hub.place_of_dataset(data.name, BUILT_IN_TEXTS)
-    folder = hub.obtain(files, cached=cached, announce=announce)
+    folder = hub.fetch_or_open(files, cached=cached, announce=announce)
     key = f"data.dataset ({data.name})"
     converted = files.revision == _CONVERTED
     has_loading_script = (folder / files.patterns[-1]).exists()
@@ -419,13 +414,13 @@ def _on_hub(data: DataConfig, *, cached: bool = False, announce: Callable[[str],
             "data.path to a copy of its data"
         )
         files = replace(files, revision=_CONVERTED, no_revision=lacks)
-        folder = hub.obtain(files, cached=cached, announce=announce)
+        folder = hub.fetch_or_open(files, cached=cached, announce=announce)
         converted = True
     return _HubTables(files.repository, data.config, folder, converted)
 
 
-def require_library(data: DataConfig) -> None:
-    """Raises ConfigError if the library is not installed; it is not imported."""
+def require_datasets_library(data: DataConfig) -> None:
+    """Raises ConfigError if the library `datasets` is not installed; it is not imported."""
     if importlib.util.find_spec("datasets") is None:
         message = f"{_NEEDED} datasets, which is not installed: pip install 'shardwise[datasets]'"
         if data.is_hub_dataset and (near := nearest_name(data.name, BUILT_IN_TEXTS)):
@@ -433,7 +428,7 @@ def require_library(data: DataConfig) -> None:
         raise ConfigError(message)
 
 
-def library() -> Any:
+def datasets_library() -> Any:
     """The module `datasets`, made quiet; it takes seconds to import. DataError if it is not installed."""
     datasets = optional_library("datasets", _NEEDED, "datasets")
     if not sys.stderr.isatty():  # in a log, a bar is a line for each of its states
@@ -443,7 +438,7 @@ def library() -> Any:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    with readable(path):
+    with read_errors(path):
         content = path.read_bytes()
     try:
         values = json_value(content)
@@ -452,8 +447,8 @@ def _json(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def open_table(paths: Sequence[Path]) -> Any:
-    """The arrow table in files that the library wrote, mapped into memory; DataError if one cannot be read."""
+def open_arrow_table(paths: Sequence[Path]) -> Any:
+    """The arrow table in files that `datasets` wrote, mapped into memory; DataError if one cannot be read."""
     arrow = optional_library("pyarrow", "arrow files need", "parquet")
     tables = []
     for path in paths:

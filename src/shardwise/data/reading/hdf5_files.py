@@ -7,8 +7,8 @@
 N and P may be others in each shard; the integers may have any width. A sample is a row of a shard.
 
 Rows are read in random order. In an array that is stored in chunks, as all compressed ones are, reading one row means
-decompressing every chunk that it crosses, which hold thousands of rows. `unpack` copies such arrays into the cache, row
-after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
+decompressing every chunk that it crosses, which hold thousands of rows. `unpack_hdf5_shards` copies such arrays into
+the cache, row after row: ROOT/shards/KEY/ has NAME.npy of each array, and manifest.json.
 
 Shapes: N = rows of a shard, B = samples, S = sequence length, P = predictions of a sample, at most.
 """
@@ -33,7 +33,7 @@ from shardwise.base.registered import optional_library
 from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data import cache
-from shardwise.data.reading.content import readable
+from shardwise.data.reading.content import read_errors
 from shardwise.data.rows import IntArray
 
 KEYS = {
@@ -60,13 +60,12 @@ _CHECKED_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Hdf5Shard:
-    """A file whose arrays are there and fit one another; nothing of them has been read.
+    """An HDF5 shard whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
         rows: number of samples N.
         length: sequence length S.
         predictions: most predictions of a sample P.
-        chunked: True if an array is stored in chunks.
         unpacked: folder in the cache that holds the arrays row after row; None if the file's own are read.
     """
 
@@ -80,13 +79,9 @@ class Hdf5Shard:
 
     @classmethod
     def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
-        """Looks at the shapes; S must be `sequence_length`, or may be any if that is None.
-
-        Raises:
-            DataError: it is no HDF5 file, or an array is missing, empty, ragged, of another shape or length.
-        """
+        """The shapes of a file; DataError: it is no HDF5 file, or an array is missing, empty or of another shape."""
         sizes: dict[str, int] = {}
-        with opened(path) as file, _reading(path):
+        with open_hdf5(path) as file, _reading(path):
             for key, dimensions in KEYS.items():
                 for dimension, length in zip(dimensions, _shape(path, file, key), strict=True):
                     expected = sizes.setdefault(dimension, max(length, 1))
@@ -112,19 +107,19 @@ class Hdf5Shard:
         """By key, mapped into memory from the file or from the cache."""
         if self.unpacked is not None:
             return {key: np.load(self.unpacked / f"{key}.npy", mmap_mode="r") for key in KEYS}
-        with opened(self.path) as file, _reading(self.path):
+        with open_hdf5(self.path) as file, _reading(self.path):
             return {key: _mapped(self.path, file[key]) for key in KEYS}
 
 
-def library() -> Any:
+def h5py_library() -> Any:
     """The module h5py, which is imported only where shards are read."""
     return optional_library("h5py", "HDF5 shards need", "hdf5")
 
 
-def opened(path: Path) -> Any:
-    """The file, opened by h5py; DataError if it is missing or no HDF5 file."""
-    h5py = library()
-    with readable(path), path.open("rb"):  # the library's own message would lack the reason
+def open_hdf5(path: Path) -> Any:
+    """An HDF5 file, opened by h5py; DataError if it is missing or no HDF5 file."""
+    h5py = h5py_library()
+    with read_errors(path), path.open("rb"):  # the library's own message would lack the reason
         pass
     try:
         return h5py.File(path, "r", locking="best-effort")
@@ -134,7 +129,6 @@ def opened(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns the library's errors about an opened file, which have many types, into a DataError."""
     try:
         yield
     except DataError:
@@ -154,7 +148,6 @@ def _mapped(path: Path, array: Any) -> npt.NDArray[Any]:
 
 
 def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
-    """The shape of one array of integers."""
     array = file.get(key)
     if array is None or not hasattr(array, "dtype"):
         raise DataError(f"{path} must have the array {key}, and has {listing(sorted(file)) or 'none'}: {AGAIN}")
@@ -171,18 +164,18 @@ def _shape(path: Path, file: Any, key: str) -> tuple[int, ...]:
     return shape
 
 
-def names_shards(path: Path) -> bool:
-    """True if shards lie at `path`: a folder that holds some, a file, or a glob of files."""
+def names_hdf5_shards(path: Path) -> bool:
+    """True if HDF5 shards lie at `path`: a folder that holds some, a file, or a glob of files."""
     if path.is_dir():
         return any(path.glob(PATTERN))
     return path.suffix in _SUFFIXES or any(match.suffix in _SUFFIXES for match in _matches(path))
 
 
-def shard_paths(data: DataConfig) -> list[Path]:
-    """The files that `data.path` names, sorted: a file, the shards of a folder, or a glob's matches; at least one."""
+def hdf5_shard_paths(data: DataConfig) -> list[Path]:
+    """The HDF5 files that `data.path` names, sorted: one file, the shards of a folder, or the matches of a glob."""
     assert data.path is not None
     path = user_path(data.path)
-    with readable(path):
+    with read_errors(path):
         if path.is_file():
             return [path]
         paths = sorted(path.glob(PATTERN)) if path.is_dir() else _matches(path)
@@ -201,8 +194,10 @@ def _matches(path: Path) -> list[Path]:
     return sorted(match for match in map(Path, matches) if not match.is_dir())
 
 
-def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], None] | None) -> list[Hdf5Shard]:
-    """The shards, with the arrays of those that are stored in chunks in the cache `root`.
+def unpack_hdf5_shards(
+    root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], None] | None
+) -> list[Hdf5Shard]:
+    """The HDF5 shards, with the arrays of those that are stored in chunks in the data cache `root`.
 
     Any number of processes may call it at once: each file is unpacked by one of them.
 
@@ -212,7 +207,7 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
     keys = {shard: _key(shard) for shard in shards if shard.chunked}
     missing = [shard for shard, key in keys.items() if cache.open_entry(root, _ENTRIES, key, _is_sound) is None]
     if missing:
-        with cache.writing(root):
+        with cache.write_errors(root):
             make_folder(root)
             needed = sum(shard.nbytes for shard in missing)
             free = free_bytes(root)
@@ -230,8 +225,7 @@ def unpack(root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], No
 
 
 def _key(shard: Hdf5Shard) -> str:
-    """The key of the shard's entry in the cache; another file at the same path has another key."""
-    with readable(shard.path):
+    with read_errors(shard.path):
         status = shard.path.stat()
         facts = [str(shard.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]
         digest = hashlib.sha256(f"{facts} {cache.spread_digest(shard.path, _CHECKED_BLOCKS)}".encode())
@@ -239,7 +233,7 @@ def _key(shard: Hdf5Shard) -> str:
 
 
 def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
-    with opened(shard.path) as file, _reading(shard.path):
+    with open_hdf5(shard.path) as file, _reading(shard.path):
         arrays = {name: _copy(file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
 
@@ -261,8 +255,8 @@ def _is_sound(entry: cache.CacheEntry) -> bool:
     return bool(entry.manifest["arrays"] == digests)
 
 
-class ShardRows:
-    """All rows of all shards, one shard after another, for a model of `vocab_size` tokens and `types` segments.
+class Hdf5ShardRows:
+    """The rows of all HDF5 shards, one after another, for a model of `vocab_size` tokens and `types` segments.
 
     A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
     """
@@ -289,10 +283,9 @@ class ShardRows:
         return int(self._begins[-1])
 
     def take(self, rows_B: IntArray) -> dict[str, IntArray]:
-        """The arrays of these rows by their keys, int64: [B, S], [B, P] or [B], with the largest P of all shards.
+        """These rows by key, int64: [B, S], [B, P] or [B], with the largest P of all shards.
 
-        Raises:
-            DataError: a value is beyond its range, or a file cannot be read; names file and row.
+        DataError names file and row of a value beyond its range.
         """
         sizes = {"N": len(rows_B), "S": self.length, "P": self.predictions}
         result = {key: np.zeros([sizes[name] for name in dimensions], np.int64) for key, dimensions in KEYS.items()}
@@ -309,7 +302,7 @@ class ShardRows:
         return result
 
     def _check(self, path: Path, rows: IntArray, arrays: dict[str, IntArray]) -> None:
-        listed = in_list(arrays["masked_lm_positions"])
+        listed = listed_positions(arrays["masked_lm_positions"])
         for key, (largest, what_to_do) in self._limits.items():
             wrong = (arrays[key] < 0) | (arrays[key] > largest)
             if KEYS[key] == "NP":
@@ -332,7 +325,7 @@ class ShardRows:
             )
 
 
-def in_list(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
+def listed_positions(positions_BP: IntArray) -> npt.NDArray[np.bool_]:
     """True for the masked positions before the first 0, which ends the list, [B, P]."""
     listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions_BP != 0, axis=1)
     return listed

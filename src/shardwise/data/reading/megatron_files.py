@@ -35,8 +35,8 @@ import numpy.typing as npt
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of, sync_folder, to_disk, user_path
 from shardwise.data.cache import spread_digest
-from shardwise.data.reading.content import readable
-from shardwise.data.reading.raw_tokens import way_to_read
+from shardwise.data.reading.content import read_errors
+from shardwise.data.reading.raw_tokens import raw_tokens_hint
 from shardwise.data.rows import IntArray, Sentences
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -57,16 +57,16 @@ _BLOCK = 1 << 20
 _MEASURED_DOCUMENTS = 1 << 16
 
 
-def prefix_of(path: str | Path) -> Path:
-    """The prefix that a prefix, its .bin or its .idx names."""
+def megatron_prefix(path: str | Path) -> Path:
+    """The prefix of a Megatron data set, which the prefix itself, its .bin or its .idx names."""
     named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return named.with_suffix("")
     return named
 
 
-def is_indexed(path: str | Path) -> bool:
-    """True if `path` is a .bin or a .idx, or a prefix of either and not itself a file or folder."""
+def is_megatron_file(path: str | Path) -> bool:
+    """True if `path` names a Megatron data set: a .bin, a .idx, or a prefix of either that is no file or folder."""
     named = user_path(path)
     if named.suffix in (".bin", ".idx"):
         return not named.is_dir()
@@ -79,7 +79,7 @@ def _files(prefix: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True, eq=False)
 class IndexedFile:
-    """An opened data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
+    """A Megatron data set, mapped into memory. Opening reads all of the .idx and nothing of the .bin.
 
     Attributes:
         tokens: all tokens of the .bin.
@@ -97,14 +97,10 @@ class IndexedFile:
 
     @classmethod
     def open(cls, path: str | Path) -> IndexedFile:
-        """The data set of a prefix, or of its .bin or .idx.
-
-        Raises:
-            DataError: a file is missing or does not follow the format; names the file and the place.
-        """
-        prefix = prefix_of(path)
+        """The data set of a prefix, .bin or .idx; DataError with file and place where one is not in the format."""
+        prefix = megatron_prefix(path)
         bin_path, idx_path = _existing_files(prefix)
-        with readable(prefix):
+        with read_errors(prefix):
             dtype, sequences = _read_header(idx_path)
             raw = np.memmap(idx_path, dtype=np.uint8, mode="r")
             # The three arrays lie one after another behind the header, and may not be aligned to their dtypes.
@@ -125,10 +121,6 @@ class IndexedFile:
     def num_documents(self) -> int:
         return len(self.documents) - 1
 
-    @property
-    def bin_path(self) -> Path:
-        return _files(self.prefix)[0]
-
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents; of the number after the last one, the number of tokens."""
         return self.sequence_starts(self.documents[documents])
@@ -142,12 +134,12 @@ class IndexedFile:
     def digest(self) -> str:
         """A digest of the whole .idx and of blocks spread over the .bin: reading all of 100 GB would take minutes."""
         bin_path, idx_path = _files(self.prefix)
-        with readable(self.prefix), idx_path.open("rb") as file:
+        with read_errors(self.prefix), idx_path.open("rb") as file:
             idx = hashlib.file_digest(file, "sha256").hexdigest()
             return hashlib.sha256(f"{idx} {spread_digest(bin_path)}".encode()).hexdigest()
 
 
-class Documents:
+class MegatronDocuments:
     """Consecutive documents, number `first` to `stop` - 1, of a data set that a model of `vocab_size` reads.
 
     The tokens of consecutive documents are consecutive too: they are tokens `start` to `end` - 1 of the data set.
@@ -170,11 +162,7 @@ class Documents:
         return self.stop - self.first
 
     def take(self, places: IntArray) -> IntArray:
-        """The tokens at these places, counted from `start`, in the shape of `places`.
-
-        Raises:
-            DataError: one is beyond the vocabulary; the first is named with its file, document and place.
-        """
+        """The tokens at `places`, counted from `start`; DataError names document and place of one that is too large."""
         tokens: IntArray = self.file.tokens[places + self.start].astype(np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocab_size:
             wrong = int(np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))[0])
@@ -182,7 +170,7 @@ class Documents:
             numbers = range(self.first, self.stop)
             document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
             raise DataError(
-                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self.file.prefix}.bin: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
                 f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
                 f"{see('data#token-beyond-vocabulary')}"
             )
@@ -222,16 +210,16 @@ class Documents:
 
 
 def count_sequences(path: str | Path) -> int:
-    """The number of sequences of a data set, from the header of its .idx; DataError as from `IndexedFile.open`."""
-    _, idx_path = _existing_files(prefix_of(path))
-    with readable(idx_path):
+    """The number of sequences in a Megatron data set, by the header of its .idx; DataError as of `IndexedFile.open`."""
+    _, idx_path = _existing_files(megatron_prefix(path))
+    with read_errors(idx_path):
         return _read_header(idx_path)[1]
 
 
 def count_tokens(path: str | Path) -> int:
-    """The number of tokens of a data set, from the size of its .bin; DataError as from `IndexedFile.open`."""
-    bin_path, idx_path = _existing_files(prefix_of(path))
-    with readable(idx_path):
+    """The number of tokens of a Megatron data set, from the size of its .bin; DataError as from `IndexedFile.open`."""
+    bin_path, idx_path = _existing_files(megatron_prefix(path))
+    with read_errors(idx_path):
         return bin_path.stat().st_size // _read_header(idx_path)[0].itemsize
 
 
@@ -244,7 +232,7 @@ def _existing_files(prefix: Path) -> tuple[Path, Path]:
     ]
     if problems:
         if bin_path.is_file():
-            problems[0] += f"; {way_to_read(bin_path)}"
+            problems[0] += f"; {raw_tokens_hint(bin_path)}"
         raise DataError(problems)
     return bin_path, idx_path
 
@@ -333,22 +321,21 @@ def _check_documents(path: Path, documents: IntArray, sequences: int) -> None:
         raise _damaged(path, f"the first and the last document bound {ends} must be 0 and {sequences}")
 
 
-def written_dtype(vocab_size: int) -> np.dtype[Any]:
+def megatron_dtype(vocab_size: int) -> np.dtype[Any]:
     """The dtype in which Megatron writes tokens of a vocabulary of this size."""
     return np.dtype("<u2" if vocab_size < _SMALL_VOCABULARY else "<i4")
 
 
-class ChangedError(DataError):
-    """Files that were read or written before have changed."""
+class ChangedFilesError(DataError):
+    """Files of data that were read or written before have changed."""
 
 
 class UnfinishedIndex:
-    """A data set to which documents are appended, until its .idx can be made. An OSError passes through.
+    """A Megatron data set to which documents are appended, until its .idx can be made. An OSError passes through.
 
     PREFIX.bin has the tokens, PREFIX.sizes the sizes of sequences (i32), PREFIX.documents the document bounds (i64).
 
     Args:
-        vocab_size: vocabulary, which decides the dtype of the tokens.
         tokens, sequences, documents: numbers that the files keep, of those that they hold already.
 
     Raises:
@@ -358,7 +345,7 @@ class UnfinishedIndex:
     def __init__(self, prefix: Path, vocab_size: int, tokens: int = 0, sequences: int = 0, documents: int = 0) -> None:
         self.prefix = prefix
         self.vocab_size = vocab_size
-        self.dtype = written_dtype(vocab_size)
+        self.dtype = megatron_dtype(vocab_size)
         self.sequences = sequences
         self.documents = documents
         kept = {
@@ -439,14 +426,14 @@ def _open_to_append(files: ExitStack, path: Path, size: int) -> BinaryIO:
     """A file cut to `size` bytes, which `files` closes."""
     path.touch()
     if path.stat().st_size < size:
-        raise ChangedError(f"{path} is shorter than it was")
+        raise ChangedFilesError(f"{path} is shorter than it was")
     file = files.enter_context(path.open("r+b"))
     file.truncate(size)
     file.seek(0, SEEK_END)
     return file
 
 
-def publish(made: Path, prefix: Path) -> None:
+def publish_megatron_files(made: Path, prefix: Path) -> None:
     """Moves the complete .bin and .idx of the prefix `made` to `prefix`; after a crash it may be called again.
 
     The new .bin and the old .idx are never there together, and readers accept nothing without the .idx.
@@ -461,7 +448,7 @@ def publish(made: Path, prefix: Path) -> None:
 
 
 class IndexedWriter:
-    """Writes a data set of a vocabulary's tokens, byte for byte as Megatron does; memory does not grow with it.
+    """Writes a Megatron data set, byte for byte as Megatron-LM does; memory does not grow with it.
 
     The files appear once the block ends without an error. Data of that name are replaced.
 
@@ -470,7 +457,7 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self.prefix = prefix_of(prefix)
+        self.prefix = megatron_prefix(prefix)
         self.vocab_size = vocab_size
 
     def __enter__(self) -> IndexedWriter:
@@ -486,14 +473,10 @@ class IndexedWriter:
         with self._writing(), self._opened:
             if kind is None:
                 self._index.finish()
-                publish(self._index.prefix, self.prefix)
+                publish_megatron_files(self._index.prefix, self.prefix)
 
     def add(self, tokens: Sequence[int] | npt.NDArray[np.integer[Any]], sizes: Sequence[int] | None = None) -> None:
-        """Appends a document.
-
-        Args:
-            sizes: number of tokens of each of its sequences; None: one sequence, or none if there are no tokens.
-        """
+        """Appends a document; `sizes`: tokens of each of its sequences; None: one sequence of all its tokens."""
         row = np.asarray(tokens, dtype=np.int64)
         if sizes is None:
             sizes = [len(row)] if len(row) else []

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import DataError, listing
-from shardwise.data.reading.content import FOREIGN, HEAD, readable
+from shardwise.data.reading.content import FOREIGN, HEAD, read_errors
 from shardwise.data.rows import IntArray
 
 DTYPES = ("uint16", "uint32", "int64")
@@ -41,7 +41,7 @@ _EVIDENCE = 32
 
 @dataclass(frozen=True)
 class RawTokens:
-    """An opened file, mapped into memory.
+    """A file of raw token ids, mapped into memory.
 
     Attributes:
         end: the token that separates documents, where the format has one.
@@ -83,7 +83,7 @@ class RawTokens:
         elif head.startswith(_NUMPY):
             tokens = _array(path)
             raw = cls(path, tokens, None, f"an array of numpy, of {tokens.dtype.name}")
-        elif path.suffix == ".ds" and (metadata := read_metadata(metadata_of(path))) is not None:
+        elif path.suffix == ".ds" and (metadata := read_datatrove_metadata(datatrove_metadata_file(path))) is not None:
             _, found, number = metadata
             tokens = _flat(path, found, told=(number, f"{path.name}.metadata"))
             raw = cls(path, tokens, None, f"a file of datatrove, of {found}", _ends(path, len(tokens)))
@@ -102,16 +102,16 @@ def is_raw_tokens(path: Path) -> bool:
     return path.suffix in SUFFIXES and path.is_file() and not path.with_suffix(".idx").exists()
 
 
-def way_to_read(path: Path) -> str:
+def raw_tokens_hint(path: Path) -> str:
     """The end of a message about a file of tokens that a run was given: what makes data of it that runs read."""
     return f"`shardwise data prepare {path} PREFIX` makes PREFIX.bin and PREFIX.idx of raw tokens"
 
 
-def read_metadata(path: Path) -> tuple[str, str, int] | None:
-    """The tokenizer, the dtype and the number of ids that a NAME.ds.metadata tells; None if there is none."""
+def read_datatrove_metadata(path: Path) -> tuple[str, str, int] | None:
+    """The tokenizer, the dtype and the number of ids that datatrove's NAME.ds.metadata tells; None if there is none."""
     if not path.is_file():
         return None
-    with readable(path):
+    with read_errors(path):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     # Without a tokenizer, datatrove writes the size twice.
     name, _, width = lines[0].rpartition("|") if lines else ("", "", "")
@@ -120,7 +120,7 @@ def read_metadata(path: Path) -> tuple[str, str, int] | None:
     return name, f"uint{8 * int(width)}", int(lines[1])
 
 
-def metadata_of(path: Path) -> Path:
+def datatrove_metadata_file(path: Path) -> Path:
     """The file of datatrove that says which tokenizer made the ids of `path`."""
     return path.with_name(f"{path.name}.metadata")
 
@@ -199,7 +199,6 @@ def _flat(path: Path, dtype: str, offset: int = 0, told: tuple[int, str] | None 
 
 
 def _array(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """The array in a file of numpy.save."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:

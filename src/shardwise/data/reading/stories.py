@@ -25,10 +25,10 @@ def stories() -> Iterator[str]:
     """All stories of the built-in text, in their order."""
     grammar = yaml_value(GRAMMAR.read_text(encoding="utf-8"), GRAMMAR.name)
     for number in range(STORIES):
-        yield story(grammar, number)
+        yield _story(grammar, number)
 
 
-def story(grammar: Mapping[str, Any], number: int) -> str:
+def _story(grammar: Mapping[str, Any], number: int) -> str:
     """The story of a number: a plot, and of each of its parts one of the sentences, with the words of this story."""
     draw = random.Random(f"story {number}")
     words = _words(grammar, draw)
@@ -38,7 +38,6 @@ def story(grammar: Mapping[str, Any], number: int) -> str:
 
 
 def _words(grammar: Mapping[str, Any], draw: random.Random) -> dict[str, str]:
-    """The text of each name in braces."""
     words = {name: _choice(texts, draw) for name, texts in grammar["words"].items()}
     hero = _choice(grammar["people"], draw)
     friend = _choice([person for person in grammar["people"] if person != hero], draw)

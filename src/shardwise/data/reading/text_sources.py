@@ -27,22 +27,10 @@ from shardwise.base.errors import DataError, RunError, ShardwiseError, first_lin
 from shardwise.base.files import user_path
 from shardwise.base.units import counted
 from shardwise.config import BUILT_IN_TEXTS, DataConfig
-from shardwise.data.reading import text_files
-from shardwise.data.reading.content import (
-    BLOCK,
-    LINES,
-    FileReading,
-    HubFile,
-    Kind,
-    chosen_kind,
-    described,
-    readable,
-    reading_of,
-    unpacked_name,
-)
-from shardwise.data.reading.dataset_tables import DataSet, names_data_set, open_table
+from shardwise.data.reading import content, jsonl_parquet
+from shardwise.data.reading.dataset_tables import DataSet, names_data_set, open_arrow_table
 
-PIECE_CHARACTERS = BLOCK
+PIECE_CHARACTERS = content.BLOCK
 # Characters before the end of a piece among which white space is looked for; words are much shorter.
 _BACKTRACK = 1 << 12
 # A bound, as installations differ in size: with it they give about the same amount of text.
@@ -73,7 +61,7 @@ _SETTLED_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of a document; the next piece continues it unless `ends_document`."""
+    """A part of a document's text; the next piece continues it unless `ends_document`."""
 
     text: str
     ends_document: bool
@@ -86,31 +74,26 @@ class TextPiece:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Plain texts (one document each), JSON lines and parquet files (a document a line or row), in the order given.
-
-    Attributes:
-        kind: kind of all files; None: the content of each file decides.
-        left_out: files of the same folder that are not read.
-    """
+    """The text of data files, a document a file, line or row; `kind`: of all; None: the content of each decides."""
 
     name: str
     files: tuple[Path, ...]
-    kind: Kind | None
+    kind: content.Kind | None
     text_key: str
     left_out: tuple[Path, ...] = ()
 
     @cached_property
-    def readings(self) -> tuple[FileReading, ...]:
+    def readings(self) -> tuple[content.FileReading, ...]:
         """The reading of each file; DataError if one holds no text."""
-        return tuple(reading_of(path, self.kind, self.text_key) for path in self.files)
+        return tuple(content.reading_of(path, self.kind, self.text_key) for path in self.files)
 
     def require_text(self) -> None:
         """Raises DataError if the first line or row of a file has no text, or all are empty; one plain text is read."""
-        looked_at: set[FileReading] = set()
+        looked_at: set[content.FileReading] = set()
         for path, reading in zip(self.files, self.readings, strict=True):
             if reading.kind == "text" and reading in looked_at:
                 continue
-            for _, blocks in islice(text_files.documents(path, reading.kind, self.text_key), 1):
+            for _, blocks in islice(jsonl_parquet.documents_of_file(path, reading.kind, self.text_key), 1):
                 if next(iter(blocks), None) is not None or reading.kind != "text":
                     looked_at.add(reading)
         if not looked_at:
@@ -121,7 +104,7 @@ class FileSource:
 
     def described(self) -> str:
         """The readings of the files, and the files that are left out; DataError if a file holds no text."""
-        return described(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
+        return content.described_readings(list(zip(self.files, self.readings, strict=True))) + self.left_out_note()
 
     def left_out_note(self) -> str:
         """The files that are left out, as the end of a sentence."""
@@ -154,7 +137,7 @@ class FileSource:
         documents = 0
         for path in self.files:
             empty = 0
-            for _, blocks in text_files.documents(path, self.kind, self.text_key):
+            for _, blocks in jsonl_parquet.documents_of_file(path, self.kind, self.text_key):
                 piece = None
                 for piece in cut_document(blocks):
                     yield piece
@@ -187,7 +170,7 @@ class ColumnSource(DataSet):
         row = empty = 0
         for array in self.arrays(split):
             for value in array:
-                text = text_files.row_text(value, f"{self.where(split)}: row {row}", self.column)
+                text = jsonl_parquet.arrow_text(value, f"{self.where(split)}: row {row}", self.column)
                 yield from cut_document([text])
                 row += 1
                 empty += not text
@@ -195,13 +178,8 @@ class ColumnSource(DataSet):
 
 
 @dataclass(frozen=True)
-class CodeSource:
-    """Built-in text that code makes.
-
-    Attributes:
-        files: files of text of which it is made; empty if it is made of none.
-        stamped: files that decide it.
-    """
+class _CodeSource:
+    """Built-in text that code makes of `files`, if any; `stamped`: the files that decide it."""
 
     name: str
     files: tuple[Path, ...]
@@ -216,7 +194,7 @@ class CodeSource:
             yield from cut_document([text])
 
 
-Source = FileSource | ColumnSource | CodeSource
+Source = FileSource | ColumnSource | _CodeSource
 
 
 def announce_empty(source: Source, announce: Callable[[str], None] | None, kind: str = "empty document") -> None:
@@ -225,14 +203,14 @@ def announce_empty(source: Source, announce: Callable[[str], None] | None, kind:
         announce(f"{source.name}: {counted(empty, kind)} left out")
 
 
-def open_source(data: DataConfig) -> Source:
+def open_text_source(data: DataConfig) -> Source:
     """The text that the `data` section names; DataError if it is missing or holds no files."""
     if names_data_set(data):
         return ColumnSource.open(data)
     if data.path is not None:
         path = user_path(data.path)
-        with readable(path):
-            return user_files(path, data)
+        with content.read_errors(path):
+            return text_files_at(path, data)
     if data.dataset is None:
         raise DataError("data.path, data.blend or data.dataset must name the data; for a trial: data.dataset=python")
     text = BUILT_IN_TEXTS[data.dataset]
@@ -242,17 +220,17 @@ def open_source(data: DataConfig) -> Source:
     if data.dataset == "stories":
         from shardwise.data.reading import stories
 
-        return CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
+        return _CodeSource("stories", (), (stories.GRAMMAR, Path(stories.__file__)), stories.stories)
     root = Path(sysconfig.get_path("stdlib"))
-    with readable(root):
+    with content.read_errors(root):
         return _python_source(root)
 
 
-def user_files(path: Path, data: DataConfig) -> FileSource:
+def text_files_at(path: Path, data: DataConfig) -> FileSource:
     """The files of text, or of rows, at a path, without those that are no data; DataError if there are none."""
     from shardwise.data.reading import raw_tokens
 
-    kind = chosen_kind(data.format)
+    kind = content.chosen_file_kind(data.format)
     left_out: set[Path] = set()
     if path.is_dir():
         # A link to nowhere stays, and fails by its name; reading a pipe would wait for ever.
@@ -278,23 +256,24 @@ def user_files(path: Path, data: DataConfig) -> FileSource:
         if kind is None and file.suffix in raw_tokens.SUFFIXES:
             if file.with_suffix(".idx").exists():
                 raise DataError(f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}")
-            raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.way_to_read(file)}")
+            raise DataError(f"{file} holds raw tokens, not text: {raw_tokens.raw_tokens_hint(file)}")
     return FileSource(str(data.path), files, kind, data.text_key, tuple(sorted(left_out)))
 
 
-def _left_out(files: Sequence[Path], kind: Kind | None, key: str) -> set[Path]:
-    """The files of a folder that are no data."""
+def _left_out(files: Sequence[Path], kind: content.Kind | None, key: str) -> set[Path]:
     left_out = {file for file in files if _BOOKKEEPING.fullmatch(file.name)}
     about = {file for file in files if _NO_ROWS.fullmatch(file.name)} - left_out
     has_rows = kind != "text"
     if about and kind is None:
         # A file of each suffix tells enough of the others.
-        samples = {Path(unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out}
-        has_rows = any(reading_of(file, None, key).kind != "text" for file in samples.values())
+        samples = {
+            Path(content.unpacked_name(file.name)).suffix: file for file in files if file not in about | left_out
+        }
+        has_rows = any(content.reading_of(file, None, key).kind != "text" for file in samples.values())
     return left_out | about if has_rows else left_out
 
 
-def _python_source(root: Path) -> CodeSource:
+def _python_source(root: Path) -> _CodeSource:
     """The text of every Python installation: the standard library's sources, then the topics of `help()`."""
     files: list[Path] = []
     total = 0
@@ -314,12 +293,12 @@ def _python_source(root: Path) -> CodeSource:
 
     def texts() -> Iterator[str]:
         for path in files:
-            with readable(path), contextlib.suppress(UnicodeDecodeError):
+            with content.read_errors(path), contextlib.suppress(UnicodeDecodeError):
                 yield path.read_text(encoding="utf-8")
         yield from _python_topics()
 
     topics = [root / _TOPICS] if (root / _TOPICS).is_file() else []
-    return CodeSource("python", tuple(files), (*files, *topics), texts)
+    return _CodeSource("python", tuple(files), (*files, *topics), texts)
 
 
 def _python_topics() -> list[str]:
@@ -354,7 +333,7 @@ def _stamp(files: Iterable[Path], identity: list[str | None]) -> str | None:
     facts: list[Any] = [identity]
     newest = 0.0
     for path in files:
-        with readable(path):
+        with content.read_errors(path):
             status = path.stat()
         newest = max(newest, status.st_mtime, status.st_ctime)
         facts.append([str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
@@ -402,23 +381,20 @@ BLOCK_CHARACTERS = 1 << 26
 class FileShard:
     """A file of text that a stream reads, on this machine or on the hub."""
 
-    path: Path | HubFile
-    kind: Kind | None
+    path: Path | content.HubFile
+    kind: content.Kind | None
     text_key: str
 
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
-        """The documents from the one that begins at `start` on, as blocks of text, with the place of the next one.
-
-        Raises:
-            DataError: a document cannot be read; names file and line, row or byte.
-            RunError: the hub does not answer.
-        """
+        """The documents from the one at `start` on, as blocks of text, with the place of the next one."""
         try:
-            yield from text_files.documents(self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS)
+            yield from jsonl_parquet.documents_of_file(
+                self.path, self.kind, self.text_key, start, longest=BLOCK_CHARACTERS
+            )
         except ShardwiseError:
             raise
         except Exception as error:
-            if not isinstance(self.path, HubFile):
+            if not isinstance(self.path, content.HubFile):
                 raise
             raise RunError(f"{self.path} cannot be read: {type(error).__name__}: {first_line(error)}") from None
 
@@ -433,27 +409,27 @@ class TableShard:
     def documents(self, start: int) -> Iterator[tuple[int, Iterable[str]]]:
         row = start
         for array in self._values.slice(start).chunks:
-            text_files.require_sound(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
+            jsonl_parquet.require_sound_array(array, f"{self.path}: rows {row} to {row + len(array) - 1}", self.column)
             for value in array:
-                text = text_files.row_text(value, f"{self.path}: row {row}", self.column)
+                text = jsonl_parquet.arrow_text(value, f"{self.path}: row {row}", self.column)
                 row += 1
                 yield row, [text]
 
     @cached_property
     def _values(self) -> Any:
-        table = open_table([self.path])
-        text_files.require_text(self.path, table.schema, self.column)
-        return text_files.with_column(table, self.column).column(self.column)
+        table = open_arrow_table([self.path])
+        jsonl_parquet.require_text_column(self.path, table.schema, self.column)
+        return jsonl_parquet.with_nested_column(table, self.column).column(self.column)
 
 
 TextShard = FileShard | TableShard
 
 
-def open_shard(file: str, data: DataConfig) -> TextShard:
+def open_text_shard(file: str, data: DataConfig) -> TextShard:
     """The shard of a file, or of an address on the hub; DataError if it cannot be streamed."""
     if data.is_hub_dataset:
-        if unpacked_name(file).endswith(LINES) or file.endswith(".parquet"):
-            return FileShard(HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
+        if content.unpacked_name(file).endswith(content.LINES) or file.endswith(".parquet"):
+            return FileShard(content.HubFile(file), "parquet" if file.endswith(".parquet") else "jsonl", data.text_key)
         raise DataError(
             f"{file} must be a .parquet, .jsonl or .json file for data.streaming: set it to false, or data.path to a "
             "copy of the files"
@@ -461,4 +437,4 @@ def open_shard(file: str, data: DataConfig) -> TextShard:
     path = Path(file)
     if path.suffix == ".arrow":
         return TableShard(path, data.text_key)
-    return FileShard(path, chosen_kind(data.format), data.text_key)
+    return FileShard(path, content.chosen_file_kind(data.format), data.text_key)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import orjson
 
 from shardwise.base.errors import DataError, see
-from shardwise.data.reading import text_files
-from shardwise.data.reading.content import FileReading, opened, reading_of
+from shardwise.data.reading import jsonl_parquet
+from shardwise.data.reading.content import FileReading, open_unpacked, reading_of
 from shardwise.data.rows import IntArray
 
 # Lines that are decoded at once.
@@ -31,12 +31,7 @@ _FIX = "(data.text_key): write it as a list of integers, or name another"
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Some rows, one after another.
-
-    Attributes:
-        nulls: True for each token that is null; None if none is.
-        place: function that names row 0, 1, … of these in messages.
-    """
+    """Rows of token ids, one after another; `nulls`: True for a token that is null; `place` names a row in messages."""
 
     lengths: IntArray
     tokens: npt.NDArray[np.integer[Any]]
@@ -89,11 +84,11 @@ class TokenRows:
             place = f"{self.place(row)}: token {at - (ends[row] - self.lengths[row])}"
             if self.nulls is not None and self.nulls[at]:
                 raise DataError(f"{place} is null: a row must hold tokens alone")
-            raise DataError(f"{place} {beyond(self.tokens[at], vocab_size)}")
+            raise DataError(f"{place} {beyond_vocabulary(self.tokens[at], vocab_size)}")
 
 
-def beyond(token: np.integer[Any], vocab_size: int) -> str:
-    """The end of a message about a token that is not of the vocabulary."""
+def beyond_vocabulary(token: np.integer[Any], vocab_size: int) -> str:
+    """The end of a message about a token of the data that is not of the vocabulary."""
     return (
         f"({token}) must be in 0 … {vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
     )
@@ -105,16 +100,16 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
     None if the file has no such rows; DataError if it cannot be read. A column `input_ids` counts whatever it holds.
     """
     reading = reading_of(file, None, key)
-    names = [key, *([text_files.TOKENS] if key == "text" else [])]
+    names = [key, *([jsonl_parquet.TOKENS] if key == "text" else [])]
     if reading.kind == "parquet":
-        kinds = text_files.parquet_kinds(file, names)
+        kinds = jsonl_parquet.parquet_kinds(file, names)
         name = next(iter(kinds), key)
         return (reading, name) if name != key or re.match(_LISTS, kinds.get(name, "")) else None
     for number, line in _lines(file) if reading.kind == "jsonl" else ():
-        record = text_files.line_record(line, partial(text_files.line_name, file, 0, number), key, orjson.loads)
+        record = jsonl_parquet.json_line(line, partial(jsonl_parquet.line_name, file, 0, number), key, orjson.loads)
         for name in names:
             with contextlib.suppress(KeyError):
-                values = text_files.field_of(record, name)
+                values = jsonl_parquet.nested_field(record, name)
                 if values != []:  # which may be anything: the next line tells
                     is_row = isinstance(values, list) and {*map(type, values)}.isdisjoint((str, dict))
                     return (reading, name) if name != key or is_row else None
@@ -124,13 +119,13 @@ def token_column(file: Path, key: str) -> tuple[FileReading, str] | None:
     return None
 
 
-def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
-    """The rows of a file, some at once; DataError if one holds anything but whole numbers; names file and row."""
+def token_rows_of_file(file: Path, reading: FileReading, column: str) -> Iterator[TokenRows]:
+    """The rows of token ids in a file, some at once; DataError with file and row where one is no row of numbers."""
     if reading.kind == "parquet":
         require = partial(_require_tokens, file, column)
-        for first, batch in text_files.parquet_batches(file, require):
+        for first, batch in jsonl_parquet.parquet_batches(file, require):
             table = importlib.import_module("pyarrow").Table.from_batches([batch])
-            values = text_files.with_column(table, column).column(column).combine_chunks()
+            values = jsonl_parquet.with_nested_column(table, column).column(column).combine_chunks()
             yield TokenRows.of_arrow(values, str(file), first, column)
         return
     lines = _lines(file)
@@ -139,22 +134,23 @@ def file_rows(file: Path, reading: FileReading, column: str) -> Iterator[TokenRo
         rows = [_line_tokens(file, number, line, column) for number, line in block]
 
         def place(row: int, numbers: Sequence[int] = numbers) -> str:
-            return text_files.line_name(file, 0, numbers[row])
+            return jsonl_parquet.line_name(file, 0, numbers[row])
 
         yield TokenRows(np.array([*map(len, rows)], dtype=np.int64), np.concatenate(rows), place)
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers."""
-    with opened(file) as content:
+    with open_unpacked(file) as content:
         yield from ((number, line) for number, line in enumerate(content, start=1) if line.strip())
 
 
 def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
-    where = partial(text_files.line_name, file, 0, number)
-    values = text_files.record_field(text_files.line_record(line, where, column, orjson.loads), where, column, "tokens")
+    where = partial(jsonl_parquet.line_name, file, 0, number)
+    values = jsonl_parquet.record_field(
+        jsonl_parquet.json_line(line, where, column, orjson.loads), where, column, "tokens"
+    )
     if not isinstance(values, list):
-        given = text_files.type_name(values)
+        given = jsonl_parquet.json_type(values)
         raise DataError(f"{where()}: the field {column!r} must hold a list of whole numbers, not {given} {_FIX}")
     if not {*map(type, values)} <= {int}:
         at = next(at for at, value in enumerate(values) if type(value) is not int)
@@ -167,9 +163,8 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
 
 def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     """The column, to read it; DataError if a table with this schema holds no tokens there."""
-    fields = text_files.with_column(schema.empty_table(), column).schema
-    kind = "none" if fields.get_field_index(column) < 0 else text_files.column_kind(fields.field(column).type)
+    kind = jsonl_parquet.column_kinds(schema, [column]).get(column)
     if kind != "tokens":
-        cause = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
+        cause = f"{file}: the column {column!r} holds {kind}" if kind else f"{file} has no column {column!r}"
         raise DataError(f"{cause}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")
     return [column]

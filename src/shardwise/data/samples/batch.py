@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.order import SampleOrder, SourceOrder, Stage
+from shardwise.data.samples.order import MixtureStage, SampleOrder, SourceOrder
 
 IGNORE = -100
 """The target of a position that is not counted: the `ignore_index` of torch's cross-entropy unless it is given."""
 
 
-class Tokens(Protocol):
-    """A row of tokens: an array, or an object that checks the tokens that it returns."""
+class TokenSource(Protocol):
+    """A row of the data's tokens: an array, or an object that checks the tokens that it returns."""
 
     def __len__(self) -> int: ...
 
@@ -32,15 +32,15 @@ class Tokens(Protocol):
         ...
 
 
-class TokenRow(Tokens, Protocol):
-    """A row of tokens of which slices are read too."""
+class TokenRow(TokenSource, Protocol):
+    """A row of the data's tokens of which slices are read too."""
 
     def __getitem__(self, places: slice, /) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's micro-batch.
+    """The samples of one rank's micro-batch.
 
     Attributes:
         inputs: arrays by the keywords of the model's forward.
@@ -62,7 +62,7 @@ REPEATED_TEXT = "a text that is repeated more than four times teaches little (ar
 
 
 class Batches(ABC):
-    """Samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
+    """Batches of samples in an order that is a pure function of (seed, samples consumed), cut for any layout.
 
     Unless a class says otherwise, there are `num_samples`, which are shuffled in each epoch (`SampleOrder`).
 
@@ -116,11 +116,7 @@ class Batches(ABC):
         """Stop reading ahead, for which an ending process would wait; batches may be asked for again."""
 
     def places_of_rank(self, total: int, dp_rank: int, dp_size: int, micro_batch: int) -> IntArray:
-        """The places, among `total` samples, of those of a rank: [micro-batches, samples of each].
-
-        Raises:
-            ConfigError: the samples are not an equal number of whole micro-batches of each rank.
-        """
+        """The places of a rank's samples of `total`, [micro-batches, samples of each]; ConfigError: not whole ones."""
         if not 0 <= dp_rank < dp_size:
             raise ConfigError(f"the data-parallel rank ({dp_rank}) must be in 0 … {dp_size - 1}")
         if total < 1 or total % (dp_size * micro_batch):
@@ -185,10 +181,9 @@ class BlendedBatches(Batches):
 
     Args:
         stages: weights of the sources that are read, one stage after another; they count blocks.
-        together: samples of a block, which are of one source.
     """
 
-    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[Stage], together: int = 1) -> None:
+    def __init__(self, sources: Mapping[str, Batches], stages: Sequence[MixtureStage], together: int = 1) -> None:
         self.order = SourceOrder([*sources], stages)
         self.together = together
         self.batches = [*sources.values()]
@@ -200,17 +195,15 @@ class BlendedBatches(Batches):
         return sum(batches.num_samples for batches in self.batches)
 
     def epochs(self, samples: int) -> str:
-        return listing(
-            f"{name}: {batches.epochs(self.drawn(source, samples))}"
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-        )
+        return listing(f"{name}: {batches.epochs(drawn)}" for name, batches, drawn in self._drawn_by_source(samples))
 
     def repeated(self, samples: int) -> dict[str, float]:
         """Epochs of each source among the first `samples` of the run, by name."""
-        return {
-            name: self.drawn(source, samples) / batches.num_samples
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-        }
+        return {name: drawn / batches.num_samples for name, batches, drawn in self._drawn_by_source(samples)}
+
+    def _drawn_by_source(self, samples: int) -> Iterator[tuple[str, Batches, int]]:
+        for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True)):
+            yield name, batches, self.drawn(source, samples)
 
     def drawn(self, source: int, samples: int) -> int:
         """Samples of a source among the first `samples` of the run."""
@@ -251,21 +244,18 @@ class BlendedBatches(Batches):
             chosen = np.flatnonzero(sources == source)
             parts.append(self.batches[source].collate(source_indices[chosen], epochs[chosen], samples[chosen]))
             places.append(chosen)
-        return joined(parts, places, samples)
+        return join_batches(parts, places, samples)
 
     def blank(self, micro_batch: int) -> Batch:
         return self.batches[0].blank(micro_batch)
 
-    def set_stages(self, stages: Sequence[Stage]) -> None:
+    def set_stages(self, stages: Sequence[MixtureStage]) -> None:
         """Replace the stages; those of samples that were drawn must stay."""
         self.order = SourceOrder(self.order.names, stages)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        streams = {
-            name: state
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-            if (state := batches.state(self.drawn(source, consumed)))
-        }
+        states = {name: batches.state(drawn) for name, batches, drawn in self._drawn_by_source(consumed)}
+        streams = {name: state for name, state in states.items() if state}
         return {"stages": [asdict(stage) for stage in self.order.stages], "streams": streams}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -278,7 +268,7 @@ class BlendedBatches(Batches):
             batches.close()
 
 
-def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
+def join_batches(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArray) -> Batch:
     """One batch of the samples of several, each at its `places`. Samples are the last dimension of all inputs."""
     inputs: dict[str, IntArray] = {}
     lengths = None if batches[0].lengths is None else np.zeros_like(samples)
@@ -293,9 +283,5 @@ def joined(batches: Sequence[Batch], places: Sequence[IntArray], samples: IntArr
 
 
 def eval_micro_batches(num_samples: int, count: int, global_batch: int, portion: int) -> int:
-    """Micro-batches of each rank in an evaluation over at most `count` global batches.
-
-    Args:
-        portion: samples of one micro-batch of every data-parallel rank together.
-    """
+    """Micro-batches of each rank in an evaluation; `portion`: samples of one micro-batch of all ranks together."""
     return -(-min(count * global_batch, num_samples) // portion)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.order import SampleOrder, mix_integer, runs
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenSource
+from shardwise.data.samples.order import SampleOrder, concatenated_ranges, mix_integer
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class TokenBatches(RowBatches):
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: TokenSource,
         sequence_length: int,
         seed: int,
         *,
@@ -129,7 +129,7 @@ class TokenBatches(RowBatches):
         return self.tokens.take(np.arange(first, min(first + self.sequence_length + 1, len(self.tokens))))
 
 
-class Documents(Tokens, Protocol):
+class Documents(TokenSource, Protocol):
     """Documents of a data set of Megatron's, and the row of all of their tokens."""
 
     @property
@@ -226,11 +226,11 @@ class DocumentBatches(Batches):
         last_B = np.searchsorted(index.begins, ends_B, side="left") - 1
         parts_B = last_B - first_B + 1
         sample_N = np.repeat(np.arange(len(begins_B)), parts_B)
-        slot_N = runs(first_B, parts_B)
+        slot_N = concatenated_ranges(first_B, parts_B)
         low_N = np.maximum(index.begins[slot_N], begins_B[sample_N])
         high_N = np.minimum(index.begins[slot_N + 1], ends_B[sample_N])
         place_N = self.documents.starts(index.order[slot_N]) + low_N - index.begins[slot_N]
-        return runs(place_N, high_N - low_N)
+        return concatenated_ranges(place_N, high_N - low_N)
 
     def _index(self, epoch: int) -> _EpochIndex:
         """The index of an epoch. Those of two epochs are kept, as a batch may lie in both; memory never holds three."""

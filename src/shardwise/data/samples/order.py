@@ -92,7 +92,7 @@ class SampleOrder:
         right = values & np.uint64((1 << right_bits) - 1)
         for key in keys:
             mask = np.uint64((1 << left_bits) - 1)
-            left, right = right, left ^ (mix(right ^ key) & mask)
+            left, right = right, left ^ (mix_bits(right ^ key) & mask)
             left_bits, right_bits = right_bits, left_bits
         return (left << np.uint64(right_bits)) | right
 
@@ -106,8 +106,8 @@ _SECOND = 0x94D049BB133111EB
 _DRAWS = 0x6472617773  # "draws": keeps their hashes apart from the sample order's
 
 
-def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64 of each value (Steele, Lea and Flood 2014, section 3): a bijection of 64 bits."""
+def mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64 of each value, by which samples are shuffled (Steele, Lea and Flood 2014, section 3)."""
     values = values + np.uint64(_GOLDEN)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
@@ -115,7 +115,7 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def mix_integer(*values: int) -> int:
-    """One hash of several integers; for a single one the same as `mix`."""
+    """One hash of several integers, by which samples are shuffled; for a single one the same as `mix_bits`."""
     state = 0
     for value in values:
         state = ((state ^ value) + _GOLDEN) & _MASK
@@ -125,7 +125,7 @@ def mix_integer(*values: int) -> int:
     return state
 
 
-def below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
+def hashes_below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
     """Each hash as an integer of 0 … `limit` - 1, equally likely to within `limit` / 2³²; `limit` is at most 2³².
 
     The first 32 bits of a hash are a fraction of 1 in units of 2⁻³²; the result is that fraction of the limit, rounded
@@ -136,26 +136,26 @@ def below(hashes: npt.NDArray[np.uint64], limit: npt.NDArray[np.int64] | int) ->
 
 
 class Draws:
-    """Random numbers of samples, a pure function of (seed, epoch, sample) and of the purpose (`site`).
+    """Random numbers for samples of data, a pure function of (seed, epoch, sample) and of the purpose (`site`).
 
     Numbers of different sites are independent of one another, and of the sample order.
     """
 
     def __init__(self, seed: int, epochs_B: npt.NDArray[np.int64], indices_B: npt.NDArray[np.int64]) -> None:
         start = np.uint64(mix_integer(_DRAWS, seed))
-        self._keys_B = mix(mix(start ^ epochs_B.astype(np.uint64)) ^ indices_B.astype(np.uint64))
+        self._keys_B = mix_bits(mix_bits(start ^ epochs_B.astype(np.uint64)) ^ indices_B.astype(np.uint64))
 
     def hashes(self, site: int) -> npt.NDArray[np.uint64]:
         """One 64-bit hash a sample, [B]."""
-        return mix(self._keys_B ^ np.uint64(site))
+        return mix_bits(self._keys_B ^ np.uint64(site))
 
     def table(self, site: int, columns: int) -> npt.NDArray[np.uint64]:
         """`columns` 64-bit hashes a sample, [B, columns]."""
-        return mix(self.hashes(site)[:, None] ^ np.arange(columns, dtype=np.uint64))
+        return mix_bits(self.hashes(site)[:, None] ^ np.arange(columns, dtype=np.uint64))
 
     def below(self, site: int, limits: npt.NDArray[np.int64] | int) -> npt.NDArray[np.int64]:
         """One integer of 0 … limit - 1 a sample, [B]."""
-        return below(self.hashes(site), limits)
+        return hashes_below(self.hashes(site), limits)
 
 
 _MOST_IN_PATTERN = 100_000
@@ -165,7 +165,7 @@ _ROUNDED_TO = 10_000
 
 
 class BlendPattern:
-    """The order in which samples of K sources follow one another: a block that repeats without end.
+    """The order in which samples of a blend's K sources follow one another: a block that repeats without end.
 
     Source `s` has `counts[s]` of the M samples of a block, in the exact proportion of the weights as decimal numbers if
     M is then at most `_MOST_IN_PATTERN`: 0.7 and 0.3 make a block of 10. Else a count is the weight's share of
@@ -228,7 +228,6 @@ class BlendPattern:
 
 
 def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each source in a block."""
     fractions = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * common) for fraction in fractions]
@@ -244,8 +243,8 @@ def _samples_in_pattern(weights: Sequence[float]) -> list[int]:
     return [max(count, 1) for count in counts]
 
 
-def runs(starts: IntArray, sizes: IntArray) -> IntArray:
-    """`start, start + 1, …` of each run, as many as its size, one run after another.
+def concatenated_ranges(starts: IntArray, sizes: IntArray) -> IntArray:
+    """Ranges `start, start + 1, …` of these sizes, one after another.
 
     Place `i` of the result lies in the run that begins at place `end - size`: its value is `start - (end - size) + i`.
     """
@@ -254,14 +253,8 @@ def runs(starts: IntArray, sizes: IntArray) -> IntArray:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """The weights of a mixture's sources from a sample on.
-
-    Attributes:
-        step: steps of the run before the stage.
-        sample: number of the stage's first sample in the run.
-        weights: weight of each source that is read, by name.
-    """
+class MixtureStage:
+    """The weights of a mixture's sources from a sample of the run on, which `step` steps are before."""
 
     step: int
     sample: int
@@ -281,7 +274,7 @@ class SourceOrder:
         stages: stages in their order; the first begins with sample 0.
     """
 
-    def __init__(self, names: Sequence[str], stages: Sequence[Stage]) -> None:
+    def __init__(self, names: Sequence[str], stages: Sequence[MixtureStage]) -> None:
         assert stages[0].sample == 0
         self.names = tuple(names)
         self.stages = tuple(stages)

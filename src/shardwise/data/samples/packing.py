@@ -13,8 +13,8 @@ import numpy as np
 
 from shardwise.base.units import counted
 from shardwise.data.rows import IntArray
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenRow, Tokens
-from shardwise.data.samples.order import SampleOrder, mix_integer, runs
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenRow, TokenSource
+from shardwise.data.samples.order import SampleOrder, concatenated_ranges, mix_integer
 
 WINDOW = 1 << 20
 """Documents that are packed together: they bound the memory of packing, and fill samples as well as all would."""
@@ -26,11 +26,9 @@ _SCANNED_TOKENS = 1 << 24
 
 @dataclass(frozen=True)
 class Packs:
-    """Numbers in packs.
+    """Numbers of pieces of documents, divided into packs that become samples.
 
-    Attributes:
-        members: numbers of all packs, one pack after another.
-        begins: place of the first number of each pack, then the number of all, [packs + 1].
+    `members` has one pack after another; `begins`: the place of the first number of each, then of all, [packs + 1].
     """
 
     members: IntArray
@@ -55,11 +53,11 @@ class Packs:
             return self
         order = SampleOrder(len(self), seed).indices(epoch * len(self), len(self))
         sizes = self.sizes[order]
-        return Packs.from_sizes(self.members[runs(self.begins[order], sizes)], sizes)
+        return Packs.from_sizes(self.members[concatenated_ranges(self.begins[order], sizes)], sizes)
 
 
-def best_fit(sizes: IntArray, room: int) -> Packs:
-    """The numbers of `sizes`, each of 1 … `room`, in packs whose sizes add up to at most `room`.
+def best_fit_packs(sizes: IntArray, room: int) -> Packs:
+    """Best-fit packing: numbers of `sizes`, each of 1 … `room`, in packs whose sizes add up to at most `room`.
 
     Each size, the largest first, goes into the fullest pack that has room for it, else into a new one; of equal sizes
     the first one goes first. Best-fit decreasing (Johnson et al. 1974) needs at most 11/9 of the fewest packs, plus 4.
@@ -109,7 +107,7 @@ def best_fit(sizes: IntArray, room: int) -> Packs:
 
 @dataclass(frozen=True)
 class PackingFacts:
-    """Counts of documents and their samples.
+    """Counts of packed documents and their samples.
 
     Attributes:
         cut: number of documents that are longer than a sample.
@@ -154,7 +152,6 @@ class PackedSamples:
         pieces: first token of each piece and the number of its tokens that are read, one sample after another,
             [pieces, 2].
         begins: first piece of each sample, then the number of pieces, [samples + 1].
-        length: sequence length S.
     """
 
     pieces: IntArray
@@ -194,7 +191,6 @@ def packed_windows(bounds: IntArray, length: int, together: int = 1) -> Iterator
 
     Args:
         bounds: first token of each document, then the number of tokens, [documents + 1].
-        length: sequence length S.
         together: samples of a block, in which the pieces of a document that is longer than a sample follow each other,
             see `PackedSamples.joined`.
     """
@@ -203,7 +199,7 @@ def packed_windows(bounds: IntArray, length: int, together: int = 1) -> Iterator
         pieces = _pieces(window, length)
         # Else the first samples, which a short evaluation reads, would have the longest documents.
         seed = mix_integer(_SAMPLE_ORDER, number)
-        packs = best_fit(pieces[:, 1], length).shuffled(seed)
+        packs = best_fit_packs(pieces[:, 1], length).shuffled(seed)
         if together > 1 and len(packs):
             packs = _in_blocks(packs, pieces, together, seed)
         yield PackedSamples(pieces[packs.members], packs.begins, length, _facts(window, length, len(packs)))
@@ -233,14 +229,15 @@ def _in_blocks(packs: Packs, pieces: IntArray, together: int, seed: int) -> Pack
     order = np.lexsort((main, chain_of))
     _, firsts, sizes = np.unique(chain_of[order], return_index=True, return_counts=True)
     shuffled = SampleOrder(len(sizes), seed).indices(0, len(sizes))
-    blocks = best_fit(sizes[shuffled], together).shuffled(seed)
+    blocks = best_fit_packs(sizes[shuffled], together).shuffled(seed)
     chains = shuffled[blocks.members]
     in_full = np.repeat(np.add.reduceat(sizes[chains], blocks.begins[:-1]) == together, blocks.sizes)
     chains = np.concatenate([chains[in_full], chains[~in_full]])
-    chosen = order[runs(firsts[chains], sizes[chains])]
+    chosen = order[concatenated_ranges(firsts[chains], sizes[chains])]
     filling = np.zeros(-len(packs) % together, dtype=np.int64)
     return Packs.from_sizes(
-        packs.members[runs(packs.begins[chosen], packs.sizes[chosen])], np.concatenate([packs.sizes[chosen], filling])
+        packs.members[concatenated_ranges(packs.begins[chosen], packs.sizes[chosen])],
+        np.concatenate([packs.sizes[chosen], filling]),
     )
 
 
@@ -267,7 +264,7 @@ def _pieces(bounds: IntArray, length: int) -> IntArray:
     """The pieces of documents, in their order; documents of one token have none."""
     read = np.maximum(np.diff(bounds) - 1, 0)
     number = -(-read // length)
-    offsets = runs(np.zeros_like(number), number) * length
+    offsets = concatenated_ranges(np.zeros_like(number), number) * length
     starts = np.repeat(bounds[:-1], number) + offsets
     return np.stack([starts, np.minimum(np.repeat(read, number) - offsets, length)], axis=1)
 
@@ -319,7 +316,7 @@ class PackedBatches(Batches):
 
     objectives = ("lm",)
 
-    def __init__(self, tokens: Tokens, packed: PackedSamples, seed: int, together: int = 1) -> None:
+    def __init__(self, tokens: TokenSource, packed: PackedSamples, seed: int, together: int = 1) -> None:
         super().__init__(packed.facts.samples, seed, together)
         self.tokens = tokens
         self.packed = packed
@@ -329,12 +326,12 @@ class PackedBatches(Batches):
         numbers_B = np.maximum(indices, 0)
         # A sample that counts nothing has no pieces.
         pieces_B = np.where(indices >= 0, begins[numbers_B + 1] - begins[numbers_B], 0)
-        starts_N, sizes_N = self.packed.pieces[runs(begins[numbers_B], pieces_B)].T
+        starts_N, sizes_N = self.packed.pieces[concatenated_ranges(begins[numbers_B], pieces_B)].T
         sample_N = np.repeat(np.arange(len(indices)), pieces_B)
         read_B = np.bincount(sample_N, weights=sizes_N, minlength=len(indices)).astype(np.int64)
         place_N = np.cumsum(sizes_N) - sizes_N - (np.cumsum(read_B) - read_B)[sample_N]
         # Each piece is followed by its last target.
-        row = self.tokens.take(runs(starts_N, sizes_N + 1))
+        row = self.tokens.take(concatenated_ranges(starts_N, sizes_N + 1))
         ends_N = np.cumsum(sizes_N + 1)
         is_read_BS = np.arange(self.packed.length) < read_B[:, None]
         ids_BS = np.zeros(is_read_BS.shape, dtype=np.int64)

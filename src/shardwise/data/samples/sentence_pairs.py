@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.reading.hdf5_files import ShardRows, in_list
+from shardwise.data.reading.hdf5_files import Hdf5ShardRows, listed_positions
 from shardwise.data.rows import IntArray, PairTokens, Sentences
-from shardwise.data.samples.batch import IGNORE, Batch, Batches, Tokens
-from shardwise.data.samples.order import Draws, below
+from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenSource
+from shardwise.data.samples.order import Draws, hashes_below
 
 # [CLS] A [SEP] B [SEP]
 _ADDED = 3
 
 
 @dataclass(frozen=True)
-class Chunks:
+class _Chunks:
     """Consecutive tokens `[start, end)` of one document each, [B].
 
     Attributes:
@@ -41,7 +41,7 @@ class Chunks:
 
 
 class ChunkIndex:
-    """Documents cut into chunks of about `length` tokens, at sentences.
+    """Documents cut at sentences into chunks of about `length` tokens, of which sentence pairs are made.
 
     A sentence belongs to chunk (document, ⌊its start in the document / length⌋). A chunk is thus shorter than
     2 · `length` tokens, and `length` on average. Where a sentence covers a chunk's whole place, the place itself is
@@ -68,7 +68,7 @@ class ChunkIndex:
     def num_documents(self) -> int:
         return len(self._first_chunks) - 1
 
-    def find(self, chunks: IntArray) -> Chunks:
+    def find(self, chunks: IntArray) -> _Chunks:
         """The chunks of these numbers."""
         document: IntArray = np.searchsorted(self._first_chunks, chunks, side="right") - 1
         first_chunk, stop_chunk = self.siblings(document)
@@ -80,7 +80,7 @@ class ChunkIndex:
         end = self.bounds[stop]
         # A sentence that covers all of the next place as well is continued there.
         end = np.where(end < high + self.length, end, high)
-        return Chunks(start, end, first, stop - first, document)
+        return _Chunks(start, end, first, stop - first, document)
 
     def siblings(self, document: IntArray) -> tuple[IntArray, IntArray]:
         """The first chunk of each document, and that of the next document."""
@@ -96,12 +96,8 @@ class ChunkIndex:
 _RANDOM, _SPLIT, _OTHER, _SENTENCE, _FRONT_A, _FRONT_B = range(6)
 
 
-def chunk_room(sequence_length: int) -> int:
-    """Tokens of A and B that a sample has room for.
-
-    Raises:
-        ConfigError: there is no room for one token each, or there are more positions than `Masking` can number.
-    """
+def pair_tokens_room(sequence_length: int) -> int:
+    """The tokens of both sentences of a pair that a sample has room for; ConfigError: it is too short or too long."""
     if not _ADDED + 2 <= sequence_length <= MAX_SEQUENCE_LENGTH:
         raise ConfigError(
             f"train.sequence_length ({sequence_length}) must be in {_ADDED + 2} … {MAX_SEQUENCE_LENGTH:,}, the length "
@@ -111,11 +107,7 @@ def chunk_room(sequence_length: int) -> int:
 
 
 def pair_batch(samples: IntArray, **rows: npt.NDArray[Any]) -> Batch:
-    """The batch of BERT's inputs, by their names; in `rows` the first dimension of each is the samples'.
-
-    Raises:
-        DataError: masked positions beyond the sequence: a device would crash, or predict another token.
-    """
+    """The batch of BERT's inputs by name, of rows by sample; DataError: a masked position is beyond the sequence."""
     inputs = {name: np.array(array.T, dtype=np.int64, order="C") for name, array in rows.items()}
     length = len(inputs["ids_SB"])
     positions_PB = inputs["positions_PB"]
@@ -168,7 +160,7 @@ class SentencePairBatches(Batches):
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: TokenSource,
         sentences: Sentences,
         sequence_length: int,
         seed: int,
@@ -178,7 +170,7 @@ class SentencePairBatches(Batches):
         masked_fraction: float,
         max_predictions: int,
     ) -> None:
-        self.room = chunk_room(sequence_length)
+        self.room = pair_tokens_room(sequence_length)
         if not 1 <= max_predictions <= sequence_length:
             raise ConfigError(
                 f"data.max_predictions ({max_predictions}) must be in 1 … train.sequence_length ({sequence_length})"
@@ -228,7 +220,6 @@ class SentencePairBatches(Batches):
         )
 
     def _segments(self, indices: IntArray, draws: Draws) -> _Segments:
-        """A and B before truncation."""
         bounds = self.chunks.bounds
         chunk = self.chunks.find(indices)
         size = chunk.end - chunk.start
@@ -299,7 +290,7 @@ MAX_SEQUENCE_LENGTH = 1 << _POSITION_BITS
 
 @dataclass(frozen=True)
 class Masking:
-    """The tokens of a sample that are predicted, and the ids that the model sees in their place.
+    """The masked tokens of a BERT sample, which are predicted, and the ids that the model sees in their place.
 
     Of `n` candidates `max(1, ⌊fraction · n + ½⌋)` are predicted, at most `predictions` (P): those with the smallest
     hashes. Four in five become `mask_id`, one in ten a random one of `ordinary_ids`, one in ten stays.
@@ -330,8 +321,8 @@ class Masking:
         positions_BP[~chosen_BP] = 0
         originals_BP = np.take_along_axis(ids_BS, positions_BP, axis=1)
         # Of ten kinds, 0 to 7 show [MASK], 8 shows a random token and 9 the token itself.
-        kinds_BP = below(draws.table(_KIND, self.predictions), 10)
-        random_BP = self.ordinary_ids[below(draws.table(_TOKEN, self.predictions), len(self.ordinary_ids))]
+        kinds_BP = hashes_below(draws.table(_KIND, self.predictions), 10)
+        random_BP = self.ordinary_ids[hashes_below(draws.table(_TOKEN, self.predictions), len(self.ordinary_ids))]
         shown_BP = np.where(kinds_BP < 8, self.mask_id, np.where(kinds_BP < 9, random_BP, originals_BP))
         masked_BS = ids_BS.copy()
         rows = np.nonzero(chosen_BP)[0]
@@ -350,7 +341,7 @@ class ShardBatches(Batches):
 
     objectives = ("mlm", "nsp")
 
-    def __init__(self, shards: ShardRows, first: int, stop: int, seed: int) -> None:
+    def __init__(self, shards: Hdf5ShardRows, first: int, stop: int, seed: int) -> None:
         super().__init__(stop - first, seed)
         self.shards = shards
         self.first = first
@@ -359,7 +350,7 @@ class ShardBatches(Batches):
         real_B = indices >= 0
         rows = self.shards.take(np.maximum(indices, 0) + self.first)
         positions_BP = rows["masked_lm_positions"]
-        listed_BP = in_list(positions_BP)
+        listed_BP = listed_positions(positions_BP)
         return pair_batch(
             samples,
             ids_SB=rows["input_ids"],

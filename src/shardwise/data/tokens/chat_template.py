@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 
 from shardwise.base.errors import RAISED, DataError
 from shardwise.base.hub import TOKENIZER_CONFIG
-from shardwise.data.reading.conversations import ASSISTANT, Conversation, Message, text_of
+from shardwise.data.reading.chat_files import ASSISTANT, Conversation, Message, message_text
 from shardwise.data.rows import IntArray
 from shardwise.data.tokens.template_sandbox import BEGIN, END, SandboxedTemplate
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ from shardwise.data.tokens.tokenizer_files import (
     END_MESSAGE,
     ROLES,
     TokenizerFiles,
-    read_object,
+    read_tokenizer_json,
 )
 
 BUILT_IN = "shardwise (built in)"
@@ -54,15 +54,15 @@ _BUILT_IN = (
 )
 
 
-def add_template(folder: Path, name: str) -> ChatTemplate:
-    """The template of the tokenizer in `folder`, which gets a built-in one if it has none, for transformers too."""
+def add_chat_template(folder: Path, name: str) -> ChatTemplate:
+    """The chat template of the tokenizer in `folder`, which gets a built-in one if it has none."""
     template = ChatTemplate.or_built_in(folder, name)
     if template.name == BUILT_IN:
         (folder / CHAT_TEMPLATE).write_text(template.source, encoding="utf-8")
     return template
 
 
-def built_in_template(tokenizer: Tokenizer) -> str | None:
+def _built_in_template(tokenizer: Tokenizer) -> str | None:
     """A template for a tokenizer that has none; None if it has no token that could end a message.
 
     It is ChatML where the vocabulary has its marks. Else a message begins with its role as ordinary text, `<|user|>`,
@@ -78,7 +78,7 @@ def built_in_template(tokenizer: Tokenizer) -> str | None:
 
 
 @dataclass(frozen=True)
-class RenderedChat:
+class _RenderedChat:
     """A conversation as text.
 
     Attributes:
@@ -91,13 +91,8 @@ class RenderedChat:
     left_out: int = 0
 
 
-class EncodedChat(NamedTuple):
-    """The tokens of a conversation.
-
-    Attributes:
-        answers: first and next token of each answer, [answers, 2].
-        left_out: as of `RenderedChat`.
-    """
+class _EncodedChat(NamedTuple):
+    """The tokens of a conversation; `answers`: first and next token of each answer, [answers, 2]."""
 
     ids: IntArray
     answers: IntArray
@@ -109,7 +104,6 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Attributes:
-        source: its jinja2 code.
         name: the file that holds it, for messages.
         special: special tokens by their roles, such as `bos_token`.
         with_tools: template of conversations that name tools; None if this one renders them too.
@@ -124,27 +118,19 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer_folder: Path) -> ChatTemplate | None:
-        """The template of the tokenizer in a folder; None if it has none.
-
-        Raises:
-            DataError: a file of the tokenizer is missing or broken, or the template is no jinja2.
-        """
+        """The template of the tokenizer in a folder; None if it has none; DataError: a file is missing or broken."""
         files = TokenizerFiles.find(tokenizer_folder)
         templates = _read_templates(files)
         return cls._made(templates, Tokenizer.load(tokenizer_folder), files) if _DEFAULT in templates else None
 
     @classmethod
     def or_built_in(cls, path: Path, name: str) -> ChatTemplate:
-        """The template of a tokenizer, else the one that is built in.
-
-        Raises:
-            DataError: as `of`; or no built-in template fits, as no token could end a message.
-        """
+        """The template of a tokenizer, else a built-in one; DataError as `of`, or if no token could end a message."""
         files = TokenizerFiles.find(path)
         tokenizer = Tokenizer.load(path)
         templates = _read_templates(files)
         if _DEFAULT not in templates:
-            source = built_in_template(tokenizer)
+            source = _built_in_template(tokenizer)
             if source is None:
                 raise DataError(
                     f"data.tokenizer {name} has no chat template, no {BEGIN_MESSAGE} and {END_MESSAGE}, and no token "
@@ -172,18 +158,10 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None, *, add_generation_prompt: bool
     ) -> str:
-        """The text of a conversation, as `apply_chat_template` gives it.
-
-        Args:
-            variables: what the template reads beside the messages, such as `tools`.
-            add_generation_prompt: True to add the text after which the assistant's answer follows.
-
-        Raises:
-            DataError: the template refuses the conversation, or fails.
-        """
+        """The text of a conversation, as of `apply_chat_template`; DataError: the template refuses it, or fails."""
         return _ANSWER.sub("", self._rendered(messages, variables or {}, add_generation_prompt))
 
-    def rendered_chat(self, chat: Conversation) -> RenderedChat:
+    def rendered_chat(self, chat: Conversation) -> _RenderedChat:
         """The text of a conversation, and the places of the answers in it.
 
         A template with `{% generation %}` marks them itself. For another one, an answer is the text that the
@@ -208,7 +186,7 @@ class ChatTemplate:
             # The answers that the message adds to those before it.
             first, last = (len(self._marked(chat, count)) // 2 for count in (number, number + 1))
             del answers[first:last]
-        return RenderedChat("".join(parts), answers)
+        return _RenderedChat("".join(parts), answers)
 
     def _marked(self, chat: Conversation, count: int) -> list[str]:
         """The text of the first `count` messages, cut where answers begin and end."""
@@ -217,11 +195,7 @@ class ChatTemplate:
         return _ANSWER.split(self._rendered(chat.messages[:count], chat.variables, add_generation_prompt=False))
 
     def unread(self, chat: Conversation, known: Container[str]) -> set[str]:
-        """The names of variables and of fields of messages without which a conversation has the same text.
-
-        Args:
-            known: names that are not looked at.
-        """
+        """The names of variables and fields, but `known` ones, without which a conversation has the same text."""
         template = self.with_tools if self.with_tools is not None and "tools" in chat.variables else self
         fields = {name for message in chat.messages for name in message}
         names = (fields | chat.variables.keys()) - {*_READ} - template._names
@@ -238,7 +212,6 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """The names that the template has, of fields and of variables."""
         return frozenset(self.code.names())
 
     @cached_property
@@ -276,12 +249,11 @@ class ChatTemplate:
         if (reasoning := next((given[name] for name in _REASONING if name in given), None)) is not None:
             given = {"thinking": reasoning, **given, "reasoning_content": reasoning}
         if isinstance(given.get("content"), list) and not self._reads_parts:
-            given["content"] = text_of(given)
+            given["content"] = message_text(given)
         return given
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """True if the template reads a content that is a list of parts."""
         messages = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
         values = {"tools": None, "documents": None, **self.special, "messages": messages}
         with contextlib.suppress(*RAISED):
@@ -289,7 +261,7 @@ class ChatTemplate:
             return _PROBE in text and f"'{_PROBE}'" not in text
         return False
 
-    def _compared(self, chat: Conversation) -> RenderedChat:
+    def _compared(self, chat: Conversation) -> _RenderedChat:
         messages = chat.messages
         render = partial(self.render, variables=chat.variables)
         text = render(messages, add_generation_prompt=False)
@@ -315,7 +287,7 @@ class ChatTemplate:
             else:
                 rewritten.append(number)
         if not rewritten:
-            return RenderedChat(text, answers)
+            return _RenderedChat(text, answers)
         before = render(messages[:last], add_generation_prompt=True)
         text = render(messages[: last + 1], add_generation_prompt=False)
         if not text.startswith(before):
@@ -325,7 +297,7 @@ class ChatTemplate:
                 "{% generation %} and {% endgeneration %} around the answers in the template"
             )
         left_out = len(rewritten) + len(answers) - 1
-        return RenderedChat(text, [(len(before), self._end_of_answer(text, len(before), len(text)))], left_out)
+        return _RenderedChat(text, [(len(before), self._end_of_answer(text, len(before), len(text)))], left_out)
 
     def _end_of_answer(self, text: str, begin: int, end: int) -> int:
         """The end of an answer without the white space that a template puts after the token that ends it."""
@@ -336,15 +308,9 @@ class ChatTemplate:
 
 def encode_chats(
     template: ChatTemplate, chats: Iterable[tuple[Callable[[], str], Conversation]]
-) -> Iterator[EncodedChat]:
-    """The tokens of each conversation.
-
-    A token that an answer shares with the text before or after belongs to the answer, as in transformers.
-
-    Raises:
-        DataError: the template refuses a conversation; names the place, which its function gives.
-    """
-    rendered: list[RenderedChat] = []
+) -> Iterator[_EncodedChat]:
+    """The tokens of each conversation; those that an answer shares are the answer's. DataError names the place."""
+    rendered: list[_RenderedChat] = []
     for where, chat in chats:
         try:
             rendered.append(template.rendered_chat(chat))
@@ -356,7 +322,7 @@ def encode_chats(
         places = np.array(text.answers, dtype=np.int64).reshape(-1, 2)
         first = np.searchsorted(offsets[:, 1], places[:, 0], side="right")
         stop = np.searchsorted(offsets[:, 0], places[:, 1], side="left")
-        yield EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), text.left_out)
+        yield _EncodedChat(np.array(encoding.ids, dtype=np.int64), np.stack([first, stop], axis=1), text.left_out)
 
 
 _Templates = dict[str, tuple[str, str]]
@@ -368,7 +334,7 @@ def _read_templates(files: TokenizerFiles) -> _Templates:
     templates: _Templates = {}
     paths = {file.name: file for file in files.companions}
     if TOKENIZER_CONFIG in paths:
-        template = read_object(paths[TOKENIZER_CONFIG]).get("chat_template")
+        template = read_tokenizer_json(paths[TOKENIZER_CONFIG]).get("chat_template")
         entries = template if isinstance(template, list) else [{"name": _DEFAULT, "template": template}]
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):

@@ -35,7 +35,7 @@ _Item = TypeVar("_Item")
 
 
 class ContentDigest:
-    """A digest of all text that passes through `watch`, and of the ends of documents and of the text's parts."""
+    """A digest of all text of a source that passes through `watch`, and of the ends of documents and of parts."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -61,7 +61,7 @@ class ContentDigest:
 def encode_documents(
     parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, marks: DocumentMarks, folder: Path
 ) -> dict[str, Any]:
-    """Writes each part's tokens, documents with their marks; returns the manifest's records."""
+    """Tokenizes the documents of each part, with their marks, into files; returns the manifest's records."""
     with ExitStack() as files:
         writers = token_writers(files, token_dtype(tokenizer.vocab_size), folder)
         for part, row, ends_document in document_tokens(parts, tokenizer, marks, _BATCH_CHARACTERS):
@@ -88,7 +88,7 @@ def document_tokens(
         begun = not ends[-1]
 
 
-def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_Key, PieceTexts]]:
+def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_Key, _PieceTexts]]:
     """The documents of `pieces`, each with their key; one of more than a million characters is cut where a piece ends.
 
     That is after a word if possible, where most tokenizers cut as well: others may give a few other tokens there.
@@ -97,15 +97,15 @@ def document_texts(pieces: Iterable[tuple[_Key, TextPiece]]) -> Iterator[tuple[_
     last: _Key | None = None
     for key, piece in pieces:
         if blocks and last is not None and (key != last or sum(map(len, blocks)) >= _LONGEST):
-            yield last, PieceTexts(["".join(blocks)], ends_document=False)
+            yield last, _PieceTexts(["".join(blocks)], ends_document=False)
             blocks = []
         blocks.append(piece.text)
         last = key
         if piece.ends_document:
-            yield key, PieceTexts(["".join(blocks)], ends_document=True)
+            yield key, _PieceTexts(["".join(blocks)], ends_document=True)
             blocks = []
     if blocks and last is not None:
-        yield last, PieceTexts(["".join(blocks)], ends_document=False)
+        yield last, _PieceTexts(["".join(blocks)], ends_document=False)
 
 
 def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def encode_sentences(parts: Iterable[tuple[Part, TextPiece]], tokenizer: Tokeniz
                     ends["documents"].write([ends["sentences"].length - 1])
                     writer.documents += 1
                     has_sentences[part] = False
-    return facts_with_bounds(writers, bounds)
+    return part_facts(writers, bounds)
 
 
 def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict[Part, dict[str, ArrayWriter]]:
-    """A file of bounds of each name for each part, which `files` closes."""
+    """Writers of cached bounds, one of each name for each part, which `files` closes."""
     return {
         part: {
             name: ArrayWriter(files.enter_context((folder / f"{part}.{name}.bin").open("wb")), BOUNDS_DTYPE)
@@ -152,22 +152,20 @@ def bounds_writers(files: ExitStack, names: Sequence[str], folder: Path) -> dict
     }
 
 
-def facts_with_bounds(
-    writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]
-) -> dict[str, Any]:
-    """The manifest's record of each part, once its files are closed."""
+def part_facts(writers: Mapping[Part, TokenWriter], bounds: Mapping[Part, Mapping[str, ArrayWriter]]) -> dict[str, Any]:
+    """The manifest's record of each part's tokens and bounds, once its files are closed."""
     return {
         part: {**writer.facts(), "bounds": {name: row.facts() for name, row in bounds[part].items()}}
         for part, writer in writers.items()
     }
 
 
-def digests_of(parts: Mapping[str, Any]) -> list[str]:
+def part_digests(parts: Mapping[str, Any]) -> list[str]:
     return [row["sha256"] for facts in parts.values() for row in (facts, *facts.get("bounds", {}).values())]
 
 
 def token_writers(files: ExitStack, dtype: np.dtype[Any], folder: Path) -> dict[Part, TokenWriter]:
-    """A file of tokens for each part, which `files` closes."""
+    """Writers of cached tokens, one for each part, which `files` closes."""
     return {part: TokenWriter(files.enter_context((folder / f"{part}.bin").open("wb")), dtype) for part in PARTS}
 
 
@@ -179,7 +177,7 @@ _AFTER_A_SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<!\s)[^\S\n]*\n\s*")
 
 
 @dataclass(frozen=True)
-class PieceTexts:
+class _PieceTexts:
     """Texts of a document, each of which is tokenized by itself: its sentences, or all of it.
 
     The next texts continue the document unless `ends_document`.
@@ -206,8 +204,8 @@ def cut_sentences(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(starts, [*cuts, len(text)], strict=True) if end > start]
 
 
-def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, PieceTexts]]:
-    """The documents of each part in sentences.
+def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[Part, _PieceTexts]]:
+    """The documents of each part, cut into sentences to be tokenized.
 
     A sentence that is cut by the end of a piece is joined again, unless it grows beyond `PIECE_CHARACTERS`. A document
     that lies in two parts becomes two documents. Sentences of white space alone are dropped.
@@ -226,12 +224,12 @@ def sentence_pieces(parts: Iterable[tuple[Part, TextPiece]]) -> Iterator[tuple[P
         unfinished = None if piece.ends_document else part
 
 
-def _cut_piece(sentences: list[str], ends_document: bool) -> PieceTexts:
-    return PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
+def _cut_piece(sentences: list[str], ends_document: bool) -> _PieceTexts:
+    return _PieceTexts([sentence for sentence in sentences if sentence.strip()], ends_document)
 
 
 def group_by_size(items: Iterable[_Item], characters_of: Callable[[_Item], int], least: int) -> Iterator[list[_Item]]:
-    """Consecutive items in lists that have `least` characters or more; the last list may have fewer.
+    """Lists of consecutive texts, to be tokenized at once, of `least` characters or more; the last may have fewer.
 
     No item is taken from `items` beyond those that were returned.
     """

@@ -25,7 +25,7 @@ _ROUND = 16
 
 
 class SandboxedTemplate:
-    """A template that is ready to run; TemplateError where its source is no jinja2."""
+    """A chat template that is ready to run; TemplateError where its source is no jinja2."""
 
     def __init__(self, source: str) -> None:
         self._sandbox = _Sandbox()

@@ -29,9 +29,9 @@ from shardwise.data.tokens.tokenizer_files import (
     SPACE,
     SPECIAL,
     TokenizerFiles,
-    library_errors,
-    read_bytes,
-    read_object,
+    read_tokenizer_file,
+    read_tokenizer_json,
+    tokenizers_library_errors,
 )
 
 if TYPE_CHECKING:
@@ -83,11 +83,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Opens the tokenizer of a folder, or the one that a file belongs to, of any kind that `TokenizerFiles` knows.
-
-        Raises:
-            DataError: it is missing or unreadable.
-        """
+        """Opens the tokenizer of a folder, or the one that a file belongs to; DataError: it is missing or broken."""
         return cls._of(TokenizerFiles.find(Path(path)))
 
     @classmethod
@@ -152,7 +148,7 @@ class Tokenizer:
             return self._backend.encode_batch(texts, add_special_tokens=False)
 
     def _library_errors(self) -> AbstractContextManager[None]:
-        return library_errors(self._name, "apply to a text")
+        return tokenizers_library_errors(self._name, "apply to a text")
 
     def _read_special_tokens(self, *, literally: bool) -> None:
         # Set only if it differs, as it must not be set while another thread encodes.
@@ -188,11 +184,7 @@ class Tokenizer:
     def encode_rows(
         self, texts: list[str], *, literally: bool = False
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The ids of all texts one after another, nothing added, and the number of ids of each; encoded on all cores.
-
-        Args:
-            literally: True if the name of a special token, such as "[SEP]", is text like any other.
-        """
+        """All ids of texts, and the number of each; `literally`: the name of a special token is text like any other."""
         self._read_special_tokens(literally=literally)
         with self._library_errors():
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -247,7 +239,7 @@ class Tokenizer:
         if TOKENIZER_CONFIG in copies:
             if not pairs:
                 special = {"eos_token": end} if end is not None and end in self.added_tokens.values() else {}
-            settings = plain_settings({**special, **read_object(copies[TOKENIZER_CONFIG])}, pairs=pairs)
+            settings = plain_tokenizer_config({**special, **read_tokenizer_json(copies[TOKENIZER_CONFIG])}, pairs=pairs)
         elif SPECIAL not in copies:
             (folder / SPECIAL).write_text(json.dumps(special, indent=2) + "\n", encoding="utf-8")
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -259,12 +251,8 @@ class Tokenizer:
         return PairTokens(**ids)
 
 
-def plain_settings(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
-    """A `tokenizer_config.json` by which transformers reads the `tokenizer.json` beside it as it is.
-
-    Args:
-        pairs: True if the model reads the types of tokens.
-    """
+def plain_tokenizer_config(settings: Mapping[str, Any], *, pairs: bool) -> dict[str, Any]:
+    """Settings by which transformers reads `tokenizer.json` as it is; `pairs`: for a model of sentence pairs."""
     inputs = {} if pairs else {"model_input_names": ["input_ids", "attention_mask"]}
     kept = {name: value for name, value in settings.items() if name != "auto_map"}  # which names a class in a file
     return {**inputs, **kept, **PLAIN_CLASS}
@@ -277,11 +265,7 @@ def _bytes_of_piece(piece: str) -> int:
 
 
 def trained_special_tokens(vocab_size: int, *, pairs: bool, chat: bool = False) -> list[str]:
-    """The special tokens of a tokenizer that is trained on the data, in the order of their ids.
-
-    Raises:
-        DataError: the vocabulary has no room for them and for 256 bytes, or is larger than LARGEST_TRAINED.
-    """
+    """The special tokens of a tokenizer that is trained on the data; DataError: the vocabulary is too small or big."""
     special = [END_OF_DOCUMENT]
     if pairs:
         special = list(PAIR_TOKENS.values())
@@ -343,11 +327,7 @@ def train_tokenizer(
 
 
 def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must fit `model.vocab_size`; a hub id is opened from the cache.
-
-    Raises:
-        DataError: it cannot be opened, has ids beyond the model's vocabulary, or lacks a token that pairs need.
-    """
+    """The tokenizer that `data.tokenizer` names, here or in the hub's cache; DataError: it does not fit the model."""
     files = _files(path)
     tokenizer = Tokenizer._of(files)
     problems = []
@@ -373,7 +353,7 @@ def open_user_tokenizer(path: str, vocab_size: int, *, pairs: bool = False) -> T
     return tokenizer
 
 
-def announce_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
+def announce_tokenizer_note(tokenizer: Tokenizer, announce: Callable[[str], None] | None) -> None:
     """Announces the note of a tokenizer, if it has one."""
     if announce is not None and tokenizer.note is not None:
         announce(tokenizer.note)
@@ -383,7 +363,7 @@ def user_tokenizer_digest(path: str) -> str:
     """A digest of the files that `export_user_tokenizer` copies; DataError if there are none, or one is unreadable."""
     digest = hashlib.sha256()
     for name, file in _files(path).copies.items():
-        digest.update(hashlib.sha256(read_bytes(file)).digest() + name.encode())
+        digest.update(hashlib.sha256(read_tokenizer_file(file)).digest() + name.encode())
     return digest.hexdigest()
 
 
@@ -410,7 +390,7 @@ def keep_user_tokenizer(
 ) -> Tokenizer:
     """Opens the user's tokenizer as `open_user_tokenizer` does, announces its note, and exports it into `folder`."""
     tokenizer = open_user_tokenizer(path, vocab_size, pairs=pairs)
-    announce_note(tokenizer, announce)
+    announce_tokenizer_note(tokenizer, announce)
     export_user_tokenizer(path, tokenizer, folder)
     return tokenizer
 

@@ -20,16 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.base import hub
 from shardwise.base.errors import DataError, listing
 from shardwise.base.files import reason_of
-from shardwise.base.hub import (
-    CHAT_TEMPLATES,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    TOKENIZERS,
-    tokenizer_names,
-    without_tokenizer,
-)
 from shardwise.base.parsing import json_value
 from shardwise.data.tokens.ranked_vocabularies import open_tekken, open_tiktoken
 
@@ -51,7 +44,7 @@ PAIR_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "
 """BERT's special tokens, in the order of their ids in a tokenizer that is trained here."""
 _ADDED = "added_tokens.json"
 # Files that transformers may read next to a vocabulary; an export copies those that are there.
-_COMPANIONS = (TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
+_COMPANIONS = (hub.TOKENIZER_CONFIG, SPECIAL, _ADDED, CHAT_TEMPLATE, "chat_template.json")
 _OF_MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 KNOWN_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "[SEP]")
 """The ends of document of GPT-2 and NeoX, Llama 2, Llama 3 and BERT."""
@@ -68,11 +61,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of one tokenizer.
-
-    Attributes:
-        vocabulary: files that the tokenizer is made of, by the names that transformers has for them.
-    """
+    """The files of one tokenizer; `vocabulary`: those that it is made of, by their names in transformers."""
 
     vocabulary: Mapping[str, Path]
     companions: tuple[Path, ...]
@@ -83,10 +72,12 @@ class TokenizerFiles:
         if path.is_dir():
             return cls._in_folder(path)
         if not path.exists():
-            raise DataError(f"{path} does not exist: a tokenizer is {tokenizer_names()}, or a folder that holds one")
-        names = next((names for names in TOKENIZERS if path.name.endswith(names)), None)
+            raise DataError(
+                f"{path} does not exist: a tokenizer is {hub.tokenizer_names()}, or a folder that holds one"
+            )
+        names = next((names for names in hub.TOKENIZERS if path.name.endswith(names)), None)
         if names is None:
-            kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, TOKENIZER)
+            kind = {".model": PIECES, ".tiktoken": PIECES, ".txt": WORDS}.get(path.suffix, hub.TOKENIZER)
             if re.fullmatch(r"tekken.*\.json", path.name):
                 kind = TEKKEN
             return cls({kind: path}, ())
@@ -103,29 +94,29 @@ class TokenizerFiles:
             present = {file.name for file in folder.iterdir() if file.is_file()}
         except OSError as error:
             raise DataError(f"{folder} cannot be read: {reason_of(error)}") from None
-        for names in TOKENIZERS:
+        for names in hub.TOKENIZERS:
             if present.issuperset(names):
                 return cls.find(folder / names[0])
-        raise DataError(without_tokenizer(f"the folder {folder}", present))
+        raise DataError(hub.no_tokenizer_text(f"the folder {folder}", present))
 
     @property
     def copies(self) -> dict[str, Path]:
         """All files, by the names that they have in an export; chat templates with names of their own come last."""
-        files = {file.name if file.parent.name != CHAT_TEMPLATES else f"{CHAT_TEMPLATES}/{file.name}": file
+        files = {file.name if file.parent.name != hub.CHAT_TEMPLATES else f"{hub.CHAT_TEMPLATES}/{file.name}": file
                  for file in self.companions}  # fmt: skip
         return {**self.vocabulary, **files}
 
     def open(self) -> tokenizers.Tokenizer:
         """The tokenizer itself; DataError if a file is unreadable, broken, or of a kind that is not read here."""
-        options = self._settings(TOKENIZER_CONFIG)
-        if TOKENIZER in self.vocabulary:
-            backend = _open_json(self.vocabulary[TOKENIZER])
+        options = self._settings(hub.TOKENIZER_CONFIG)
+        if hub.TOKENIZER in self.vocabulary:
+            backend = _open_json(self.vocabulary[hub.TOKENIZER])
         elif VOCABULARY in self.vocabulary:
             backend = _open_merges(self.vocabulary[VOCABULARY], self.vocabulary[MERGES], options)
         elif TEKKEN in self.vocabulary:
             file = self.vocabulary[TEKKEN]
-            with library_errors(file, "read"):
-                backend = open_tekken(read_bytes(file), file)
+            with tokenizers_library_errors(file, "read"):
+                backend = open_tekken(read_tokenizer_file(file), file)
         elif PIECES in self.vocabulary:
             backend = _open_pieces(self.vocabulary[PIECES], options)
         else:
@@ -141,8 +132,8 @@ class TokenizerFiles:
         return self._special_tokens.named(role) or (_OF_MISTRAL.get(role) if TEKKEN in self.vocabulary else None)
 
     @cached_property
-    def _special_tokens(self) -> SpecialTokens:
-        return SpecialTokens(self._settings(TOKENIZER_CONFIG), self._settings(SPECIAL))
+    def _special_tokens(self) -> _SpecialTokens:
+        return _SpecialTokens(self._settings(hub.TOKENIZER_CONFIG), self._settings(SPECIAL))
 
     def end_of_document(self, backend: tokenizers.Tokenizer) -> str | None:
         """The token that closes a document; None if there is none."""
@@ -150,7 +141,6 @@ class TokenizerFiles:
         return next((name for name in names if name is not None and backend.token_to_id(name) is not None), None)
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Adds the tokens that the companions have, and marks ends of documents as special."""
         try:
             special = self._special_tokens.all()
             file, by_id = self._tokens_by_id({token.content for token in special})
@@ -173,34 +163,35 @@ class TokenizerFiles:
                     f"{file} gives {token.content!r} the id {number}, and in the vocabulary it is {reached}"
                 )
         ends = [token for token in KNOWN_ENDS if backend.token_to_id(token) is not None]
-        if TOKENIZER in self.vocabulary:
-            if self.named("eos_token") is not None or any(file.name == TOKENIZER_CONFIG for file in self.companions):
+        if hub.TOKENIZER in self.vocabulary:
+            if self.named("eos_token") is not None or any(
+                file.name == hub.TOKENIZER_CONFIG for file in self.companions
+            ):
                 ends = []
             else:  # an export gets settings, which name this token
                 ends = ends[:1]
         _add_special(backend, [token for token in ends if token not in present])
 
     def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
-        """The file that gives tokens with their ids, and those tokens."""
         files = {file.name: file for file in self.companions}
-        settings = self._settings(TOKENIZER_CONFIG)
+        settings = self._settings(hub.TOKENIZER_CONFIG)
         if BY_ID in settings:
-            by_id = {int(number): added_token(token) for number, token in settings[BY_ID].items()}
-            return files[TOKENIZER_CONFIG], by_id
+            by_id = {int(number): _added_token(token) for number, token in settings[BY_ID].items()}
+            return files[hub.TOKENIZER_CONFIG], by_id
         if _ADDED not in files:
             return None, {}
         tokens = {
-            number: added_token(token, special=token in special, normalized=token not in special)
+            number: _added_token(token, special=token in special, normalized=token not in special)
             for token, number in _ids(files[_ADDED]).items()
         }
         return files[_ADDED], tokens
 
     def _settings(self, name: str) -> dict[str, Any]:
-        return next((read_object(path) for path in self.companions if path.name == name), {})
+        return next((read_tokenizer_json(path) for path in self.companions if path.name == name), {})
 
 
 @contextlib.contextmanager
-def library_errors(name: Path | str, verb: str) -> Iterator[None]:
+def tokenizers_library_errors(name: Path | str, verb: str) -> Iterator[None]:
     """Inside, whatever the library `tokenizers` raises is a DataError: it cannot `verb` the tokenizer `name`."""
     try:
         yield
@@ -219,7 +210,7 @@ def _add_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
 
 def _companions(folder: Path) -> tuple[Path, ...]:
     files = [folder / name for name in _COMPANIONS if (folder / name).is_file()]
-    return (*files, *sorted((folder / CHAT_TEMPLATES).glob("*.jinja")))
+    return (*files, *sorted((folder / hub.CHAT_TEMPLATES).glob("*.jinja")))
 
 
 def _open_json(file: Path) -> tokenizers.Tokenizer:
@@ -228,19 +219,19 @@ def _open_json(file: Path) -> tokenizers.Tokenizer:
     if (backend := _open_tiktoken(file)) is not None:
         return backend
     text = _text(file)
-    with library_errors(file, "read"):
+    with tokenizers_library_errors(file, "read"):
         return tokenizers.Tokenizer.from_str(text)
 
 
 def _open_tiktoken(file: Path) -> tokenizers.Tokenizer | None:
     """The tokenizer of a vocabulary of tiktoken; None if the file is none. DataError if it is not known."""
-    content = read_bytes(file)
+    content = read_tokenizer_file(file)
     if not re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content[:1024]):
         return None
     if (known := open_tiktoken(content)) is None:
         raise DataError(
             f"{file} is a vocabulary of tiktoken, which says neither how text is split nor the ids of special tokens: "
-            f"take the {TOKENIZER} of a model with that encoding, which the hub has"
+            f"take the {hub.TOKENIZER} of a model with that encoding, which the hub has"
         )
     return known
 
@@ -268,7 +259,6 @@ def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) 
 
 
 def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Byte-level BPE from GPT-2's two files."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -281,7 +271,7 @@ def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> t
     pairs = [line.split(" ") for line in _lines(merges_file) if line and not line.startswith("#version")]
     if bad := [pair for pair in pairs if len(pair) != 2]:
         raise DataError(f"{merges_file} must have two tokens with a space between them a line, and has {bad[0]}")
-    with library_errors(merges_file, "read"):
+    with tokenizers_library_errors(merges_file, "read"):
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, [(left, right) for left, right in pairs]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(options.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
@@ -328,7 +318,6 @@ def _open_pieces(file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer
 
 
 def _piece_model(file: Path) -> Any:
-    """The parsed file."""
     try:
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from sentencepiece import sentencepiece_model_pb2
@@ -338,9 +327,9 @@ def _piece_model(file: Path) -> Any:
         ) from None
     model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
     with contextlib.suppress(DecodeError):
-        model.ParseFromString(read_bytes(file))
+        model.ParseFromString(read_tokenizer_file(file))
     if not model.pieces or not model.HasField("trainer_spec"):
-        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {TOKENIZER}")
+        raise DataError(f"{file} is no SentencePiece model: copy it again, or take the model's {hub.TOKENIZER}")
     return model
 
 
@@ -366,7 +355,7 @@ def _unreadable_pieces(model: Any) -> list[str]:
 
 
 def _ids(file: Path) -> dict[str, int]:
-    values = read_object(file)
+    values = read_tokenizer_json(file)
     if any(type(number) is not int or number < 0 for number in values.values()):
         raise DataError(f'{file} must hold tokens and their ids, such as {{"the": 1}}')
     if len(set(values.values())) < len(values):
@@ -378,8 +367,8 @@ def _lines(file: Path) -> list[str]:
     return [line.removesuffix("\r") for line in _text(file).removesuffix("\n").split("\n")]
 
 
-def read_bytes(file: Path) -> bytes:
-    """The content of a file; DataError if it cannot be read."""
+def read_tokenizer_file(file: Path) -> bytes:
+    """The content of a tokenizer's file; DataError if it cannot be read."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -388,13 +377,13 @@ def read_bytes(file: Path) -> bytes:
 
 def _text(file: Path) -> str:
     try:
-        return read_bytes(file).decode()
+        return read_tokenizer_file(file).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{file} must be UTF-8, and byte {error.start} is not: copy it again") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DataError if it holds none."""
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a tokenizer's file; DataError if it holds none."""
     try:
         values = json_value(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -412,7 +401,7 @@ _ADDITIONAL = "additional_special_tokens"
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-class SpecialTokens:
+class _SpecialTokens:
     """The special tokens that two files name.
 
     Args:
@@ -429,27 +418,26 @@ class SpecialTokens:
 
     def named(self, role: str) -> str | None:
         """The token of a role, such as `eos_token`."""
-        return content_of(self._values.get(role))
+        return token_content(self._values.get(role))
 
     def all(self) -> list[tokenizers.AddedToken]:
         """All special tokens; TypeError if the files do not describe them."""
         other_roles = [key for key in self._values if key.endswith("_token") and key not in ROLES]
         values = [self._values.get(role) for role in (*ROLES, *other_roles)]
         values += [*self._extra]
-        return [added_token(value, special=True) for value in values if content_of(value) is not None]
+        return [_added_token(value, special=True) for value in values if token_content(value) is not None]
 
 
-def added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
-    """The token that a file gives, with these flags; TypeError if it gives none."""
+def _added_token(value: Any, **flags: bool) -> tokenizers.AddedToken:
     import tokenizers
 
-    if (content := content_of(value)) is None:
+    if (content := token_content(value)) is None:
         raise TypeError(f"{value!r} is no token")
     given = {flag: value[flag] for flag in _FLAGS if isinstance(value, dict) and flag in value}
     return tokenizers.AddedToken(content, **{**given, **flags})
 
 
-def content_of(value: object) -> str | None:
-    """The text of a token, which files give as text or with its flags; None if the value is no token."""
+def token_content(value: object) -> str | None:
+    """The text of a token, which files of tokenizers give as text or with its flags; None if the value is no token."""
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) and content else None

@@ -22,7 +22,7 @@ _SERIAL = 2**14
 """Elements that torch's CPU kernels do not divide over threads."""
 
 
-def in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _in_full_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `function(x)`, computed of x made dense, and longer by zeros if vectors are not full."""
     flat = x.reshape(-1)
     padding = -flat.numel() % _VECTOR
@@ -49,8 +49,8 @@ def activate_by_part(x: Tensor, function: Callable[[Tensor], Tensor], count: int
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return function(x)
     if torch.get_num_threads() == 1:
-        return in_full_vectors(function, x)
-    return torch.cat([in_full_vectors(function, part) for part in x.chunk(count, -1)], -1)
+        return _in_full_vectors(function, x)
+    return torch.cat([_in_full_vectors(function, part) for part in x.chunk(count, -1)], -1)
 
 
 def head_products(a: Tensor, b: Tensor, count: int) -> Tensor:

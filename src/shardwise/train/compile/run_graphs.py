@@ -19,7 +19,7 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import cache_root, reason_of
 from shardwise.config import Config, Layout
 from shardwise.distributed import collectives
-from shardwise.distributed.collectives import agree, union
+from shardwise.distributed.collectives import raise_on_all_ranks, union
 from shardwise.distributed.mesh import Mesh
 from shardwise.train.compile.compiled_units import CapturedGraph, Compilation
 from shardwise.train.compile.graph_cache import Facts, GraphCache, graph_label
@@ -74,7 +74,7 @@ class RunGraphs:
                 )
             if config.compile.require_cached:
                 problems += missing
-            agree(problems, mesh.world)
+            raise_on_all_ranks(problems, mesh.world)
             rank_answers = collectives.all_gather_objects((path, missing), mesh.world)
             self._stack = stack.pop_all()
         for line in dict.fromkeys(line for _, lines in rank_answers for line in lines):

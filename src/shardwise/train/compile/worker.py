@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.config import Config, FamilyConfig, Layout, check_layout, config_from_sections
-from shardwise.data import make_batches, random_text
+from shardwise.data import make_batches, random_tokens
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group, fake_tensors
@@ -29,7 +29,7 @@ from shardwise.launch.rank_process import die_with_parent
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import add_without_cast, let_products_add
 from shardwise.layers.units import WeightScales
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model, products_add_in_graphs
 from shardwise.train.compile.compiled_units import HEAD, Compilation, compiled_unit_of_block
 from shardwise.train.compile.run_graphs import FOLDER_VARIABLE
@@ -108,12 +108,12 @@ def _capture_graph(
     return compilation
 
 
-def _part(model: FamilyConfig, unit: str) -> Part:
+def _part(model: FamilyConfig, unit: str) -> ModelPart:
     """The least part of a family's model that has the unit; its input is that of a later pipeline stage."""
     if unit == HEAD:
-        return Part(range(0), is_first=False, is_last=True)
+        return ModelPart(range(0), is_first=False, is_last=True)
     layer = next(layer for layer in range(model.num_hidden_layers) if compiled_unit_of_block(model, layer) == unit)
-    return Part(range(layer, layer + 1), is_first=False, is_last=False)
+    return ModelPart(range(layer, layer + 1), is_first=False, is_last=False)
 
 
 def _batch(config: Config, device: torch.device) -> MicroBatch:
@@ -122,7 +122,7 @@ def _batch(config: Config, device: torch.device) -> MicroBatch:
     if config.data.document_options and config.data.eod_token is None:
         config = config.with_keys(data={"eod_token": 0})
     pairs = "nsp" in config.model.objectives
-    text = random_text(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
+    text = random_tokens(config.model.vocab_size, train.micro_batch + 4, train.sequence_length, pairs=pairs)
     batches = make_batches(config, text, "train")
     assert batches is not None, "it has samples"
     return MicroBatch.on(device, batches.blank(train.micro_batch))

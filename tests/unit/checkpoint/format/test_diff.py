@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.tensor_box import Box, segments
-from shardwise.checkpoint.format.diff import ABSENT, diff
+from shardwise.base.tensor_box import Box, box_segments
+from shardwise.checkpoint.format.diff import ABSENT, diff_folders
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, ordered_names
 from shardwise.checkpoint.storage.root import Root
 from tests.stored import Tensor, float32, small_tensors, write_checkpoint
@@ -24,7 +24,7 @@ def test_other_layouts_hold_the_same_tensors(tmp_path: Path) -> None:
     a = write_checkpoint(tmp_path / "a", ranks=1)
     b = write_checkpoint(tmp_path / "b", ranks=5, shards=3, layout={"world": 5})
     seen: list[int] = []
-    found = diff(a, b, seen.append)
+    found = diff_folders(a, b, seen.append)
     assert found.equal
     assert found.config == ()
     assert len(found.tensors) == 16
@@ -43,7 +43,7 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
     theirs["exp_avg"]["embed.weight"][1][3, 4] += 0.5
     a = write_checkpoint(tmp_path / "a", tensors=ours, config={"train": {"steps": 10, "seed": 1}, "x": 1})
     b = write_checkpoint(tmp_path / "b", tensors=theirs, ranks=2, config={"train": {"steps": 20, "seed": 1}, "y": None})
-    found = diff(a, b)
+    found = diff_folders(a, b)
     assert not found.equal
     assert found.config == (("train.steps", 10, 20), ("x", 1, ABSENT), ("y", ABSENT, None))
     assert found.only_a == (("model", "layer.0.weight"), *(("master", name) for name in sorted(ours["master"])))
@@ -71,7 +71,7 @@ SPECIAL: dict[str, tuple[Tensor, Tensor, bool, float]] = {
 def test_special_values(case: str, tmp_path: Path) -> None:
     *tensors, equal, relative = SPECIAL[case]
     folders = [write_checkpoint(tmp_path / str(i), tensors={"model": {"w": w}}) for i, w in enumerate(tensors)]
-    (found,) = diff(*folders).tensors
+    (found,) = diff_folders(*folders).tensors
     assert found.equal == equal
     assert found.relative == pytest.approx(relative, nan_ok=True)
 
@@ -84,12 +84,12 @@ def test_a_difference_within_a_tolerance(tmp_path: Path) -> None:
     a = write_checkpoint(tmp_path / "a", tensors=ours)
     b = write_checkpoint(tmp_path / "b", tensors=theirs)
     relative = 1e-3 / float(np.linalg.norm(ours["exp_avg"]["embed.weight"][1]))
-    found = diff(a, b)
+    found = diff_folders(a, b)
     assert not found.equal
     assert found.within(1.01 * relative)
     assert not found.within(0.99 * relative)
     del theirs["exp_avg"]["norm.weight"]
-    assert not diff(a, write_checkpoint(tmp_path / "c", tensors=theirs)).within(1.0)
+    assert not diff_folders(a, write_checkpoint(tmp_path / "c", tensors=theirs)).within(1.0)
 
 
 def test_hugging_face_folders(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_hugging_face_folders(tmp_path: Path) -> None:
         save_file({name: values[name]}, sharded / f"{name}.safetensors")
     index = {"weight_map": {name: f"{name}.safetensors" for name in values}}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = diff(Root.of(single), Root.of(sharded))
+    found = diff_folders(Root.of(single), Root.of(sharded))
     assert found.equal
     assert found.config == (("hidden", 1, 2),)
     ours = write_checkpoint(tmp_path, tensors={"model": {name: ("F32", value) for name, value in values.items()}})
-    assert diff(ours, Root.of(single)).equal
+    assert diff_folders(ours, Root.of(single)).equal
 
 
 def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
 @settings(deadline=None)
 def test_segments_tile_the_tensor(shape: tuple[int, ...], elements: int) -> None:
     held = np.zeros(shape, int)
-    for box in segments(shape, elements):
+    for box in box_segments(shape, elements):
         assert 0 < box.numel <= elements
         held[box.slices] += 1
     assert (held == 1).all()

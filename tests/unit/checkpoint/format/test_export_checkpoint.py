@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.format.safetensors import DTYPES, cast, overflows
-from shardwise.checkpoint.format.writing import staged, write_small
+from shardwise.checkpoint.format.safetensors import DTYPES, cast_overflows, cast_values
+from shardwise.checkpoint.format.writing import staged_folder, write_small_file
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from tests.stored import Tensors, small_tensors, write_checkpoint
 
@@ -57,7 +57,7 @@ def test_formats_are_cast_as_torch_casts(source: str, target: str) -> None:
         wide = np.random.default_rng(1).integers(0, 2**32, 20_000, dtype=np.uint32).view(np.float32)
         with np.errstate(invalid="ignore"):  # some of the bits are signalling NaNs
             values = np.concatenate([wide, np.array(edges, np.float32)]).astype(DTYPES[source])
-    found = as_torch(target, cast(values, source, target))
+    found = as_torch(target, cast_values(values, source, target))
     wanted = as_torch(source, values).to(torch.float32).to(TORCH[target])
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(0.5), wanted.nan_to_num(0.5))
@@ -93,7 +93,7 @@ def test_biases_of_routers_stay_in_float32(tmp_path: Path) -> None:
 def test_fault_09_files_in_folders_are_exported(folder: Root, tmp_path: Path) -> None:
     """Chat templates with names, but nothing that only training needs."""
     template = "additional_chat_templates/tool_use.jinja"
-    planned, entry = Export(folder), write_small(folder, template, b"{{ tools }}")
+    planned, entry = Export(folder), write_small_file(folder, template, b"{{ tools }}")
     planned._manifest = replace(planned._manifest, files=(*planned._manifest.files, entry))
     planned.write(Root.of(tmp_path), "out", 10**9)
     assert (tmp_path / "out" / template).read_bytes() == b"{{ tools }}"
@@ -156,8 +156,10 @@ def test_what_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"norm.weight has values beyond the range of float16 \(65,504\)"):
         export(folder, tmp_path / "out", "float16")
     assert not (tmp_path / "out").exists()
-    assert overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
-    assert not overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), "finite values alone do"
+    assert cast_overflows(np.array([1.0, 7e4], np.float32), "F32", "F16")
+    assert not cast_overflows(np.array([1.0, np.inf, np.nan, 65504.0], np.float32), "F32", "F16"), (
+        "finite values alone do"
+    )
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Root, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +179,6 @@ def test_a_folder_has_its_names_on_the_disk_before_it_gets_its_own(
 ) -> None:
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(Root, "sync", lambda place: synced.append((place.name, (tmp_path / "model").exists())))
-    with staged(Root.of(tmp_path), "model") as folder:
+    with staged_folder(Root.of(tmp_path), "model") as folder:
         (folder / "weights").write(b"x")
     assert synced == [(".model.partial", False), (tmp_path.name, True)]

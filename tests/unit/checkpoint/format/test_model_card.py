@@ -9,7 +9,7 @@ import yaml
 from shardwise.checkpoint.format.export_checkpoint import Export
 from shardwise.checkpoint.format.manifest import Manifest
 from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
-from shardwise.checkpoint.format.writing import write_small
+from shardwise.checkpoint.format.writing import write_small_file
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import load_config
 from tests.stored import write_checkpoint
@@ -76,7 +76,7 @@ def test_an_export_has_the_card_of_its_checkpoint_or_a_new_one(tmp_path: Path) -
     planned = Export(folder)
     planned.write(Root.of(tmp_path), "new")
     assert (tmp_path / "new" / MODEL_CARD).read_bytes() == model_card(Manifest.read(folder))
-    entry = write_small(folder, MODEL_CARD, b"of the checkpoint")
+    entry = write_small_file(folder, MODEL_CARD, b"of the checkpoint")
     manifest = Manifest.read(folder)
     changed = Manifest(**(vars(manifest) | {"files": (*manifest.files, entry)}))
     (folder / "manifest.json").write(changed.to_json().encode())

@@ -1,7 +1,7 @@
 """What a place holds against what a model has. Every difference of a model: tests/unit/checkpoint/test_load.py."""
 
 from shardwise.checkpoint.format.manifest import TensorEntry
-from shardwise.checkpoint.format.stored_tensors import find_sources, mismatches
+from shardwise.checkpoint.format.stored_tensors import find_sources, tensor_mismatches
 
 SHAPES = {
     "transformer.wte.weight": (8, 4),
@@ -16,7 +16,7 @@ def entry(*shape: int) -> TensorEntry:
 
 def test_an_optimizer_state_is_named_and_may_lack_what_is_not_trained() -> None:
     stored = {"transformer.wte.weight": entry(8, 3)}
-    found = mismatches("PLACE", SHAPES, stored, needed=["transformer.h.2.ln_1.weight"], state="exp_avg")
+    found = tensor_mismatches("PLACE", SHAPES, stored, needed=["transformer.h.2.ln_1.weight"], state="exp_avg")
     assert found == [
         "PLACE lacks the exp_avg of transformer.h.2.ln_1.weight [4]",
         "PLACE: shape of the exp_avg of transformer.wte.weight [8, 3] must be [8, 4]",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, PieceEntry, Pieces, TensorEntry
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
-from shardwise.checkpoint.format.verify import non_finite, tiling_problem, verify
+from shardwise.checkpoint.format.verify import count_non_finite, tiling_problem, verify_checkpoint
 from shardwise.checkpoint.storage.root import DamageError, Root
 from tests.stored import bfloat16, float32, small_tensors, write_checkpoint
 
@@ -36,7 +36,7 @@ def copy(sound: Root, tmp_path: Path) -> Path:
 
 def test_a_sound_checkpoint(sound: Root) -> None:
     seen: list[int] = []
-    report = verify(sound, seen.append)
+    report = verify_checkpoint(sound, seen.append)
     assert report.sound, report
     total = sum(size for path, size in sound.files().items() if path != MANIFEST)
     assert report.bytes == sum(seen) == total
@@ -58,7 +58,7 @@ def test_any_damage_is_found(seed: int, copy: Path) -> None:
     else:
         data[at] ^= 1 << chance.randrange(8)
     file.write_bytes(data)
-    assert verify(Root.of(copy)).problems, f"{file.name} at {at}"
+    assert verify_checkpoint(Root.of(copy)).problems, f"{file.name} at {at}"
 
 
 def test_every_problem_is_listed(copy: Path) -> None:
@@ -69,7 +69,7 @@ def test_every_problem_is_listed(copy: Path) -> None:
     states.write_bytes(bytes(b ^ 255 for b in states.read_bytes()))
     (copy / "README.md").write_text("a note")
     (copy / "extra.safetensors").write_bytes(b"")
-    report = verify(Root.of(copy))
+    report = verify_checkpoint(Root.of(copy))
     assert report.unlisted == ["README.md", "extra.safetensors"]
     text = "\n".join(report.problems)
     assert len(report.problems) == 4, text
@@ -84,7 +84,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
     dtype, bits = tensors["model"]["layer.0.bias"]
     tensors["model"]["layer.0.bias"] = dtype, np.concatenate([bits[:4], np.array([0x7F80, 0xFF80, 0x7FC1], np.uint16)])
     tensors["exp_avg"]["norm.weight"][1][2] = np.nan
-    report = verify(write_checkpoint(tmp_path, tensors=tensors, ranks=3))
+    report = verify_checkpoint(write_checkpoint(tmp_path, tensors=tensors, ranks=3))
     assert report.problems == []
     assert report.non_finite == {"model/layer.0.bias": 3, "exp_avg/norm.weight": 1}
     assert not report.sound
@@ -94,7 +94,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
 def test_non_finite_by_bits(dtype: str, numpy: type) -> None:
     info = np.finfo(numpy)
     values = np.array([0, -0.0, info.max, info.min, info.tiny, info.smallest_subnormal, np.inf, -np.inf, np.nan], numpy)
-    assert non_finite(memoryview(values.tobytes()), dtype) == 3
+    assert count_non_finite(memoryview(values.tobytes()), dtype) == 3
 
 
 def test_a_value_across_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_value_across_two_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("shardwise.checkpoint.format.verify.READ_BYTES", 1)
     bad = np.full(30_000, np.inf)
     tensors = {"model": {"a": ("U8", np.zeros(3, np.uint8)), "b": ("F64", bad)}}
-    assert verify(write_checkpoint(tmp_path, tensors=tensors)).non_finite == {"model/b": 30_000}
+    assert verify_checkpoint(write_checkpoint(tmp_path, tensors=tensors)).non_finite == {"model/b": 30_000}
 
 
 def rewrite(folder: Path, changed: dict[tuple[str, str], tuple[PieceEntry, ...]]) -> None:
@@ -122,7 +122,10 @@ def test_a_gap_is_found(copy: Path) -> None:
     pieces = Manifest.read(Root.of(copy)).tensors["exp_avg"]["wide.weight"].pieces
     assert len(pieces) > 1
     rewrite(copy, {("exp_avg", "wide.weight"): list(pieces)[1:]})
-    assert any("exp_avg/wide.weight leave a gap: they cover" in problem for problem in verify(Root.of(copy)).problems)
+    assert any(
+        "exp_avg/wide.weight leave a gap: they cover" in problem
+        for problem in verify_checkpoint(Root.of(copy)).problems
+    )
     tensors = StoredTensors.of(Root.of(copy))
     shape = tensors.states["exp_avg"]["wide.weight"].shape
     with pytest.raises(DamageError, match=f"{copy}: the pieces of exp_avg/wide.weight do not tile it"):
@@ -136,7 +139,7 @@ def test_a_header_that_says_otherwise_is_found(copy: Path) -> None:
     rewrite(
         copy, {("model", "norm.weight"): (PieceEntry(wide.file, wide.offset, norm.box),), ("model", "wide.weight"): ()}
     )
-    text = "\n".join(verify(Root.of(copy)).problems)
+    text = "\n".join(verify_checkpoint(Root.of(copy)).problems)
     assert "its header and manifest.json say different things about norm.weight" in text
 
 

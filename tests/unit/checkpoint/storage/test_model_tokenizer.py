@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_model_tokenizer
+from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_loaded_tokenizer
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, load_config
-from shardwise.data.describe import glance
-from shardwise.data.open_data import prepare
-from shardwise.data.reading.manifest import write_manifest
+from shardwise.data.open_data import prepare_data
+from shardwise.data.preview import preview_data
+from shardwise.data.reading.data_manifest import write_manifest
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
@@ -45,15 +45,15 @@ def test_text_has_the_ids_of_the_loaded_model(tmp_path: Path, *, is_far: bool) -
         weights = Root.of("memory://model-tokenizer")
         for file in here.iterdir():
             (weights / file.name).write(file.read_bytes())
-    config = with_model_tokenizer(run_of(tmp_path), weights)
-    data = prepare(config)
+    config = with_loaded_tokenizer(run_of(tmp_path), weights)
+    data = prepare_data(config)
     tokenizer = Tokenizer.load(here)
     ids = tokenizer.encode("".join(f"{text}{tokenizer.end_of_document}" for text in NOTES)).tolist()
     assert data.count("train") + data.count("eval") == len(ids)
     assert data.beginning("train", 100) == ids[:100]
     assert data.tokenizer_path is not None
     assert Tokenizer.load(data.tokenizer_path).digest == tokenizer.digest
-    rows = dict(glance(config).rows)
+    rows = dict(preview_data(config).rows)
     assert rows["tokenizer"] == f"{config.data.tokenizer}: 270 tokens, of model.vocab_size (512)"
 
 
@@ -65,13 +65,13 @@ def test_a_run_that_continues_finds_its_data_by_the_tokenizer_of_its_checkpoint(
     here = folder(tmp_path / "model")
     (here / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer", "eos_token": "<|endoftext|>"}')
     config = run_of(tmp_path, *data)
-    begun = prepare(with_model_tokenizer(config, Root.of(here)))
+    begun = prepare_data(with_loaded_tokenizer(config, Root.of(here)))
     assert begun.tokenizer_path is not None
     saved = Path(shutil.copytree(begun.tokenizer_path, tmp_path / "step-00000001"))
     assert (saved / "tokenizer_config.json").read_bytes() != (here / "tokenizer_config.json").read_bytes()
     shutil.rmtree(here)
     said: list[str] = []
-    continued = prepare(with_model_tokenizer(config, Root.of(saved)), announce=said.append)
+    continued = prepare_data(with_loaded_tokenizer(config, Root.of(saved)), announce=said.append)
     assert (continued.fingerprint, continued.tokenizer_path, said) == (begun.fingerprint, begun.tokenizer_path, [])
 
 
@@ -79,11 +79,11 @@ def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
     weights = Root.of(folder(tmp_path / "model"))
     other = folder(tmp_path / "other", text="One two three four. ")
     config = run_of(tmp_path, f"data.tokenizer={other}")
-    assert with_model_tokenizer(config, weights).data.tokenizer == str(other)
+    assert with_loaded_tokenizer(config, weights).data.tokenizer == str(other)
     assert (other_tokenizer_text(weights, other) or "").startswith("data.tokenizer gives other ids than the tokenizer")
     assert other_tokenizer_text(weights, folder(tmp_path / "same")) is None
-    assert with_model_tokenizer(run_of(tmp_path), None).data.tokenizer is None
-    assert with_model_tokenizer(run_of(tmp_path), "acme/model@v1").data.tokenizer == "acme/model@v1"
+    assert with_loaded_tokenizer(run_of(tmp_path), None).data.tokenizer is None
+    assert with_loaded_tokenizer(run_of(tmp_path), "acme/model@v1").data.tokenizer == "acme/model@v1"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_another_tokenizer_is_asked_for(tmp_path: Path) -> None:
 def test_text_for_weights_without_a_tokenizer_is_refused(tmp_path: Path, data: list[str]) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(ConfigError, match=r"^checkpoint\.load \(.*model\) must hold the model's tokenizer \("):
-        with_model_tokenizer(run_of(tmp_path, *data), Root.of(tmp_path / "model"))
+        with_loaded_tokenizer(run_of(tmp_path, *data), Root.of(tmp_path / "model"))
 
 
 def test_tokens_are_checked_against_it_and_need_none(tmp_path: Path) -> None:
@@ -113,16 +113,16 @@ def test_tokens_are_checked_against_it_and_need_none(tmp_path: Path) -> None:
         write_manifest(tmp_path / "tokens.json", {**counts, **made})
 
     def read_with_it() -> Config:
-        return with_model_tokenizer(config, Root.of(model))
+        return with_loaded_tokenizer(config, Root.of(model))
 
     made_by(Tokenizer.load(model).digest)
-    assert prepare(read_with_it()).tokenizer_path is not None, "the sample of the run needs it"
+    assert prepare_data(read_with_it()).tokenizer_path is not None, "the sample of the run needs it"
     made_by("0" * 64)
     named = r"data\.tokenizer \(.*model, .*must be the tokenizer that .*\.json names"
     with pytest.raises(DataError, match=named) as told:
-        prepare(read_with_it())
-    assert glance(read_with_it()).problems == told.value.problems, "the dry run says so too"
+        prepare_data(read_with_it())
+    assert preview_data(read_with_it()).problems == told.value.problems, "the dry run says so too"
     (model / "tokenizer.json").write_text("{}")
     assert read_with_it().data.tokenizer is None
     (model / "tokenizer.json").unlink()
-    assert prepare(read_with_it()).tokenizer_path is None
+    assert prepare_data(read_with_it()).tokenizer_path is None

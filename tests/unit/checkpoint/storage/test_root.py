@@ -171,22 +171,22 @@ def test_what_is_complete_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(root: Root) -> None:
-    behind.require_writable(root)
+    behind.require_writable_folder(root)
     assert root.names() == []
-    assert behind.in_time(root, lambda: 3) == 3
+    assert behind.answer_in_time(root, lambda: 3) == 3
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Path] = []
     monkeypatch.setattr(os, "fsync", lambda _: seen.extend(tmp_path.iterdir()))
-    behind.require_writable(Root.of(tmp_path))
+    behind.require_writable_folder(Root.of(tmp_path))
     assert seen == [], "a kill at this moment would leave the file"
 
 
 def test_a_place_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="file/run cannot be made: "):
-        behind.require_writable(Root.of(tmp_path / "file/run"))
+        behind.require_writable_folder(Root.of(tmp_path / "file/run"))
     monkeypatch.setattr(behind, "PATIENCE_SECONDS", 0.01)
     with pytest.raises(StoreError, match="memory://far cannot be reached: no answer within 0 s"):
-        behind.in_time(Root.of("memory://far"), threading.Event().wait)
+        behind.answer_in_time(Root.of("memory://far"), threading.Event().wait)

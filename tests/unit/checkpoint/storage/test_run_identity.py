@@ -6,7 +6,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
-from shardwise.checkpoint.storage.run_identity import Owner, earlier_run, record_owner
+from shardwise.checkpoint.storage.run_identity import RunOwner, earlier_run, record_owner
 from shardwise.config import dump_yaml
 from shardwise.runs.folder import RunDirectory
 from tests.dist.training import make_config
@@ -23,7 +23,7 @@ def with_checkpoint(path: Path, *, at: Path | None = None) -> RunDirectory:
     run.metrics.write_text('{"event": "step", "step": 1}\n')
     root = Root.of(at or run.checkpoints)
     write_checkpoint(root, 100, config=CONFIG.model_dump(mode="json"), data={"run": run.id()})
-    record_owner(root, Owner.here(run.id(), run.path))
+    record_owner(root, RunOwner.here(run.id(), run.path))
     return run
 
 

@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.describe import glance, glance_at_evaluation, inspect
-from shardwise.data.evaluation_sets import prepare_sets
-from shardwise.data.open_data import prepare
-from shardwise.data.reading.conversations import conversations
+from shardwise.data.evaluation_sets import prepare_evaluation_sets
+from shardwise.data.open_data import prepare_data
+from shardwise.data.preview import inspect_data, preview_data, preview_evaluation
+from shardwise.data.reading.chat_files import conversations_of_file, conversations_of_table
+from shardwise.data.reading.dataset_tables import DataSet
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
@@ -43,7 +44,7 @@ def written(path: Path, *lines: Any) -> str:
 
 
 def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
-    data = prepare(config(eval_every=1), tmp_path)
+    data = prepare_data(config(eval_every=1), tmp_path)
     theirs = AutoTokenizer.from_pretrained(data.tokenizer_path)
     corpus = Path(importlib.import_module("shardwise.data").__file__ or "").parent / "corpus" / "chat.jsonl"
     expected = []
@@ -66,21 +67,21 @@ def test_tokens_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
     assert " KiB of messages, 19" in data.summary
     assert "40% of them in answers, vocabulary 320; 8 conversations cut at train.sequence_length + 1" in data.summary
     assert theirs.eos_token == "<|im_end|>"
-    assert prepare(config(eval_every=1), tmp_path).fingerprint == data.fingerprint
+    assert prepare_data(config(eval_every=1), tmp_path).fingerprint == data.fingerprint
 
 
 def test_an_evaluation_opens_what_the_training_prepared(tmp_path: Path) -> None:
     built: list[str] = []
-    trained = prepare(config(), tmp_path / "cache", announce=built.append)
+    trained = prepare_data(config(), tmp_path / "cache", announce=built.append)
     shutil.copytree(trained.tokenizer_path, tmp_path / "checkpoint")
     named = config(dataset="chat", tokenizer=str(tmp_path / "checkpoint"))
-    evaluated = prepare(named, tmp_path / "cache", announce=built.append)
+    evaluated = prepare_data(named, tmp_path / "cache", announce=built.append)
     assert len(built) == 1
-    assert prepare(named, tmp_path / "other").fingerprint == evaluated.fingerprint == trained.fingerprint
+    assert prepare_data(named, tmp_path / "other").fingerprint == evaluated.fingerprint == trained.fingerprint
 
 
 def test_targets_are_the_answers_and_the_tokens_that_end_them(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(prepare(config(), tmp_path).tokenizer_path)
+    tokenizer = Tokenizer.load(prepare_data(config(), tmp_path).tokenizer_path)
     targets = batches_of(config(), tmp_path).global_batch(0, 8).inputs["targets_SB"]
     learned = tokenizer.decode(targets.T[targets.T != IGNORE])
     answers = learned.split("<|im_end|>")
@@ -93,20 +94,20 @@ def test_the_tokenizer_of_a_model_gets_a_template(tmp_path: Path) -> None:
     """The folder of the checkpoint then has the same template in transformers."""
     base = saved_tokenizer(tmp_path / "base", "Who are you? A model, a user and an assistant. " * 20, 270)
     settings = config(path=written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 3), tokenizer=base, **CHAT)
-    data = prepare(settings, tmp_path / "cache")
+    data = prepare_data(settings, tmp_path / "cache")
     theirs = AutoTokenizer.from_pretrained(data.tokenizer_path)
     ids = theirs.apply_chat_template(GOOD, return_dict=False)
     assert data.beginning("train", len(ids)) == ids
     assert theirs.decode(ids) == "<|user|>\nWho are you?<|endoftext|>\n<|assistant|>\nA model.<|endoftext|>\n"
     Path(base, CHAT_TEMPLATE).write_text("{% for m in messages %}{{ m.role + ' ' + m.content + '!' }}{% endfor %}")
-    assert prepare(settings, tmp_path / "cache").fingerprint != data.fingerprint
+    assert prepare_data(settings, tmp_path / "cache").fingerprint != data.fingerprint
 
 
 def test_one_conversation_in_a_sequence_that_is_too_short_is_cut_or_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}, {"messages": GOOD[1:] + GOOD}] * 2)
     text = "Who are you? A model, a user and an assistant. " * 20
     keys = {"path": path, "tokenizer": saved_tokenizer(tmp_path / "base", text, 262, chat=True), **CHAT}
-    data = prepare(config(16, **keys), tmp_path)
+    data = prepare_data(config(16, **keys), tmp_path)
     assert (
         "2 conversations cut at train.sequence_length + 1 (17 tokens); 2 conversations left out, whose" in data.summary
     )
@@ -150,14 +151,14 @@ def test_a_line_that_holds_no_conversation_is_refused(tmp_path: Path, line: str)
 def test_empty_conversations_are_left_out_and_counted(tmp_path: Path, base: str) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, {"messages": []}, {"messages": []})
     said: list[str] = []
-    data = prepare(config(path=path, tokenizer=base, **CHAT), tmp_path, said.append)
+    data = prepare_data(config(path=path, tokenizer=base, **CHAT), tmp_path, said.append)
     assert f"{path}: 2 empty conversations left out" in said
     assert f"{path}: 1 conversation," in data.summary
-    inspection = inspect(path, 3, {"format": "chat"})
+    inspection = inspect_data(path, 3, {"format": "chat"})
     assert (inspection.counts["conversations"], inspection.notes) == (1, [f"{path}: 2 empty conversations left out"])
     written(tmp_path / "chat.jsonl", {"messages": []})
     with pytest.raises(DataError, match="holds no messages: all of its conversations are empty"):
-        inspect(path, 3, {"format": "chat"})
+        inspect_data(path, 3, {"format": "chat"})
 
 
 ROWS = {
@@ -178,15 +179,15 @@ def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, base: str, name
         written(Path(path), ROWS[name])
     elif form == "datasets":
         pytest.importorskip("datasets").Dataset.from_list([ROWS[name]]).save_to_disk(path)
-        (sample,) = inspect(path, 1, {"format": "chat", "tokenizer": base}).samples
+        (sample,) = inspect_data(path, 1, {"format": "chat", "tokenizer": base}).samples
         assert "A model.<|im_end|>⟧" in sample.text
     else:
         table = pytest.importorskip("pyarrow").Table.from_pylist([ROWS[name]])
         pytest.importorskip("pyarrow.parquet").write_table(table, path)
     settings = config(path=path, tokenizer=base, **CHAT)
-    glanced = glance(settings)
+    glanced = preview_data(settings)
     assert (glanced.rows[0][1].startswith(f"{path}: conversations, "), glanced.problems) == (True, [])
-    chats = prepare(settings, tmp_path / "cache").conversations["train"]
+    chats = prepare_data(settings, tmp_path / "cache").conversations["train"]
     tokenizer = Tokenizer.load(Path(base))
     texts = [tokenizer.decode(chats.tokens[begin:end]) for begin, end in chats.answers.tolist()]
     assert texts == ["A model.<|im_end|>"]
@@ -199,9 +200,9 @@ def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, base: str) -> 
     path = written(tmp_path / "chat.jsonl", row, row)
     settings = config(path=path, tokenizer=base, **CHAT)
     text = "neither the chat template nor the training reads the fields id, name and tools"
-    assert f"; {text}" in dict(glance(settings).rows)["data"]
+    assert f"; {text}" in dict(preview_data(settings).rows)["data"]
     told: list[str] = []
-    data = prepare(settings, tmp_path / "cache", announce=told.append)
+    data = prepare_data(settings, tmp_path / "cache", announce=told.append)
     assert [line for line in told if "warning" in line] == [f"warning: {path}: {text}"]
     assert f"; {text}" in data.summary
 
@@ -213,8 +214,29 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     written(tmp_path / "a.jsonl", *rows)
-    of_table, of_lines = (conversations(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl"))
+    of_table, of_lines = (
+        conversations_of_file(tmp_path / f"a.{kind}", kind, "messages") for kind in ("parquet", "jsonl")
+    )
     assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
+
+
+def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -> None:
+    """The library stores them as JSON: contents that are texts or parts, and calls with several arguments."""
+    content: Any = [{"type": "text", "text": 'A "model".'}]
+    call = {"name": "a", "arguments": {"city": "Ulm", "day": None}}
+    answers = [{"role": "assistant", "content": content}, {"role": "assistant", "content": "No.\n"}]
+    called = [{**answer, "tool_calls": [call]} for answer in answers]
+    for number, rows in enumerate(
+        ([{"messages": [GOOD[0], answer]} for answer in given]) for given in (answers, called)
+    ):
+        saved = pytest.importorskip("datasets").Dataset.from_list(rows, on_mixed_types="use_json")
+        saved.save_to_disk(tmp_path / f"{number}")
+        saved.to_parquet(tmp_path / f"{number}.parquet")
+        written(tmp_path / f"{number}.jsonl", *rows)
+        lines = [chat.messages for _, chat in conversations_of_file(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
+        of_file = conversations_of_file(tmp_path / f"{number}.parquet", "parquet", "messages")
+        of_folder = conversations_of_table(DataSet.open(config(path=str(tmp_path / f"{number}"), **CHAT).data))
+        assert [chat.messages for _, chat in of_file] == [chat.messages for _, chat in of_folder] == lines
 
 
 def test_rows_of_parquet_are_read_as_lines(tmp_path: Path, base: str) -> None:
@@ -225,17 +247,17 @@ def test_rows_of_parquet_are_read_as_lines(tmp_path: Path, base: str) -> None:
     written(tmp_path / "lines/a.jsonl", *[{"talk": chat} for chat in chats])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "rows/a.parquet")
     keys = {"text_key": "talk", "tokenizer": base, **CHAT}
-    lines, rows = (prepare(config(path=str(tmp_path / name), **keys), tmp_path) for name in ("lines", "rows"))
+    lines, rows = (prepare_data(config(path=str(tmp_path / name), **keys), tmp_path) for name in ("lines", "rows"))
     assert rows.fingerprint == lines.fingerprint
     with pytest.raises(DataError, match=r"has no column 'messages': set data\.text_key to .* \(talk and id\)"):
-        prepare(config(path=str(tmp_path / "rows"), format="chat", tokenizer=base), tmp_path)
+        prepare_data(config(path=str(tmp_path / "rows"), format="chat", tokenizer=base), tmp_path)
 
 
 def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path, base: str) -> None:
     Path(base, CHAT_TEMPLATE).write_text("{{ raise_exception('no system') if messages[0].role == 'system' else '' }}a")
     path = written(tmp_path / "chat.jsonl", "", {"messages": [SYSTEM, *GOOD]})
     with pytest.raises(DataError, match=r"chat\.jsonl: line 2: the chat template in .* refuses .* no system"):
-        prepare(config(path=path, format="chat", tokenizer=base), tmp_path)
+        prepare_data(config(path=path, format="chat", tokenizer=base), tmp_path)
 
 
 def test_a_mixture_gives_the_same_inputs_of_text_and_conversations(tmp_path: Path) -> None:
@@ -253,11 +275,11 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     path = written(tmp_path / "chat.jsonl", *[{"messages": GOOD}] * 5)
     sets = {"mine": {"path": path, "format": "chat"}}
     settings = config(eval_every=1, evaluation={"sets": sets}, dataset="chat")
-    data = prepare(settings, tmp_path)
-    batches = prepare_sets(settings, data).batches["mine"]
+    data = prepare_data(settings, tmp_path)
+    batches = prepare_evaluation_sets(settings, data).batches["mine"]
     counted = sum(int(batch.counts[0]) for batch in batches.eval_batches(9, 4, 0, 1, 2))
     assert counted == 5 * len(Tokenizer.load(data.tokenizer_path).encode("A model.<|im_end|>"))
-    glanced = glance_at_evaluation(settings.with_keys(checkpoint={"load": "runs/base"}))
+    glanced = preview_evaluation(settings.with_keys(checkpoint={"load": "runs/base"}))
     assert not glanced.problems
     assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
 
@@ -269,19 +291,19 @@ def test_answers_that_a_template_rewrites_are_counted(tmp_path: Path, base: str)
     Path(base, CHAT_TEMPLATE).write_text(template + prompt)
     path = written(tmp_path / "chat.jsonl", {"messages": [*GOOD, *GOOD, *GOOD]}, {"messages": GOOD})
     told: list[str] = []
-    data = prepare(config(path=path, tokenizer=base, **CHAT), tmp_path / "cache", announce=told.append)
+    data = prepare_data(config(path=path, tokenizer=base, **CHAT), tmp_path / "cache", announce=told.append)
     assert "; 2 answers not learned: the chat template rewrites an answer once messages follow" in data.summary
     assert [line for line in told if line.startswith(f"warning: 2 answers of {path} not learned: ")] == told[-1:]
 
 
 def test_a_look_shows_what_is_trained_on(tmp_path: Path, base: str) -> None:
     path = written(tmp_path / "chat.jsonl", {"messages": GOOD}, {"messages": [*GOOD, *GOOD]})
-    rows = glance(config(path=path, format="chat")).rows
+    rows = preview_data(config(path=path, format="chat")).rows
     assert rows[0][1].startswith(f"{path}: conversations, 1 file of ")
-    plain = inspect(path, 1, {"format": "chat"})
+    plain = inspect_data(path, 1, {"format": "chat"})
     assert plain.samples[0].text == "user: Who are you? assistant: ⟦A model.⟧"
     assert plain.counts["conversations"] == 2
-    shown = inspect(path, 1, {"format": "chat", "tokenizer": base})
+    shown = inspect_data(path, 1, {"format": "chat", "tokenizer": base})
     assert shown.samples[0].text == (
         "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n⟦A model.<|im_end|>⟧\n"
     )

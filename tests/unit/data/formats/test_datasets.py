@@ -14,9 +14,9 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import DataConfig
-from shardwise.data.describe import inspect
-from shardwise.data.formats.common import PreparedText, make_batches
-from shardwise.data.open_data import format_of, prepare
+from shardwise.data.formats.prepared_data import PreparedText, make_batches
+from shardwise.data.open_data import data_format_of, prepare_data
+from shardwise.data.preview import inspect_data
 from shardwise.data.reading.dataset_tables import _HubTables, fetch_dataset
 from shardwise.data.reading.text_sources import TableShard
 from tests.unit.data.reading.test_sources import read
@@ -40,7 +40,7 @@ def save_splits(at: Path, columns: dict[str, Any], **ends: tuple[int, int]) -> P
 
 
 def prepared(path: Path, **data: str) -> PreparedText:
-    return prepare(sized(512, 64, 0, path=str(path), **data), path.parent / "cache")
+    return prepare_data(sized(512, 64, 0, path=str(path), **data), path.parent / "cache")
 
 
 def failure(path: Path, **data: str) -> str:
@@ -50,7 +50,7 @@ def failure(path: Path, **data: str) -> str:
 def test_a_column_of_text_is_prepared_as_any_text(tmp_path: Path) -> None:
     """Empty rows, as WikiText has them, are no documents; all else is as the same text from a file."""
     path = saved_rows(tmp_path / "saved", id=range(len(TEXTS) + 2), body=["", *TEXTS, ""])
-    assert format_of(DataConfig(path=str(path))).name == "datasets"
+    assert data_format_of(DataConfig(path=str(path))).name == "datasets"
     assert read(path, text_key="body") == TEXTS
     data = prepared(path, text_key="body")
     assert data.summary.startswith(f"{path}: ")
@@ -268,7 +268,7 @@ def test_values_that_lie_beyond_the_file(column: str, tmp_path: Path) -> None:
     assert f"the column {column!r} is damaged (" in failure(path)
     assert failure(path).endswith("): copy or save the data set again")
     with pytest.raises(DataError, match="is damaged"):
-        inspect(str(path), 1, {})
+        inspect_data(str(path), 1, {})
     if column == "text":
         with pytest.raises(DataError, match=r"\.arrow: rows 0 to 199: the column 'text' is damaged"):
             list(TableShard(file, column).documents(0))

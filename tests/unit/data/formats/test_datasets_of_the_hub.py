@@ -62,7 +62,7 @@ import json, multiprocessing, os, sys
 from pathlib import Path
 import datasets
 from shardwise.base.errors import ConfigError
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
 from tests.unit.data.small_runs import sized
 
@@ -75,7 +75,7 @@ def one(results, barrier, keys):
     try:
         config = sized(512, 64, 0, **keys)
         fetch_dataset(config.data, said.append)
-        data = prepare(config, Path(root), announce=said.append)
+        data = prepare_data(config, Path(root), announce=said.append)
         parts = {part: data.beginning(part, 10**9) for part in ("train", "eval", "test")}
         results.put({"parts": parts, "summary": data.summary, "said": said, "torch": "torch" in sys.modules})
     except ConfigError as error:
@@ -269,17 +269,17 @@ def test_what_the_hub_refuses(user: User, site: Site) -> None:
 STREAMED = """
 import json, sys
 from pathlib import Path
-from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.samples.streaming import StreamPosition
+from shardwise.data.samples.text_stream import StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.samples.test_streaming import config
 
 root, tokenizer, keys = json.loads(sys.argv[1])
 chosen = config(None, Path(tokenizer), buffer=20, **keys)
 fetch_dataset(chosen.data, None)
-data = prepare(chosen, Path(root))
+data = prepare_data(chosen, Path(root))
 batches, place, texts = make_batches(chosen, data, "train"), StreamPosition(), []
 for block in range(3):
     found = batches._stream.block(place)

@@ -11,9 +11,9 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.hdf5 import PreparedShards
-from shardwise.data.open_data import format_of, prepare
+from shardwise.data.formats.hdf5 import _PreparedShards
+from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
+from shardwise.data.open_data import data_format_of, prepare_data
 from shardwise.data.reading import hdf5_files
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.sentence_pairs import SentencePairBatches, ShardBatches
@@ -115,22 +115,22 @@ def test_what_data_path_names(folder: str, tmp_path: Path) -> None:
     for path, samples in ((folder, 15), (one, 5), (f"{folder}/*_training_[02].hdf5", 14), (f"{folder}/wiki*", 18)):
         for form in ("auto", "hdf5"):
             chosen = config(path, format=form, split="1,0")
-            assert format_of(chosen.data).name == "hdf5"
-            assert prepare(chosen, tmp_path / "cache").count("train") == samples * 16
+            assert data_format_of(chosen.data).name == "hdf5"
+            assert prepare_data(chosen, tmp_path / "cache").count("train") == samples * 16
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("text")
     for path in (str(tmp_path / "text"), str(tmp_path / "text" / "*.txt"), "x" * 5000, "none"):
-        assert format_of(config(path).data).name == "text"
-    assert format_of(config(one, format="text").data).name == "text"
-    assert format_of(small_runs.config().data).name == "text"
+        assert data_format_of(config(path).data).name == "text"
+    assert data_format_of(config(one, format="text").data).name == "text"
+    assert data_format_of(small_runs.config().data).name == "text"
     plain = Path(write(tmp_path / "plain", arrays(2)))
-    assert prepare(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
+    assert prepare_data(config(str(plain), format="hdf5", split="1,0"), tmp_path / "cache").count("train") == 32
 
 
 def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     chosen = config(folder, split="10,3,2", eval_every=1)
-    data = prepare(chosen, tmp_path / "cache")
-    assert isinstance(data, PreparedShards)
+    data = prepare_data(chosen, tmp_path / "cache")
+    assert isinstance(data, _PreparedShards)
     assert data.tokenizer_path is None
     copied = [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert sorted(copied) == ["locks", "shards"], "nothing but what is compressed is copied"
@@ -140,14 +140,14 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
     assert data.beginning("eval", 18)[17] == 111
     assert len(data.beginning("test", 100)) == 32
     for part, rows in (("train", range(10)), ("eval", range(10, 13)), ("test", range(13, 15))):
-        for make in (make_batches, make_evaluation):
+        for make in (make_batches, make_evaluation_batches):
             (batch,) = make(chosen, data, part).eval_batches(1, len(rows), 0, 1, len(rows))
             assert numbers(batch) == list(rows)
 
 
 def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Path) -> None:
     def summary(**data: object) -> str:
-        return prepare(config(folder, split="2,1", **data), tmp_path).summary
+        return prepare_data(config(folder, split="2,1", **data), tmp_path).summary
 
     ending = "10 training and 5 evaluation samples of 16 tokens, masked when they were made, at most 6 each"
     plain = summary()
@@ -160,7 +160,7 @@ def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Pa
 
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
     def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
-        return prepare(config(path, split=split, **data), tmp_path / "cache").fingerprint
+        return prepare_data(config(path, split=split, **data), tmp_path / "cache").fingerprint
 
     (tmp_path / "copy").mkdir()
     for path in Path(folder).glob("*_training_*.hdf5"):
@@ -175,7 +175,7 @@ def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path)
 
 def test_a_tokenizer_is_kept(folder: str, tmp_path: Path) -> None:
     tokenizer = saved_tokenizer(tmp_path / "tokenizer", TEXT, 290, pairs=True)
-    data = prepare(config(folder, tokenizer=tokenizer), tmp_path / "cache")
+    data = prepare_data(config(folder, tokenizer=tokenizer), tmp_path / "cache")
     assert Tokenizer.load(data.tokenizer_path).vocab_size == 290
     said = refusal(config(folder, tokenizer=str(tmp_path / "none")), tmp_path / "cache")
     assert re.search(r"data\.tokenizer .*must be a tokenizer.s file or folder", said)

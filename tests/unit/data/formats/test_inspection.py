@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
-from shardwise.data.describe import inspect
 from shardwise.data.formats import megatron, text
-from shardwise.data.formats.inspecting import spread
-from shardwise.data.formats.record import Inspection, Lengths
+from shardwise.data.formats.data_format import Inspection, LengthStatistics
+from shardwise.data.formats.inspections import evenly_spread
+from shardwise.data.preview import inspect_data
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from tests.unit.data.prepare.jobs import Folder
 from tests.unit.data.small_runs import json_lines, saved_rows
@@ -20,7 +20,7 @@ from tests.unit.data.small_runs import json_lines, saved_rows
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
 def test_each_length_is_in_one_bin(values: list[int]) -> None:
-    found = Lengths.of("tokens", np.array(values), len(values))
+    found = LengthStatistics.of("tokens", np.array(values), len(values))
     assert (found.least, found.most) == (min(values), max(values))
     assert sum(number for _, _, number in found.bins) == len(values)
     for low, high, number in found.bins:
@@ -28,11 +28,11 @@ def test_each_length_is_in_one_bin(values: list[int]) -> None:
         assert number == sum(low <= value <= high for value in values)
     assert [low for low, _, _ in found.bins[1:]] == [high + 1 for _, high, _ in found.bins[:-1]]
     assert len(found.bins) <= 22
-    assert (spread(3, 10).tolist(), spread(1000, 4).tolist()) == ([0, 1, 2], [0, 333, 666, 999])
+    assert (evenly_spread(3, 10).tolist(), evenly_spread(1000, 4).tolist()) == ([0, 1, 2], [0, 333, 666, 999])
 
 
 def looked(path: Path, tokenizer: Path | None = None, packed_length: int | None = None) -> Inspection:
-    return inspect(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)}, packed_length)
+    return inspect_data(str(path), 2, {"tokenizer": None if tokenizer is None else str(tokenizer)}, packed_length)
 
 
 def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_packed_samples_are_shown_in_place_of_documents(tmp_path: Path, monkeypa
     with pytest.raises(DataError, match=r"is text, whose samples need data\.tokenizer"):
         looked(tmp_path / "text.jsonl", packed_length=8)
     with pytest.raises(DataError, match="--sequence-length must be left out with PATH"):
-        inspect(str(tmp_path / "text.jsonl"), 1, {"format": "chat"}, 8)
+        inspect_data(str(tmp_path / "text.jsonl"), 1, {"format": "chat"}, 8)
 
 
 def test_large_data_are_looked_at_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.formats.megatron import PreparedDocuments
-from shardwise.data.open_data import format_of, prepare
+from shardwise.data.formats.megatron import _PreparedDocuments
+from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
+from shardwise.data.open_data import data_format_of, prepare_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
@@ -38,8 +38,8 @@ def tokenizer(tmp_path: Path) -> str:
 @pytest.mark.parametrize("form", ["auto", "megatron"])
 def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
-    data = prepare(config(path=prefix + ending, format=form), tmp_path / "cache")
-    assert isinstance(data, PreparedDocuments)
+    data = prepare_data(config(path=prefix + ending, format=form), tmp_path / "cache")
+    assert isinstance(data, _PreparedDocuments)
     assert data.tokenizer_path is None
     assert (data.count("train"), data.count("eval"), data.count("test")) == (380, 20, 0)
     assert data.beginning("eval", 3) == [38, 38, 38]
@@ -51,11 +51,11 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
 def test_text_stays_text(tmp_path: Path) -> None:
     write(tmp_path / "data")
     (tmp_path / "data").mkdir()
-    assert format_of(config(path=str(tmp_path / "data")).data).name == "text"
-    assert format_of(config(path=str(tmp_path / "data"), format="megatron").data).name == "megatron"
-    assert format_of(config(path=str(tmp_path / "data.bin"), format="text").data).name == "text"
-    assert format_of(config(path="x" * 5000).data).name == "text", "whoever opens it says what is wrong"
-    assert format_of(config().data).name == "text"
+    assert data_format_of(config(path=str(tmp_path / "data")).data).name == "text"
+    assert data_format_of(config(path=str(tmp_path / "data"), format="megatron").data).name == "megatron"
+    assert data_format_of(config(path=str(tmp_path / "data.bin"), format="text").data).name == "text"
+    assert data_format_of(config(path="x" * 5000).data).name == "text", "whoever opens it says what is wrong"
+    assert data_format_of(config().data).name == "text"
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_splits_are_those_of_megatron(documents: int, split: tuple[float, ...], 
 
 def test_three_parts(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data", 100), split="80,10,10", eval_every=1)
-    data = prepare(chosen, tmp_path / "cache")
+    data = prepare_data(chosen, tmp_path / "cache")
     assert [data.count(part) for part in ("train", "eval", "test")] == [800, 100, 100]
     assert data.summary.endswith("800 training, 100 evaluation and 100 test tokens")
     for part, first, after in (("train", 0, 80), ("eval", 80, 90), ("test", 90, 100)):
-        (batch,) = make_evaluation(chosen, data, part).eval_batches(1, 64, 0, 1, 64)
+        (batch,) = make_evaluation_batches(chosen, data, part).eval_batches(1, 64, 0, 1, 64)
         targets = batch.inputs["targets_SB"]
         assert set(np.unique(targets[targets != IGNORE])) == set(range(first, after))
     # In the order of the file, the partial last sequence too, which the evaluations of a run leave out.
     wanted = np.repeat(np.arange(80, 90), 10)[1:].tolist()
-    for make, counted in ((make_evaluation, 99), (make_batches, 96)):
+    for make, counted in ((make_evaluation_batches, 99), (make_batches, 96)):
         batches = make(chosen, data, "eval").eval_batches(8, 1, 0, 1, 1)
         found = np.concatenate([batch.inputs["targets_SB"].T for batch in batches]).ravel()
         assert found[found != IGNORE].tolist() == wanted[:counted]
@@ -92,7 +92,7 @@ def test_three_parts(tmp_path: Path) -> None:
 
 def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     chosen = config(path=write(tmp_path / "data"), split="1,1")
-    data = prepare(chosen, tmp_path / "cache")
+    data = prepare_data(chosen, tmp_path / "cache")
 
     def rows(make: Any, part: str, seed: int) -> list[list[int]]:
         """Its first four, as a training or an evaluation reads them."""
@@ -103,18 +103,18 @@ def test_evaluation_does_not_change_with_the_seed(tmp_path: Path) -> None:
     assert rows(make_batches, "train", 1) != rows(make_batches, "train", 2)
     own = rows(make_batches, "eval", 1)
     assert own == rows(make_batches, "eval", 2)
-    assert own == rows(make_evaluation, "eval", 1), "an evaluation begins with what a run's own ones see"
+    assert own == rows(make_evaluation_batches, "eval", 1), "an evaluation begins with what a run's own ones see"
 
 
 def test_a_blend(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first=100)
     chosen = config(blend=[0.75, first, 0.25, second], eval_every=1)
-    data = prepare(chosen, tmp_path / "cache")
+    data = prepare_data(chosen, tmp_path / "cache")
     assert data.summary.startswith(f"0.75 × {first} + 0.25 × {second}: 1.6 KiB, 80 documents, 760 training and 40 ")
     ids_SB = make_batches(chosen, data, "train").global_batch(1000, 40).inputs["ids_SB"]
     assert np.count_nonzero((ids_SB < 100).all(axis=0)) == 30
     assert np.count_nonzero((ids_SB >= 100).all(axis=0)) == 10
-    evaluation = make_evaluation(chosen, data, "eval")
+    evaluation = make_evaluation_batches(chosen, data, "eval")
     assert sum(int(each.counts[0]) for each in evaluation.eval_batches(9, 1, 0, 1, 1)) == 38
     twice = config(blend=[1, first, 1, first])
     ids_SB = batches_of(twice, tmp_path / "cache").global_batch(0, 40).inputs["ids_SB"]
@@ -134,7 +134,7 @@ def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     one, copy = write(tmp_path / "a"), write(tmp_path / "copy" / "a")
     other = write(tmp_path / "b", first=50)
     found = [
-        prepare(config(**data), tmp_path / "cache").fingerprint
+        prepare_data(config(**data), tmp_path / "cache").fingerprint
         for data in (
             {"path": one},
             {"path": one, "split": "90,10"},
@@ -144,21 +144,21 @@ def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
         )
     ]
     assert len(set(found)) == len(found)
-    assert prepare(config(path=copy), tmp_path / "cache").fingerprint == found[0]
+    assert prepare_data(config(path=copy), tmp_path / "cache").fingerprint == found[0]
 
 
 def test_a_tokenizer_is_kept_and_mended(tmp_path: Path, tokenizer: str) -> None:
     chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
-    data = prepare(chosen, tmp_path / "cache")
+    data = prepare_data(chosen, tmp_path / "cache")
     assert data.vocab_size == 280
     assert data.tokenizer_path.is_relative_to(tmp_path / "cache")
     file = data.tokenizer_path / "tokenizer.json"
     assert Tokenizer.load(data.tokenizer_path).vocab_size == 280
     content, inode = file.read_bytes(), file.stat().st_ino
-    assert prepare(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
+    assert prepare_data(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
     assert file.stat().st_ino == inode
     file.write_bytes(content[:100])
-    prepare(chosen, tmp_path / "cache")
+    prepare_data(chosen, tmp_path / "cache")
     assert file.read_bytes() == content
 
 
@@ -190,7 +190,7 @@ def test_too_few_documents_are_refused(tmp_path: Path) -> None:
         "sample of train.sequence_length + 1 (17 tokens): give more documents, a shorter sequence or another split"
         for part in ("training", "evaluation")
     ]
-    data = prepare(config(path=prefix, split="1,1"), tmp_path / "cache", any_size=True)
+    data = prepare_data(config(path=prefix, split="1,1"), tmp_path / "cache", any_size=True)
     assert make_batches(config(), data, "train") is None
-    assert make_evaluation(config(), data, "test") is None
+    assert make_evaluation_batches(config(), data, "test") is None
     assert make_batches(config(), replace(data, parts={"eval": ()}, weights=()), "eval") is None

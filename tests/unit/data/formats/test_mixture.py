@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config, changed_size_stages
-from shardwise.data.describe import glance
-from shardwise.data.formats.common import make_evaluation
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_evaluation_batches
+from shardwise.data.open_data import prepare_data
+from shardwise.data.preview import preview_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.request import continued_stages
 from shardwise.data.samples.batch import Batch, BlendedBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 from tests.unit.data import small_runs
 from tests.unit.data.small_runs import batches_of, json_lines, refusal, refusals, saved_tokenizer
 
@@ -104,8 +104,8 @@ def test_an_evaluation_has_all_sources_that_hold_samples_out(place: Path) -> Non
     del mixture["rows"]["weight"]
     stages = [{"at": 3, "weights": {"rows": 1}}]
     chosen = config(mixture, stages, eval_every=1, tokenizer=str(place / "tokenizer"))
-    data = prepare(chosen, place / "cache")
-    evaluation = make_evaluation(chosen, data, "eval")
+    data = prepare_data(chosen, place / "cache")
+    evaluation = make_evaluation_batches(chosen, data, "eval")
     assert evaluation.order.names == ("lines", "rows", "stream")
     rows = ids([*evaluation.eval_batches(100, BATCH, 0, 1, BATCH)])
     assert len(rows) == -(-evaluation.num_samples // BATCH) * BATCH
@@ -128,12 +128,12 @@ def test_sources_of_text_share_the_tokenizer_that_is_trained_on_the_first(place:
     (place / "more.txt").write_text(TEXT * 40, encoding="utf-8")
     mixture = {"lines": {"path": str(place / "lines.jsonl"), "weight": 1}, "more": {"path": str(place / "more.txt")}}
     chosen = config(mixture, [{"at": 1, "weights": {"more": 1}}])
-    data = prepare(chosen, place / "cache")
+    data = prepare_data(chosen, place / "cache")
     texts = [source.tokenizer_path for source in data.sources.values()]
     assert {path and (path / "tokenizer.json").read_bytes() for path in texts} == {
         (data.tokenizer_path / "tokenizer.json").read_bytes()
     }
-    assert [name for name, _ in glance(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
+    assert [name for name, _ in preview_data(chosen).rows] == ["data, lines", "data, more", "tokenizer", "held out"]
 
 
 def test_sources_that_cannot_be_read_are_refused(place: Path) -> None:
@@ -157,13 +157,13 @@ RECORDED = [
 
 def test_stages_begin_at_the_samples_of_their_steps() -> None:
     chosen = config(MIXTURE, [CODE, LATER])
-    assert continued_stages(chosen, (), 0, 0) == [Stage(**stage) for stage in RECORDED]
+    assert continued_stages(chosen, (), 0, 0) == [MixtureStage(**stage) for stage in RECORDED]
     # After the steps before them, where batches are skipped.
-    skipped = [Stage(4, 9 * BATCH, {"code": 1.0}), Stage(6, 11 * BATCH, {"math": 1.0})]
+    skipped = [MixtureStage(4, 9 * BATCH, {"code": 1.0}), MixtureStage(6, 11 * BATCH, {"math": 1.0})]
     assert continued_stages(chosen, RECORDED, step=3, position=8 * BATCH)[1:] == skipped
     # Later stages follow another batch, and earlier ones stay.
     chosen = config(MIXTURE, [CODE, {"at": 8, "weights": {"web": 1}}], batch=6)
-    other = [Stage(4, 48, {"code": 1.0}), Stage(8, 78, {"web": 1.0})]
+    other = [MixtureStage(4, 48, {"code": 1.0}), MixtureStage(8, 78, {"web": 1.0})]
     assert continued_stages(chosen, RECORDED, step=5, position=60)[1:] == other
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardwise.config import Config
-from shardwise.data.formats.common import PreparedData, make_batches, make_evaluation
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData, make_batches, make_evaluation_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -81,9 +81,9 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
         write_rows(at / "rows", at)
     settings = config(**given[kind])
     said: list[str] = []
-    data = prepare(settings, tmp_path, said.append)
+    data = prepare_data(settings, tmp_path, said.append)
     # The number of a stream's samples is not known; the others tell theirs.
-    prepared = epoch(config(**given["text"]), prepare(config(**given["text"]), tmp_path))
+    prepared = epoch(config(**given["text"]), prepare_data(config(**given["text"]), tmp_path))
     batch = epoch(settings, data, number=len(prepared.samples))
     assert sorted(documents_in(batch)) == expected(TEXTS, at)
     if kind == "megatron":
@@ -92,7 +92,7 @@ def test_an_epoch_has_each_document_once(kind: str, at: Path, tmp_path: Path) ->
         assert "; packed by best fit: " in data.summary
         assert ", 12 of 60 documents cut, as they are longer than a sample; " in data.summary
         again: list[str] = []
-        assert prepare(settings, tmp_path, again.append).summary == data.summary
+        assert prepare_data(settings, tmp_path, again.append).summary == data.summary
         assert again == [], "the samples are in the cache"
 
 
@@ -113,7 +113,7 @@ def test_a_stream_resumes_and_a_mixture_has_conversations_too(at: Path, tmp_path
         config(**text, **tokenizer, streaming=True, shuffle_buffer=7),
         config(mixture={"a": {"weight": 1, **text}, "b": {"weight": 1, **chat}}, **tokenizer),
     ):
-        data = prepare(settings, tmp_path)
+        data = prepare_data(settings, tmp_path)
         batches, other = (make_batches(settings, data, "train") for _ in range(2))
         whole = batches.global_batch(0, 40)
         assert {name: array.shape for name, array in whole.inputs.items()} == dict.fromkeys(
@@ -132,14 +132,14 @@ def test_samples_of_each_length_and_split_are_their_own(at: Path, tmp_path: Path
     for length in (LENGTH, 2 * LENGTH):
         for split, parts in (("1,0", {"train": TEXTS}), ("50,50", {"train": TEXTS[:30], "eval": TEXTS[30:]})):
             settings = config(path=str(at / "all"), split=split, length=length)
-            data = prepare(settings, tmp_path)
+            data = prepare_data(settings, tmp_path)
             for part, texts in parts.items():
                 assert sorted(documents_in(epoch(settings, data, part))) == expected(texts, at, length)
 
 
 def test_an_evaluation_has_every_token_and_a_blend_every_data_set(at: Path, tmp_path: Path) -> None:
     settings = config(blend=[1, str(at / "all"), 1, str(at / "few")], split="1,0")
-    parts = make_evaluation(settings, prepare(settings, tmp_path), "train").eval_batches(99, 4, 0, 1, 4)
+    parts = make_evaluation_batches(settings, prepare_data(settings, tmp_path), "train").eval_batches(99, 4, 0, 1, 4)
     assert sorted(piece for part in parts for piece in documents_in(part)) == expected([*TEXTS, *TEXTS[:20]], at)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats.common import PreparedData, make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import PreparedData, make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import PairTokens
 from shardwise.data.samples.batch import IGNORE, Batch
 from shardwise.data.samples.causal import TokenBatches
@@ -53,7 +53,7 @@ def unmasked(batch: Batch, column: int) -> np.ndarray:
 
 
 def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
-    data = prepare(config(), tmp_path)
+    data = prepare_data(config(), tmp_path)
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
     assert sorted(documents) == sorted(cut_sentences(story.rstrip()) for story in stories())
@@ -73,7 +73,7 @@ def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
 
 
 def test_pairs_read_like_text(tmp_path: Path) -> None:
-    data = prepare(config(length=128), tmp_path)
+    data = prepare_data(config(length=128), tmp_path)
     batches = make_batches(config(length=128), data, "train")
     assert batches.objectives == ("mlm", "nsp")
     batch = batches.global_batch(0, 64)
@@ -91,7 +91,7 @@ def test_pairs_read_like_text(tmp_path: Path) -> None:
 
 def test_the_causal_families_keep_their_tokens(tmp_path: Path) -> None:
     """The same text, prepared for both, has two entries; that of the causal one is as it was."""
-    pairs, plain = prepare(config(), tmp_path), prepare(causal(), tmp_path)
+    pairs, plain = prepare_data(config(), tmp_path), prepare_data(causal(), tmp_path)
     assert plain.tokenizer_path != pairs.tokenizer_path
     assert plain.fingerprint[:16] == "ff83a8f05fb395ac"
     assert plain.tokenizer_path.parent.name == "2c2f673ff01bf521b46c31d65b561e22"
@@ -132,11 +132,11 @@ DAMAGES = (("train.sentences.bin", overwrite), ("train.documents.bin", truncate)
     ],
 )
 def test_damaged_sentences_are_prepared_anew(tmp_path: Path, name: str, damage: Any) -> None:
-    first = prepare(config(), tmp_path)
+    first = prepare_data(config(), tmp_path)
     bounds = np.array(first.sentences["train"].bounds)
     damage(first.tokenizer_path.parent / name)
     built: list[str] = []
-    second = prepare(config(), tmp_path, announce=built.append)
+    second = prepare_data(config(), tmp_path, announce=built.append)
     assert len(built) == 1
     assert second.fingerprint == first.fingerprint
     assert np.array_equal(second.sentences["train"].bounds, bounds)
@@ -146,7 +146,7 @@ def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:
     """A text about BERT does not end segments or hide words."""
     words = " ".join(stories()[:40])
     (tmp_path / "a.txt").write_text(words + "Put [SEP] after [MASK] and [CLS].\n", encoding="utf-8")
-    data = prepare(config(300, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
+    data = prepare_data(config(300, path=str(tmp_path / "a.txt"), split="1,0"), tmp_path / "cache")
     assert data.tokens["train"].min() > 4
     assert texts(data, "train")[0][-1] == "\nPut [SEP] after [MASK] and [CLS]."
     assert len(data.tokens["eval"]) == 0
@@ -158,7 +158,7 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     chosen = {"path": str(tmp_path / "a.txt")}
     said = refusals(config(262, 2000, 1, **chosen), tmp_path / "cache")
     assert all("must be at least two samples of about train.sequence_length - 3 (1,997 tok" in text for text in said)
-    data = prepare(config(262, 64, 0, **chosen), tmp_path / "cache")
+    data = prepare_data(config(262, 64, 0, **chosen), tmp_path / "cache")
     assert make_batches(config(262, 64), data, "eval") is None
     labels = make_batches(config(262, 64), data, "train").global_batch(0, 200).inputs["next_sentence_B"]
     assert 60 < labels.sum() < 140
@@ -168,18 +168,18 @@ def test_a_training_without_a_sample_is_refused(tmp_path: Path) -> None:
     """An evaluation may open text of one document, which has no pair."""
     (tmp_path / "a.txt").write_text("One sentence.", encoding="utf-8")
     chosen = config(262, 64, path=str(tmp_path / "a.txt"), dataset=None)
-    data = prepare(chosen, tmp_path, any_size=True)
+    data = prepare_data(chosen, tmp_path, any_size=True)
     with pytest.raises(DataError, match=r"hold less than one sample of train\.sequence_length \(64\): give more text"):
         build_trainer(chosen, Mesh(device="cpu"), data)
 
 
 def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
-    trained = prepare(config(), tmp_path / "a")
+    trained = prepare_data(config(), tmp_path / "a")
     own = shutil.copytree(trained.tokenizer_path, tmp_path / "own")
-    data = prepare(config(600, tokenizer=str(own)), tmp_path / "b")
+    data = prepare_data(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens
     assert np.array_equal(data.tokens["train"], trained.tokens["train"])
-    without = prepare(causal(), tmp_path / "a").tokenizer_path
+    without = prepare_data(causal(), tmp_path / "a").tokenizer_path
     size, marks = refusals(config(511, tokenizer=str(without)), tmp_path / "b")
     assert "(512) must be at most model.vocab_size (511)" in size
     assert marks.startswith(
@@ -194,7 +194,7 @@ def test_word_pieces(tmp_path: Path) -> None:
         pytest.skip(f"needs the tokenizers in {SHARED}")
     transformers = pytest.importorskip("transformers")
     chosen = config(30522, tokenizer=str(SHARED / "bert-large-uncased"))
-    data = prepare(chosen, tmp_path)
+    data = prepare_data(chosen, tmp_path)
     assert data.pair_tokens == PairTokens(pad=0, unk=100, cls=101, sep=102, mask=103)
     assert texts(data, "train")[0][0] == " ".join(texts(data, "train")[0][0].lower().split())
     theirs = transformers.AutoTokenizer.from_pretrained(data.tokenizer_path)

@@ -15,8 +15,8 @@ import pytest
 from shardwise import load_recipe
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.cli import main
-from shardwise.data.describe import glance, inspect
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
+from shardwise.data.preview import inspect_data, preview_data
 from shardwise.data.reading import token_files
 from tests.unit.data.small_runs import batches_of, saved_tokenizer, sized
 
@@ -27,7 +27,7 @@ JOINED = list(chain.from_iterable(ROWS))
 def prepared(path: Path | str, **keys: Any) -> Any:
     sizes = {key: keys.pop(key) for key in ("vocab_size", "length") if key in keys}
     config = sized(sizes.get("vocab_size", 512), sizes.get("length", 16), 0, path=str(path), **{"split": "1,0", **keys})
-    return prepare(config, Path(str(path).split("*")[0]).parent / "cache")
+    return prepare_data(config, Path(str(path).split("*")[0]).parent / "cache")
 
 
 def tokens(path: Path | str, **keys: Any) -> list[int]:
@@ -52,7 +52,9 @@ def table(path: Path, rows: list[Any], kind: Callable[[Any], Any], key: str = "i
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pa.table({key: pa.array(rows, kind(pa))}), path, row_group_size=50)
+    # The library `datasets` makes such a column of values of several types.
+    calls = pa.ListArray.from_arrays(range(len(rows) + 1), pa.array(["{}"] * len(rows), pa.json_()))
+    parquet.write_table(pa.table({key: pa.array(rows, kind(pa)), "calls": calls}), path, row_group_size=50)
     return path
 
 
@@ -99,7 +101,7 @@ def test_a_text_goes_first_and_folders_hold_many_files(tmp_path: Path) -> None:
     (folder / "_SUCCESS").touch()
     (folder / "README.md").write_text("about")
     assert tokens(folder) == JOINED
-    seen = dict(glance(sized(512, 16, 0, path=str(folder))).rows)["data"]
+    seen = dict(preview_data(sized(512, 16, 0, path=str(folder))).rows)["data"]
     assert "2 files with rows of tokens in 'input_ids'" in seen
     (folder / "more/2.txt").write_text("text")
     assert "more/2.txt must hold lists of token ids in 'text' or 'input_ids', as" in refused(folder)
@@ -214,10 +216,10 @@ def test_files_of_datatrove(width: int, tmp_path: Path, capsys: pytest.CaptureFi
     config = sized(512, 16, 0, path=str(folder), split="1,0")
     ids = batches_of(config, tmp_path / "cache").global_batch(0, 2).inputs["ids_SB"][:, 0].tolist()
     assert any(JOINED[at : at + 16] == ids for at in range(0, len(JOINED), 16))
-    found = inspect(str(folder), 2, {})
+    found = inspect_data(str(folder), 2, {})
     assert (found.counts["documents"], found.lengths and found.lengths.most) == (200, 42)
     assert [sample.ids for sample in found.samples] == ROWS[:2]
-    assert f"200 documents, {len(JOINED):,} tokens" in dict(glance(config).rows)["data"]
+    assert f"200 documents, {len(JOINED):,} tokens" in dict(preview_data(config).rows)["data"]
     assert main(["data", "inspect", str(folder)]) == 0
     assert "\ntokenizer  Unknown Tokenizer|2\n" in capsys.readouterr().out
 
@@ -258,7 +260,9 @@ def test_files_of_datatrove_name_their_tokenizer(tmp_path: Path) -> None:
     assert prepared(path, tokenizer=one).vocab_size == 259
     assert f"must be the tokenizer that {path}.metadata names ({one}/tokenizer.json, " in refused(path, tokenizer=two)
     config = sized(512, 16, 0, path=str(path), tokenizer=two)
-    assert any("must be the tokenizer that" in problem for problem in glance(config).problems), "a dry run finds it"
+    assert any("must be the tokenizer that" in problem for problem in preview_data(config).problems), (
+        "a dry run finds it"
+    )
 
 
 def test_shards_of_llm_c(tmp_path: Path) -> None:
@@ -284,7 +288,7 @@ def test_arrays_of_tokens(tmp_path: Path) -> None:
     way = "and a vocabulary of 512 would be uint16: say which by data.token_dtype"
     assert f"look like ids of uint32, {way}" in refused(raw)
     assert tokens(raw, token_dtype="uint32") == tokens(raw, vocab_size=70_000) == JOINED
-    assert inspect(str(raw), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
+    assert inspect_data(str(raw), 1, {}).counts["tokens"] == len(JOINED), "of uint32, as the bytes look"
     np.array([3, 250] * 99, "u1").tofile(narrow)
     assert tokens(narrow, vocab_size=256) == [3, 250] * 99, "the narrowest dtype, as OLMo-core's"
     assert "of data.path" in refused(narrow, vocab_size=256, length=500)
@@ -313,4 +317,4 @@ def test_a_token_that_no_block_shows_is_found_when_it_is_read(tmp_path: Path, mo
 def test_pairs_of_sentences_need_text(tmp_path: Path) -> None:
     config = load_recipe("bert-tiny", data={"path": str(datatrove(tmp_path / "ds", "a.ds", ROWS)), "dataset": None})
     with pytest.raises(ConfigError, match=r"model\.family \(bert\) must have text, for its pairs of sentences"):
-        prepare(config, tmp_path)
+        prepare_data(config, tmp_path)

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.config import DataConfig
 from shardwise.data.prepare import from_text
-from shardwise.data.prepare.from_text import TextJob, convert_text
+from shardwise.data.prepare.from_text import TextConversionJob, convert_text
 from shardwise.data.prepare.output import PreparationOutcome
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.unit.data.small_runs import json_lines
@@ -62,12 +62,12 @@ class Folder:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.at / "tokenizer")
 
-    def job(self, output: str, source: str = "text.jsonl", **options: bool) -> TextJob:
+    def job(self, output: str, source: str = "text.jsonl", **options: bool) -> TextConversionJob:
         data = DataConfig(path=str(self.at / source))
         options = {"append_eod": True, "split_sentences": False} | options
-        return TextJob(data, self.at / output, str(self.at / "tokenizer"), options)
+        return TextConversionJob(data, self.at / output, str(self.at / "tokenizer"), options)
 
-    def run(self, job: TextJob, *, force: bool = False, told: Told | None = None) -> PreparationOutcome:
+    def run(self, job: TextConversionJob, *, force: bool = False, told: Told | None = None) -> PreparationOutcome:
         told = Told() if told is None else told
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(from_text, "progress", told.progress)

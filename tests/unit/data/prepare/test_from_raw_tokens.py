@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.describe import inspect
 from shardwise.data.prepare import from_raw_tokens
-from shardwise.data.prepare.from_raw_tokens import RawJob, convert_raw
+from shardwise.data.prepare.from_raw_tokens import RawConversionJob, convert_raw_tokens
 from shardwise.data.prepare.output import PreparationOutcome
+from shardwise.data.preview import inspect_data
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.raw_tokens import is_raw_tokens
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -30,7 +30,9 @@ def write(path: Path, ids: list[int], dtype: str = "<u2") -> Path:
 def convert(path: Path, output: str, force: bool = False, **options: Any) -> tuple[PreparationOutcome, list[str]]:
     """What comes of a conversion, and what is said."""
     said: list[str] = []
-    return convert_raw(RawJob(path, path.with_name(output), **options), force=force, announce=said.append), said
+    return convert_raw_tokens(
+        RawConversionJob(path, path.with_name(output), **options), force=force, announce=said.append
+    ), said
 
 
 def converted(path: Path, **options: Any) -> list[list[int]]:
@@ -170,7 +172,7 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
     named = saved_tokenizer(tmp_path / "tokenizer", text, 270)
     end = Tokenizer.load(Path(named)).end_of_document_id
     assert converted(write(tmp_path / "train.bin", [5, end, 6]), tokenizer=named) == [[5, end], [6]]
-    found = inspect(str(tmp_path / "out"), 1, {})
+    found = inspect_data(str(tmp_path / "out"), 1, {})
     assert found.samples[0].text is not None, "the manifest names the tokenizer"
     path = write(tmp_path / "other.bin", [5, 270])
     with pytest.raises(DataError, match=r"the highest id \(270\), read as uint16, must be below 270, the vocabulary"):
@@ -187,7 +189,7 @@ def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tm
     with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
         convert(path, "out", eod_token=END)
     assert not convert(path, "out", force=True, eod_token=END)[0].was_there
-    assert inspect(str(tmp_path / "out"), 1, {}).counts["documents"] == 4
+    assert inspect_data(str(tmp_path / "out"), 1, {}).counts["documents"] == 4
 
 
 def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import DataConfig
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.from_text import _TextConversion
-from shardwise.data.prepare.output import Output
+from shardwise.data.prepare.output import PreparedOutput
 from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter
-from shardwise.data.reading.text_sources import open_source
+from shardwise.data.reading.text_sources import open_text_source
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
@@ -123,7 +123,7 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
     """Begins to prepare `out`, and ends as the 20th document is saved; returns the batches that are done then."""
     batches = 0
 
-    def dying(self: Output, progress: Mapping[str, Any]) -> None:
+    def dying(self: PreparedOutput, progress: Mapping[str, Any]) -> None:
         nonlocal batches
         if error is None or progress["read"]["documents"] <= 20:
             save(self, progress)
@@ -131,9 +131,9 @@ def cut_off(folder: Folder, monkeypatch: pytest.MonkeyPatch, error: BaseExceptio
         if progress["read"]["documents"] > 20:
             raise Killed if error is None else error
 
-    save = Output.save
+    save = PreparedOutput.save
     with monkeypatch.context() as patch:
-        patch.setattr(Output, "save", dying)
+        patch.setattr(PreparedOutput, "save", dying)
         with pytest.raises(Killed if error is None else DataError) as caught:
             folder.run(folder.job("out"))
     if error is not None:
@@ -226,23 +226,23 @@ def test_a_text_that_code_makes_or_that_is_packed_has_no_estimate(folder: Folder
     """The sizes of files are what an estimate is made of."""
     (folder.at / "a.gz").write_bytes(gzip.compress((folder.at / "text.jsonl").read_bytes()))
     chosen = [{"dataset": "stories"}, {"dataset": "tiny"}, {"path": str(folder.at / "a.gz")}]
-    sources = [open_source(DataConfig(**keys)) for keys in chosen]
-    found = [disk_room.estimate(source, folder.tokenizer, sentences=False) is None for source in sources]
+    sources = [open_text_source(DataConfig(**keys)) for keys in chosen]
+    found = [disk_room.estimate_size(source, folder.tokenizer, sentences=False) is None for source in sources]
     assert found == [True, False, True]
 
 
 def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = []
-    monkeypatch.setattr(disk_room, "check_room", lambda amount, *_: needed.append(amount))
+    monkeypatch.setattr(disk_room, "require_disk_room", lambda amount, *_: needed.append(amount))
     most = 0
-    save = Output.save
+    save = PreparedOutput.save
 
-    def watched(self: Output, progress: Mapping[str, Any]) -> None:
+    def watched(self: PreparedOutput, progress: Mapping[str, Any]) -> None:
         nonlocal most
         most = max(most, self.size())
         save(self, progress)
 
-    monkeypatch.setattr(Output, "save", watched)
+    monkeypatch.setattr(PreparedOutput, "save", watched)
     folder.run(folder.job("out"))
     assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
 
@@ -251,7 +251,7 @@ def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch)
 def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", raises(errno.ENOLCK))
-    first, second = (Output(folder.at / "out", None, None, {}) for _ in range(2))
+    first, second = (PreparedOutput(folder.at / "out", None, None, {}) for _ in range(2))
     with first._locked():
         first.clear()
         with pytest.raises(ConfigError, match="is being prepared by another process: wait for its end"):

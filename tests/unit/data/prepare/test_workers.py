@@ -5,17 +5,17 @@ import os
 import pytest
 
 from shardwise.base.errors import RunError
-from shardwise.data.prepare.tokenizing import Workers
+from shardwise.data.prepare.tokenizing import TokenizingWorkers
 
 
 def test_results_come_in_the_order_of_tasks() -> None:
-    with Workers.processes(2, None) as workers:
+    with TokenizingWorkers.processes(2, None) as workers:
         assert list(workers.each(abs, range(-20, 0))) == [(task, -task) for task in range(-20, 0)]
 
 
 def test_a_process_that_ends_is_told_of() -> None:
     with (
-        Workers.processes(1, None) as workers,
+        TokenizingWorkers.processes(1, None) as workers,
         pytest.raises(RunError, match="a process that prepares data has ended early"),
     ):
         list(workers.each(os._exit, [3]))

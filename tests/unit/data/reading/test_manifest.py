@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.data.formats.common import tokenizer_problems
-from shardwise.data.reading.manifest import read_manifest, write_manifest
+from shardwise.data.formats.prepared_data import other_tokenizer_problems
+from shardwise.data.reading.data_manifest import read_manifest, write_manifest
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 
 FACTS = {"format": "megatron", "source": {"name": "text"}, "options": {}, "documents": 1, "sequences": 1, "tokens": 3}
@@ -38,7 +38,7 @@ def test_the_same_tokenizer_in_other_files_is_the_same(tmp_path: Path, tokenizer
     assert other.digest != tokenizer.digest
     path = tmp_path / "data.json"
     write_manifest(path, {**FACTS, "tokenizer": {"name": "own", "sha256": tokenizer.digest}})
-    assert tokenizer_problems(loaded, "saved", [path]) == []
-    assert tokenizer_problems(other, "other", [tmp_path / "no.json"]) == []
-    (problem,) = tokenizer_problems(other, "other", [path])
+    assert other_tokenizer_problems(loaded, "saved", [path]) == []
+    assert other_tokenizer_problems(other, "other", [tmp_path / "no.json"]) == []
+    (problem,) = other_tokenizer_problems(other, "other", [path])
     assert problem.startswith(f"data.tokenizer (other, {other.digest[:12]}) must be the tokenizer that {path} names (")

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.data.reading import megatron_files as indexed
-from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter, UnfinishedIndex, is_indexed, written_dtype
+from shardwise.data.reading.megatron_files import (
+    IndexedFile,
+    IndexedWriter,
+    UnfinishedIndex,
+    is_megatron_file,
+    megatron_dtype,
+)
 from tests.os_errors import raises
 
 # Three documents: one of two sequences, an empty one, one of one sequence.
@@ -56,7 +62,7 @@ def test_written_files_are_those_of_the_definition(
     vocab_size: int, code: int, letter: str, width: int, tmp_path: Path
 ) -> None:
     tokens = [token % vocab_size for token in TOKENS]
-    assert written_dtype(vocab_size) == np.dtype({2: "uint16", 4: "int32"}[width])
+    assert megatron_dtype(vocab_size) == np.dtype({2: "uint16", 4: "int32"}[width])
     write(tmp_path / "data", [[tokens[:2], tokens[2:5]], [], [tokens[5:]]], vocab_size)
     pointers = [pointer // 2 * width for pointer in POINTERS]
     assert (tmp_path / "data.idx").read_bytes() == idx_bytes(pointers=pointers, code=code)
@@ -97,7 +103,7 @@ def test_fault_15_pointers_of_32_bits_are_computed_again(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["data", "data.bin", "data.idx"])
 def test_files_made_by_hand_are_read(name: str, tmp_path: Path) -> None:
     by_hand(tmp_path)
-    assert is_indexed(tmp_path / name)
+    assert is_megatron_file(tmp_path / name)
     file = IndexedFile.open(tmp_path / name)
     assert (file.tokens.tolist(), file.tokens.dtype) == (TOKENS, np.uint16)
     assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == (SIZES, POINTERS, DOCUMENTS)
@@ -189,16 +195,16 @@ def test_missing_files_are_named_both(tmp_path: Path) -> None:
     told = r"data\.idx does not exist: data\.format=megatron reads data\.bin and data\.idx"
     with pytest.raises(DataError, match=told):
         IndexedFile.open(tmp_path / "data.bin")
-    assert is_indexed(tmp_path / "data")
+    assert is_megatron_file(tmp_path / "data")
 
 
 def test_paths_that_name_a_data_set(tmp_path: Path) -> None:
     prefix = by_hand(tmp_path)
-    assert is_indexed("nowhere.bin")
-    assert not is_indexed("nowhere")
+    assert is_megatron_file("nowhere.bin")
+    assert not is_megatron_file("nowhere")
     for folder in (prefix, tmp_path / "folder.bin"):
         folder.mkdir()
-        assert not is_indexed(folder), "a folder of text stays one"
+        assert not is_megatron_file(folder), "a folder of text stays one"
 
 
 def test_opening_reads_nothing_of_the_tokens(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from shardwise.config import BUILT_IN_TEXTS, DataConfig
 from shardwise.data.reading import text_sources
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.reading.raw_tokens import is_raw_tokens
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, Source, open_shard, open_source
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, Source, open_text_shard, open_text_source
 from tests.unit.data.small_runs import fill
 
 
@@ -33,7 +33,7 @@ def documents(source: Source) -> list[str]:
 
 
 def source_of(path: Path, **keys: str) -> Source:
-    return open_source(DataConfig(path=str(path), **keys))
+    return open_text_source(DataConfig(path=str(path), **keys))
 
 
 def read(path: Path, **keys: str) -> list[str]:
@@ -82,14 +82,14 @@ def test_each_built_in_text_has_a_source_and_is_no_data_set_of_the_hub(name: str
     data = DataConfig(dataset=name)
     assert (data.is_built_in, data.is_hub_dataset) == (True, False)
     assert data.is_chat == BUILT_IN_TEXTS[name].holds_chat
-    assert open_source(data).name == name
+    assert open_text_source(data).name == name
     assert f"{name} = {BUILT_IN_TEXTS[name].description}" in str(DataConfig.model_fields["dataset"].description)
     assert not DataConfig(dataset=name, path="a.txt").is_built_in, "a path is read instead"
     assert not DataConfig(dataset=f"acme/{name}").is_built_in
 
 
 def test_the_python_text_is_sources_and_topics_without_tests() -> None:
-    source = open_source(DataConfig(dataset="python"))
+    source = open_text_source(DataConfig(dataset="python"))
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root).as_posix() for path in source.files]
     assert names == sorted(names)
@@ -153,11 +153,11 @@ def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
         f"data.path ({missing}) does not exist: name a text file, a .jsonl, a .parquet or a folder of them"
     )
     with pytest.raises(DataError, match=r"data\.path \(none\.txt\) does not exist in /"):
-        open_source(DataConfig(path="none.txt"))
+        open_text_source(DataConfig(path="none.txt"))
     (tmp_path / "empty.txt").touch()
     assert failure(tmp_path / "empty.txt").startswith(f"{tmp_path}/empty.txt holds no text: it is empty")
     with pytest.raises(DataError, match=r"cannot be read: File name too long|does not exist in /"):  # Python 3.14's
-        open_source(DataConfig(path="x" * 300))
+        open_text_source(DataConfig(path="x" * 300))
     (tmp_path / "folder").mkdir()
     assert "the folder has none" in failure(tmp_path / "folder")
     os.mkfifo(tmp_path / "pipe")
@@ -223,7 +223,7 @@ def test_fault_15_a_column_within_another_one(tmp_path: Path) -> None:
     for path, file in ((tmp_path / "a.parquet", tmp_path / "a.parquet"), (tmp_path / "saved", arrow)):
         assert read(path, text_key="meta.body") == ["one", "two"]
         assert "has no column 'meta.text'" in failure(path, text_key="meta.text")
-        shard = open_shard(str(file), DataConfig(path="x", text_key="meta.body"))
+        shard = open_text_shard(str(file), DataConfig(path="x", text_key="meta.body"))
         assert ["".join(blocks) for _, blocks in shard.documents(1)] == ["two"]
     assert read(tmp_path / "saved", text_key="x.y.z") == ["deep", "end"]
     table.rename_column("meta", "m").add_column("m.body", ["first", "second"]).to_parquet(str(tmp_path / "b.parquet"))

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import see
-from shardwise.data.describe import inspect
-from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_shard
-from shardwise.data.samples.streaming import read_documents
+from shardwise.data.preview import inspect_data
+from shardwise.data.reading.text_sources import PIECE_CHARACTERS, announce_empty, open_text_shard
+from shardwise.data.samples.text_stream import stream_documents
 from tests.unit.data.reading.test_sources import DataConfig, failure, read, source_of
 
 TEXTS = ["one\n", "two – zwei", "x" * (PIECE_CHARACTERS + 5), "four"]
@@ -96,9 +96,9 @@ def test_empty_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     announce_empty(source, said.append)
     assert said == [f"{tmp_path}: 6 empty documents left out"]
     for file in tmp_path.iterdir():
-        shard = open_shard(str(file), DataConfig(path="x"))
-        assert [pieces[0].text for _, pieces in read_documents(shard, 0)] == ["a", "b"]
-        assert inspect(str(file), 3, {}).notes == [f"{file}: 3 empty documents left out"]
+        shard = open_text_shard(str(file), DataConfig(path="x"))
+        assert [pieces[0].text for _, pieces in stream_documents(shard, 0)] == ["a", "b"]
+        assert inspect_data(str(file), 3, {}).notes == [f"{file}: 3 empty documents left out"]
     (tmp_path / "c.jsonl").write_bytes(jsonl(["", ""]))
     file = tmp_path / "c.jsonl"
     assert failure(file) == f"{file} holds no text: it is empty, or all of its documents are"
@@ -181,7 +181,7 @@ def test_fault_13_files_are_read_as_their_content_says(name: str, tmp_path: Path
     path = tmp_path / name
     path.write_bytes(FILES[name])
     assert read(path) == TEXTS
-    shard = open_shard(str(path), DataConfig(path=str(path)))
+    shard = open_text_shard(str(path), DataConfig(path=str(path)))
     ends = [after for after, _ in shard.documents(0)]
     for number, after in enumerate(ends, start=1):
         assert ["".join(blocks) for _, blocks in shard.documents(after)] == TEXTS[number:], "a stream that goes on"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardwise.base.errors import DataError
-from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.open_data import prepare_data
 from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data.formats.test_hdf5 import config
 from tests.unit.data.hdf5_shards import arrays, write
@@ -29,7 +29,7 @@ def packed(tmp_path: Path) -> Path:
 
 def batches(folder: Path, cache: Path, told: list[str] | None = None) -> ShardBatches:
     chosen = config(str(folder), split="1,0")
-    found = make_batches(chosen, prepare(chosen, cache, (told if told is not None else []).append), "train")
+    found = make_batches(chosen, prepare_data(chosen, cache, (told if told is not None else []).append), "train")
     assert isinstance(found, ShardBatches)
     return found
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.reading.megatron_files import Documents, IndexedFile
+from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.rows import IntArray, PairTokens, Sentences
-from shardwise.data.samples.conversations import Conversations
+from shardwise.data.samples.chat_batches import Conversations
 from shardwise.data.samples.packing import PackedBatches, PackedSamples
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 
@@ -51,8 +51,8 @@ def made(documents: list[list[int]]) -> IndexedFile:
     )
 
 
-def whole(documents: list[list[int]]) -> Documents:
-    return Documents(made(documents), 0, len(documents), 1 << 30)
+def whole(documents: list[list[int]]) -> MegatronDocuments:
+    return MegatronDocuments(made(documents), 0, len(documents), 1 << 30)
 
 
 def packed_row(number: int = 30, seed: int = 7) -> PackedBatches:

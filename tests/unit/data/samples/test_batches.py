@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.reading.hdf5_files import Hdf5Shard, ShardRows
-from shardwise.data.samples import conversations
+from shardwise.data.reading.hdf5_files import Hdf5Shard, Hdf5ShardRows
+from shardwise.data.samples import chat_batches
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
-from shardwise.data.samples.conversations import ConversationBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.chat_batches import ConversationBatches
+from shardwise.data.samples.order import MixtureStage
 from shardwise.data.samples.sentence_pairs import ShardBatches
 from tests.unit.data.hdf5_shards import arrays, write
 from tests.unit.data.samples.small_batches import ROOM, chats, many, packed_row, pairs, whole
@@ -35,12 +35,12 @@ def documents(seed: int) -> Batches:
     return DocumentBatches(whole([*lengths, [5]]), 4, seed)
 
 
-def blend(seed: int, *later: Stage) -> Batches:
+def blend(seed: int, *later: MixtureStage) -> Batches:
     draws = np.random.default_rng(seed)
     names = "abcdef"[: draws.integers(1, 7)]
     sources = {name: TokenBatches(np.arange(4 * draws.integers(1, 30) + 1), 4, seed) for name in names}
     weights = {name: int(draws.integers(1, 40)) / 10 for name in names}
-    return BlendedBatches(sources, [Stage(0, 0, weights), *later])
+    return BlendedBatches(sources, [MixtureStage(0, 0, weights), *later])
 
 
 KINDS: dict[str, Make] = {
@@ -57,7 +57,7 @@ KINDS: dict[str, Make] = {
 def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """Makes batches by their seed, as a process does that has just begun."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversations, "WINDOW", 16)
+        patch.setattr(chat_batches, "WINDOW", 16)
         if request.param in KINDS:
             yield KINDS[request.param]
         else:
@@ -69,7 +69,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 for rows, found in of.items()
             ]
             shards = [Hdf5Shard.open(Path(path), 16) for path in paths]
-            yield lambda seed: ShardBatches(ShardRows(shards, 300, 2), 0, sum(of), seed)
+            yield lambda seed: ShardBatches(Hdf5ShardRows(shards, 300, 2), 0, sum(of), seed)
 
 
 def in_turn(ranks: list[list[Batch]]) -> list[Batch]:
@@ -119,7 +119,7 @@ def test_any_layout_and_any_stop_read_the_same_samples(make: Make, **drawn: int)
 @settings(deadline=None, max_examples=40)
 @given(seed=seeds, consumed=st.integers(0, 300), begin=st.integers(0, 400), **sizes)
 def test_so_do_the_stages_of_a_blend(begin: int, **drawn: int) -> None:
-    expect_the_same_at_any_layout(lambda seed: blend(seed, Stage(2, begin, {"a": 1.0})), **drawn)
+    expect_the_same_at_any_layout(lambda seed: blend(seed, MixtureStage(2, begin, {"a": 1.0})), **drawn)
 
 
 def test_any_part_may_be_asked_for_first(make: Make) -> None:

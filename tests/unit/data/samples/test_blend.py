@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from shardwise.data.rows import IntArray
 from shardwise.data.samples.batch import Batch, Batches, BlendedBatches
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import BlendPattern, SourceOrder, Stage
+from shardwise.data.samples.order import BlendPattern, MixtureStage, SourceOrder
 
 NAMES = [f"s{number}" for number in range(40)]
 unhurried = settings(deadline=None)
@@ -31,7 +31,7 @@ class Numbered(Batches):
 def blended(weights: list[float], sizes: list[int]) -> BlendedBatches:
     """Sources with letters as names."""
     sources = {NAMES[source]: Numbered(source, size) for source, size in enumerate(sizes)}
-    return BlendedBatches(sources, [Stage(0, 0, dict(zip(NAMES, weights, strict=False)))])
+    return BlendedBatches(sources, [MixtureStage(0, 0, dict(zip(NAMES, weights, strict=False)))])
 
 
 def told(batches: list[Batch]) -> list[list[int]]:
@@ -73,10 +73,10 @@ def test_every_beginning_has_each_source_within_one_sample(weights: list[float],
 def test_a_stage_goes_on_where_each_source_was(weights: list[float], data: st.DataObject) -> None:
     names = NAMES[: len(weights)]
     begins = sorted(data.draw(st.sets(st.integers(1, 200), min_size=1, max_size=3)))
-    stages = [Stage(0, 0, dict(zip(names, weights, strict=True)))]
+    stages = [MixtureStage(0, 0, dict(zip(names, weights, strict=True)))]
     for begin in begins:
         chosen = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
-        stages.append(Stage(begin, begin, {name: data.draw(st.integers(1, 9)) for name in chosen}))
+        stages.append(MixtureStage(begin, begin, {name: data.draw(st.integers(1, 9)) for name in chosen}))
     order = SourceOrder(names, stages)
     samples = np.arange(300)
     sources = order.sources(samples)
@@ -129,7 +129,7 @@ def test_epochs_are_told_of_each_source() -> None:
 
 def test_batches_are_put_together_of_whole_samples() -> None:
     first, second = (TokenBatches(np.arange(low, low + 65, dtype=np.int32), 16, seed=1) for low in (0, 1000))
-    blend = BlendedBatches({"a": first, "b": second}, [Stage(0, 0, {"a": 0.5, "b": 0.5})])
+    blend = BlendedBatches({"a": first, "b": second}, [MixtureStage(0, 0, {"a": 0.5, "b": 0.5})])
     assert (blend.num_samples, blend.objectives) == (8, ("lm",))
     (batch,) = blend.local_batch(0, 8, 0, 1, 8)
     ids_SB, targets_SB = batch.inputs["ids_SB"], batch.inputs["targets_SB"]
@@ -143,7 +143,7 @@ def test_batches_are_put_together_of_whole_samples() -> None:
 
 def test_partial_sequences_of_several_sources_keep_their_lengths() -> None:
     sources = {name: TokenBatches(np.arange(n), 16, seed=1, tail=True) for name, n in (("a", 20), ("b", 24))}
-    blend = BlendedBatches(sources, [Stage(0, 0, {"a": 0.5, "b": 0.5})])
+    blend = BlendedBatches(sources, [MixtureStage(0, 0, {"a": 0.5, "b": 0.5})])
     (batch,) = blend.eval_batches(1, 6, 0, 1, 6)
     assert batch.lengths is not None
     assert batch.lengths.tolist() == [16, 16, 3, 7, 0, 0]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.data.reading.megatron_files import Documents, IndexedFile, IndexedWriter
+from shardwise.data.reading.megatron_files import IndexedFile, IndexedWriter, MegatronDocuments
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import Batches, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
-from shardwise.data.samples.order import Stage
+from shardwise.data.samples.order import MixtureStage
 from shardwise.data.samples.packing import PackedBatches, PackedSamples, packed_windows
 from tests.unit.data.samples.small_batches import bounds_of
 
@@ -37,7 +37,9 @@ def blend(length: int) -> Batches:
         name: TokenBatches(TOKENS + 1000 * number, length, number, together=BLOCK // length)
         for number, name in enumerate("ab")
     }
-    return BlendedBatches(sources, [Stage(0, 0, {"a": 1, "b": 1}), Stage(9, 6, {"b": 1})], BLOCK // length)
+    return BlendedBatches(
+        sources, [MixtureStage(0, 0, {"a": 1, "b": 1}), MixtureStage(9, 6, {"b": 1})], BLOCK // length
+    )
 
 
 def packed(length: int) -> Batches:
@@ -75,7 +77,7 @@ def test_documents_in_another_order_are_read_once(tmp_path: Path) -> None:
         for first in range(0, 400, 20):
             writer.add([*range(first, first + 20)], [20])
     file = IndexedFile.open(tmp_path / "tokens")
-    documents = Documents(file, 0, file.num_documents, 500)
+    documents = MegatronDocuments(file, 0, file.num_documents, 500)
     short, long = (DocumentBatches(documents, length, 7, together=BLOCK // length) for length in (8, 24))
     blocks = long.num_samples
     tokens = Counter(read(short, 0, 6, 8) + read(long, 6, blocks, 24))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.formats.common import document_ends
+from shardwise.data.formats.prepared_data import document_ends
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import DocumentEnds, TokenBatches, causal_batch
 from shardwise.data.tokens.tokenizer import train_tokenizer

@@ -3,7 +3,7 @@
 import numpy as np
 
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.conversations import ConversationBatches, Conversations
+from shardwise.data.samples.chat_batches import ConversationBatches, Conversations
 from tests.unit.data.samples.small_batches import ROOM, chats
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.reading.megatron_files import Documents, IndexedFile
+from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
 from shardwise.data.samples.batch import Batch
 from shardwise.data.samples.causal import DocumentBatches
 from shardwise.data.samples.order import SampleOrder, mix_integer
@@ -61,7 +61,7 @@ def test_samples_are_those_of_the_definition(documents: list[list[int]], length:
 
 def test_a_part_is_its_own_documents() -> None:
     file = made([[3], [2, 2], [], [5], [4]])
-    part = Documents(file, 1, 4, 1 << 30)
+    part = MegatronDocuments(file, 1, 4, 1 << 30)
     assert (len(part), part.count) == (9, 3)
     assert part.lengths().tolist() == [4, 0, 5]
     assert part.beginning(4) == [3, 4, 5, 6]
@@ -97,9 +97,9 @@ def test_sentences_leave_out_what_has_no_tokens() -> None:
     documents = [[0, 3, 0, 2], [], [0], [4], [1, 1], []]
     found = whole(documents).sentences
     assert (found.bounds.tolist(), found.documents.tolist()) == ([0, 3, 5, 9, 10, 11], [0, 2, 3, 5])
-    part = Documents(made(documents), 3, 6, 1 << 30).sentences
+    part = MegatronDocuments(made(documents), 3, 6, 1 << 30).sentences
     assert (part.bounds.tolist(), part.documents.tolist()) == ([0, 4, 5, 6], [0, 1, 3])
-    empty = Documents(made(documents), 5, 6, 1 << 30).sentences
+    empty = MegatronDocuments(made(documents), 5, 6, 1 << 30).sentences
     assert (empty.bounds.tolist(), empty.documents.tolist()) == ([0], [0])
 
 
@@ -108,13 +108,13 @@ def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(token: int) -> N
     tokens = np.arange(12, dtype=np.int32)
     tokens[8] = token
     file = IndexedFile(Path("data"), tokens, np.full(4, 3, dtype=np.int32), np.arange(4) * 12, np.arange(5))
-    batches = DocumentBatches(Documents(file, 1, 4, 50), 2, seed=0)
+    batches = DocumentBatches(MegatronDocuments(file, 1, 4, 50), 2, seed=0)
     text = (
         rf"^data\.bin: token 8 \({token}\), in document 2, must be in 0 … 49: set model\.vocab_size to that of the tok"
     )
     with pytest.raises(DataError, match=text):
         batches.global_batch(0, batches.num_samples)
-    assert DocumentBatches(Documents(file, 0, 2, 50), 2, seed=0).global_batch(0, 2).counts.tolist() == [4]
+    assert DocumentBatches(MegatronDocuments(file, 0, 2, 50), 2, seed=0).global_batch(0, 2).counts.tolist() == [4]
 
 
 def test_too_few_tokens_are_refused() -> None:
@@ -132,7 +132,7 @@ def test_ten_million_documents_fit_in_two_gibibytes(capsys: pytest.CaptureFixtur
     file = IndexedFile(Path("data"), tokens, sizes, pointers, np.arange(count + 1))
     tracemalloc.start()
     started = time.perf_counter()
-    batches = DocumentBatches(Documents(file, 0, count, 100), 2048, seed=1)
+    batches = DocumentBatches(MegatronDocuments(file, 0, count, 100), 2048, seed=1)
     batches.local_batch(batches.num_samples - 4, 8, 0, 1, 8)
     seconds = time.perf_counter() - started
     held, peak = tracemalloc.get_traced_memory()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.data.samples import packing
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.packing import PackedSamples, best_fit, document_bounds
+from shardwise.data.samples.packing import PackedSamples, best_fit_packs, document_bounds
 from tests.unit.data.samples.small_batches import ROOM, bounds_of, packed_row
 
 END = 3
@@ -33,7 +33,7 @@ def test_each_size_goes_into_the_fullest_pack_with_room(sizes: list[int]) -> Non
             expected.append([])
         expected[pack].append(number)
         by_age.append(pack)
-    packs = best_fit(np.array(sizes, dtype=np.int64), ROOM)
+    packs = best_fit_packs(np.array(sizes, dtype=np.int64), ROOM)
     assert [packs.members[begin:end].tolist() for begin, end in pairwise(packs.begins)] == expected
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.base.errors import ConfigError
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.causal import TokenBatches
-from shardwise.data.samples.order import SampleOrder, mix, mix_integer
+from shardwise.data.samples.order import SampleOrder, mix_bits, mix_integer
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -57,7 +57,7 @@ def test_order_is_the_same_on_every_machine() -> None:
     large = SampleOrder(3_000_000_007, 7).indices(2**40, 1000)
     assert hashlib.sha256(large.astype("<i8").tobytes()).hexdigest()[:16] == "95027a6a7d7b5e5d"
     values = [0, 1, 2**63, 2**64 - 1]
-    assert mix(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
+    assert mix_bits(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
 
 
 @pytest.mark.parametrize(("samples", "epochs"), [(1, "0.003"), (150, "0.50"), (300, "1.00"), (450_000, "1,500.00")])

@@ -9,7 +9,7 @@ from shardwise.data.reading.text_sources import TextPiece
 from shardwise.data.rows import Part
 from shardwise.data.samples.sentence_pairs import ChunkIndex
 from shardwise.data.tokens import encoding
-from shardwise.data.tokens.encoding import PieceTexts, cut_sentences, sentence_pieces
+from shardwise.data.tokens.encoding import _PieceTexts, cut_sentences, sentence_pieces
 from tests.unit.data.samples.small_batches import arranged
 
 unhurried = settings(deadline=None)
@@ -79,7 +79,7 @@ def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.Mon
 
 
 def test_a_piece_knows_its_size() -> None:
-    assert PieceTexts(["ab.", " c"], ends_document=True).characters == 5
+    assert _PieceTexts(["ab.", " c"], ends_document=True).characters == 5
 
 
 lengths = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=8)

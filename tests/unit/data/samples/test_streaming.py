@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats import stream as prepared_stream
-from shardwise.data.formats.common import make_batches, make_evaluation
-from shardwise.data.open_data import prepare
-from shardwise.data.reading import text_files
+from shardwise.data.formats import streamed_text as prepared_stream
+from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
+from shardwise.data.open_data import prepare_data
+from shardwise.data.reading import jsonl_parquet
 from shardwise.data.reading import text_sources as shards_module
 from shardwise.data.reading.text_sources import FileShard
-from shardwise.data.samples import streaming as streaming_module
+from shardwise.data.samples import text_stream as streaming_module
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.streaming import StreamBatches, StreamPosition
+from shardwise.data.samples.text_stream import StreamBatches, StreamPosition
 from shardwise.data.tokens.tokenizer import Tokenizer, train_tokenizer
 from tests.sweeps import few
 from tests.unit.data import small_runs
@@ -234,7 +234,7 @@ def test_what_is_read_ahead_ends_when_nobody_wants_it(whole: Path, opened: Any) 
 
 def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Path, tmp_path: Path) -> None:
     chosen = config(whole, tokenizer, buffer=60, split="80,20")
-    data = prepare(chosen, tmp_path)
+    data = prepare_data(chosen, tmp_path)
     held = documents_in(data.tokens["eval"], tokenizer)
     assert 5 <= len(held) <= 20
     assert set(held) <= set(TEXTS[:60])
@@ -242,11 +242,11 @@ def test_weights_hold_a_share_of_the_first_block_out(whole: Path, tokenizer: Pat
     for epoch in (0, 1):
         trained = epoch_documents(batches, tokenizer, epoch)
         assert sorted(trained + held) == sorted(TEXTS), "each document is trained on or held out"
-    evaluation = make_evaluation(chosen, data, "eval")
+    evaluation = make_evaluation_batches(chosen, data, "eval")
     assert sum(int(batch.counts[0]) for batch in evaluation.eval_batches(99, 8, 0, 1, 8)) == data.count("eval") - 1
     assert data.beginning("train", 5) == Tokenizer.load(tokenizer).encode(TEXTS[0])[:5].tolist()
     with pytest.raises(DataError, match=r"data\.streaming \(true\) must be false where the training part of"):
-        make_evaluation(chosen, data, "train")
+        make_evaluation_batches(chosen, data, "train")
 
 
 def test_splits_with_names_are_parts(tokenizer: Path, tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_splits_with_names_are_parts(tokenizer: Path, tmp_path: Path) -> None:
     splits = {"train": table.select(range(90)), "valid": table.select(range(90, 120))}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
     chosen = config(tmp_path / "saved", tokenizer, buffer=20, split="train,valid")
-    data = prepare(chosen, tmp_path / "cache")
+    data = prepare_data(chosen, tmp_path / "cache")
     assert sorted(epoch_documents(make_batches(chosen, data, "train"), tokenizer, 0)) == sorted(TEXTS[:90])
     assert documents_in(data.tokens["eval"], tokenizer) == TEXTS[90:110], "a block of the split"
 
@@ -275,11 +275,11 @@ def test_a_long_text_is_several_documents(
 ) -> None:
     """Else all of a file, however large, would be in memory at once."""
     monkeypatch.setattr(shards_module, "BLOCK_CHARACTERS", 700)
-    monkeypatch.setattr(text_files, "BLOCK", 100)
+    monkeypatch.setattr(jsonl_parquet, "BLOCK", 100)
     content = ("\ufeff" + " – ".join(TEXTS)).encode()
     path = tmp_path / name
     path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    shard = shards_module.open_shard(str(path), config(path, tokenizer).data)
+    shard = shards_module.open_text_shard(str(path), config(path, tokenizer).data)
     found = list(shard.documents(0))
     parts = ["".join(blocks) for _, blocks in found]
     assert "".join(parts) == " – ".join(TEXTS)
@@ -309,7 +309,7 @@ def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -
     data = config(None, tokenizer, dataset="acme/tiny").data
     said = r"acme/tiny/a\.csv must be a \.parquet, \.jsonl or \.json file for data\.streaming: set it to false, or"
     with pytest.raises(DataError, match=said):
-        shards_module.open_shard("hf://datasets/acme/tiny/a.csv", data)
+        shards_module.open_text_shard("hf://datasets/acme/tiny/a.csv", data)
     # Files that were emptied are told, and not read over and over.
     path = write(tmp_path / "data", "datasets", TEXTS)
     batches = opened(path)
@@ -335,9 +335,9 @@ def test_another_folder_and_another_name_of_the_path_find_the_same_files(
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "data", "jsonl", TEXTS)
     chosen = config(path, tokenizer)
-    first = prepare(chosen, tmp_path / "cache").fingerprint
-    assert prepare(chosen, tmp_path / "cache").fingerprint == first
+    first = prepare_data(chosen, tmp_path / "cache").fingerprint
+    assert prepare_data(chosen, tmp_path / "cache").fingerprint == first
     other = write(tmp_path / "other", "jsonl", TEXTS)
-    assert prepare(config(other, tokenizer), tmp_path / "cache").fingerprint == first, "the same wherever it lies"
+    assert prepare_data(config(other, tokenizer), tmp_path / "cache").fingerprint == first, "the same wherever it lies"
     (path / "3.jsonl").write_bytes(b'{"text": "one more"}\n')
-    assert prepare(chosen, tmp_path / "cache").fingerprint != first
+    assert prepare_data(chosen, tmp_path / "cache").fingerprint != first

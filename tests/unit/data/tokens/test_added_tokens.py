@@ -10,7 +10,7 @@ import transformers
 from tokenizers import models, normalizers, trainers
 
 from shardwise.base.errors import DataError
-from shardwise.data.open_data import prepare
+from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import END_OF_DOCUMENT, Tokenizer, export_user_tokenizer, open_user_tokenizer
 from tests.unit.data.small_runs import config
 from tests.unit.data.tokens.test_tokenizer_files import TEXT, exported, gpt2_files, piece_model
@@ -153,5 +153,5 @@ def test_fault_15_bpe_dropout_is_off(tmp_path: Path) -> None:
     chosen = config(size, 8, path=str(tmp_path / "a.txt"), tokenizer=str(folder), split="1,0")
     told: list[str] = []
     for _ in range(2):
-        prepare(chosen, tmp_path / "cache", announce=told.append)
+        prepare_data(chosen, tmp_path / "cache", announce=told.append)
     assert [line for line in told if "BPE dropout" in line] == [tokenizer.note]

@@ -11,8 +11,8 @@ from tokenizers import models
 from transformers import AutoTokenizer
 
 from shardwise.base.errors import DataError
-from shardwise.data.reading.conversations import Conversation, Message
-from shardwise.data.tokens.chat_template import ChatTemplate, add_template, encode_chats
+from shardwise.data.reading.chat_files import Conversation, Message
+from shardwise.data.tokens.chat_template import ChatTemplate, add_chat_template, encode_chats
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 
@@ -55,7 +55,7 @@ def folder_with(path: Path, template: str | None, *, chat: bool = True) -> Path:
     """A tokenizer that was trained here; it has this template, or a built-in one if None is given."""
     train_tokenizer(TEXT, 300, "text", chat=chat).save(path)
     if template is None:
-        add_template(path, "trained")
+        add_chat_template(path, "trained")
     else:
         (path / CHAT_TEMPLATE).write_text(template)
     return path
@@ -144,7 +144,7 @@ def test_a_file_of_its_own_goes_before_the_settings(tmp_path: Path) -> None:
         assert ChatTemplate.of(tmp_path).source == expected
     (tmp_path / CHAT_TEMPLATE).write_text("F")
     assert ChatTemplate.of(tmp_path).source == "F"
-    add_template(tmp_path, "it")
+    add_chat_template(tmp_path, "it")
     assert ChatTemplate.of(tmp_path).source == "F"
 
 
@@ -278,4 +278,4 @@ def test_a_message_with_a_private_character_is_refused(tmp_path: Path) -> None:
 def test_a_tokenizer_without_an_end_has_no_built_in_template(tmp_path: Path) -> None:
     Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"its name has no chat template, no <.im_start.> and <.im_end.>, and no token"):
-        add_template(tmp_path, "its name")
+        add_chat_template(tmp_path, "its name")

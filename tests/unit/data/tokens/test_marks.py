@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.describe import glance, inspect
-from shardwise.data.formats.common import make_batches
-from shardwise.data.open_data import prepare
+from shardwise.data.formats.prepared_data import make_batches
+from shardwise.data.open_data import prepare_data
+from shardwise.data.preview import inspect_data, preview_data
 from shardwise.data.reading.megatron_files import IndexedFile
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, train_tokenizer
@@ -65,9 +65,9 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
     documents = expected_documents(folder, append_eod, prepend_bos)
     tokens = [token for row in documents for token in row]
     common = {"path": text, "tokenizer": str(folder.at / "tokenizer"), "split": "1,0", **keys}
-    assert prepare(config(300, 32, **common), folder.at / "cache").beginning("train", 10**6) == tokens
+    assert prepare_data(config(300, 32, **common), folder.at / "cache").beginning("train", 10**6) == tokens
     streamed = config(300, 32, **common, streaming=True)
-    stream = prepare(streamed, folder.at / "cache")
+    stream = prepare_data(streamed, folder.at / "cache")
     assert stream.beginning("train", 5) == documents[0][:5]
     batches = make_batches(streamed, stream, "train")
     block = batches._stream.block(batches._starts[0])
@@ -75,7 +75,7 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
     batches.close()
     folder.run(folder.job(name, append_eod=append_eod is not False, prepend_bos=bool(prepend_bos)))
     assert [*map(int, IndexedFile.open(folder.at / name).tokens)] == tokens
-    found = inspect(text, 1, {"tokenizer": common["tokenizer"], **keys})
+    found = inspect_data(text, 1, {"tokenizer": common["tokenizer"], **keys})
     around = [*["begins with [CLS]"] * bool(prepend_bos), *["ends with [SEP]"] * (append_eod is not False)]
     assert dict(found.rows)["a document"] == (" and ".join(around) or "has no tokens of its own around it")
     assert found.counts["bytes_per_token"] == sum(map(len, map(str.encode, folder.documents))) / len(tokens)
@@ -86,7 +86,7 @@ def test_every_way_to_tokens_has_the_same(folder: Folder, append_eod: bool | Non
 def test_caches_and_fingerprints_are_of_the_marks(folder: Folder, reading: dict[str, Any]) -> None:
     keys = {"path": str(folder.at / "text.jsonl"), "tokenizer": str(folder.at / "tokenizer"), "split": "1,0", **reading}
     marked = [config(300, 32, append_eod=end, prepend_bos=begin, **keys) for end, begin in CHOICES]
-    prints = [prepare(each, folder.at / "cache").fingerprint for each in marked]
+    prints = [prepare_data(each, folder.at / "cache").fingerprint for each in marked]
     assert prints[:2] == prints[2:4], "true is what null means"
     assert len(set(prints)) == 4, "other tokens are other data"
 
@@ -113,8 +113,8 @@ def test_marks_of_what_holds_tokens_are_refused(folder: Folder, keys: dict[str, 
     keys = {**keys, "tokenizer": str(folder.at / "tokenizer")}
     for path in (folder.at / "held", tmp_path / "rows"):
         with pytest.raises(ConfigError, match=text):
-            prepare(config(300, 32, path=str(path), **keys), tmp_path / "cache")
+            prepare_data(config(300, 32, path=str(path), **keys), tmp_path / "cache")
         with pytest.raises(ConfigError, match=text):
-            inspect(str(path), 1, keys)
-    (problem,) = glance(config(300, 32, path=str(folder.at / "held"), **keys)).problems
+            inspect_data(str(path), 1, keys)
+    (problem,) = preview_data(config(300, 32, path=str(folder.at / "held"), **keys)).problems
     assert "whose tokens are read as they are" in problem

@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import load_config
-from shardwise.data.formats.common import document_ends
+from shardwise.data.formats.prepared_data import document_ends
 from shardwise.data.tokens.encoding import DocumentMarks
 from shardwise.data.tokens.tokenizer import (
     END_OF_DOCUMENT,

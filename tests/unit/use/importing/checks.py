@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import Manifest
-from shardwise.checkpoint.format.verify import verify
+from shardwise.checkpoint.format.verify import verify_checkpoint
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ForeignModel, write_checkpoint
+from shardwise_use.importing.hugging_face import ForeignModel, write_imported_checkpoint
 from tests.hugging_face import open_folder
 
 
 def write(opened: ForeignModel, root: Path, **options: Any) -> Path:
     """Write the checkpoint and verify it."""
-    folder = write_checkpoint(opened, Root.of(root), **options).folder
-    assert verify(folder).sound
+    folder = write_imported_checkpoint(opened, Root.of(root), **options).folder
+    assert verify_checkpoint(folder).sound
     manifest = Manifest.read(folder)
     assert (manifest.step, manifest.samples, manifest.optimizer) == (0, 0, None)
     assert manifest.config["model"] == opened.config.model_dump(mode="json")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.base.hub import check_weights
 from shardwise.checkpoint.storage.root import Root
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_checkpoint
+from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
@@ -164,7 +164,7 @@ def assert_is(opened: ForeignModel, weights: Mapping[str, Tensor], folder: Path)
     assert_equal(found["model"], weights)
     assert_equal(found["exp_avg"], weights)
     assert_equal(found["exp_avg_sq"], {name: weight**2 for name, weight in weights.items()})
-    write_checkpoint(opened, Root.of(folder))
+    write_imported_checkpoint(opened, Root.of(folder))
     return opened.progress
 
 

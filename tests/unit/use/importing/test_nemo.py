@@ -12,7 +12,7 @@ import torch
 
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise_use.importing import nemo
-from shardwise_use.importing.tensor_parallel_shards import drift
+from shardwise_use.importing.tensor_parallel_shards import replica_drift
 from tests.hugging_face import VOCABULARY, save
 from tests.sweeps import few
 from tests.unit.use.importing import checks
@@ -167,6 +167,6 @@ def test_shapes_must_fit_the_configuration(tmp_path: Path) -> None:
 
 def test_zeros_of_either_sign_are_equal() -> None:
     zeros = torch.zeros(4, 2)
-    assert drift(zeros, -zeros) == 0.0
-    assert drift(zeros, torch.zeros(2, 4)) == math.inf
-    assert drift(zeros, torch.full((4, 2), math.nan)) == math.inf
+    assert replica_drift(zeros, -zeros) == 0.0
+    assert replica_drift(zeros, torch.zeros(2, 4)) == math.inf
+    assert replica_drift(zeros, torch.full((4, 2), math.nan)) == math.inf

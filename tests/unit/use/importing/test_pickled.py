@@ -39,7 +39,7 @@ def test_code_is_refused_and_does_not_run(tmp_path: Path, kind: str, zipped: boo
     state = {"model": {"a": torch.ones(2)}, "args": Malicious(*attacks[kind])}
     torch.save(state, file, _use_new_zipfile_serialization=zipped)
     with pytest.raises(ConfigError) as caught:
-        pickled.load(file)
+        pickled.load_pickled(file)
     assert not mark.exists()
     text = str(caught.value)
     assert text.startswith(f"{file} is refused: ")
@@ -56,10 +56,10 @@ def test_stand_ins_hold_nothing(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     values = np.random.RandomState(0).get_state()
     torch.save({"a": torch.arange(3.0), "rng": values, "plain": [1, "two", None, 3.0]}, file)
-    found = pickled.load(file)
+    found = pickled.load_pickled(file)
     assert torch.equal(found["a"], torch.arange(3.0))
     assert found["plain"] == [1, "two", None, 3.0]
-    assert isinstance(found["rng"][1], pickled.StandIn)
+    assert isinstance(found["rng"][1], pickled._StandIn)
     assert not vars(found["rng"][1])
 
 
@@ -67,7 +67,7 @@ def test_tensors_of_old_files_are_read(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     state = collections.OrderedDict(a=torch.arange(3.0), b=torch.ones(2, 2).bfloat16())
     torch.save(state, file, _use_new_zipfile_serialization=False)
-    found = pickled.load(file)
+    found = pickled.load_pickled(file)
     assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
 
 
@@ -84,7 +84,7 @@ def test_files_that_are_none(tmp_path: Path, content: bytes, says: str) -> None:
     file = tmp_path / "state.pt"
     file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        pickled.load(file)
+        pickled.load_pickled(file)
     assert str(caught.value).startswith(f"{file} {says}")
 
 
@@ -103,12 +103,12 @@ def test_whatever_bytes_are_wrong_is_told(tmp_path: Path) -> None:
     for content in (other, bytes(spanned), old[:30], old[:60], old[:-500], old.replace(key, b"9" * len(key), 1)):
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"state\.pt is truncated or no file of torch\.save \(.+\)$"):
-            pickled.load(file)
+            pickled.load_pickled(file)
 
 
 @pytest.mark.parametrize("number", ["../secret", -1])
 def test_a_reference_leads_to_no_other_file(number: Any, tmp_path: Path) -> None:
-    reference = pickled.Reference()
+    reference = pickled._TensorReference()
     reference.tid = number
     with pytest.raises(ConfigError, match=rf"state\.pt refers to a tensor by {number!r}, which must be a number"):
-        pickled.followed(reference, tmp_path / "state.pt")
+        pickled.follow_reference(reference, tmp_path / "state.pt")

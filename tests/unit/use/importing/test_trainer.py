@@ -17,8 +17,8 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_checkpoint
-from shardwise_use.importing.trainer import curve_points, with_progress
+from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
 from tests.hugging_face import CASES
 from tests.sweeps import few
 from tests.unit.use.importing.checks import assert_equal, changed, problems, states_of
@@ -26,7 +26,7 @@ from tests.unit.use.importing.trainer_files import save
 
 
 def opened(folder: Path) -> ForeignModel:
-    return with_progress(open_hugging_face(Root.of(folder)), folder)
+    return with_trainer_progress(open_hugging_face(Root.of(folder)), folder)
 
 
 @pytest.mark.parametrize("case", few(CASES, "llama", "gpt", "neox", "bert", "qwen3_moe", "gemma3"))
@@ -72,7 +72,7 @@ def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=4e-3)
     steps = TrainingArguments("unused", **given).get_warmup_steps(12)
     scheduler = get_scheduler(name, optimizer, steps, 12, scheduler_specific_kwargs=SCHEDULES[name])
-    points = curve_points(given, 4e-3, 12)
+    points = _curve_points(given, 4e-3, 12)
     assert points is not None
     settings = OptimizerConfig.model_validate({"lr": 4e-3, "schedule": "points", "points": points})
     for step in range(1, 13):
@@ -205,5 +205,5 @@ def test_state_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
 def test_moments_that_are_not_finite_are_refused(saved: Path, tmp_path: Path) -> None:
     changed(saved / "optimizer.pt", lambda held: held["state"][0]["exp_avg"][0, :2].fill_(torch.nan))
     with pytest.raises(ConfigError, match=r"exp_avg of model.embed_tokens.weight \(2\)"):
-        write_checkpoint(opened(saved), Root.of(tmp_path / "ours"))
+        write_imported_checkpoint(opened(saved), Root.of(tmp_path / "ours"))
     assert not list((tmp_path / "ours").iterdir())
