@@ -5,7 +5,7 @@ The way of a job, in order:
     1. `shardwise submit …` on a login node
          submission.py   checks layout, memory, folder and time limit, and says what will be submitted
          script.py       writes the job's script with its #SBATCH lines
-         commands.py     gives the script to sbatch, and asks SLURM everything else
+         slurm_commands.py  gives the script to sbatch, and asks SLURM everything else
     2. the job's script on the first node of the job, whenever SLURM starts it
          supervisor.py   `shardwise supervise`: makes attempts until the training has ended, or cannot
          attempt.py      one attempt: `srun` starts a launcher on each node, which is watched to its end

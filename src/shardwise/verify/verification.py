@@ -139,9 +139,8 @@ def _train_cells(
     with rank_calls.join_called_ranks(device, _TIMEOUT) as world:
         for number, cell in enumerate(cells, start=done):
             start = time.perf_counter()
-            differences, saved = cell_training.train_cell(
-                config, cell, folder, source.folder, folder / f"layout-{number}"
-            )
+            target = folder / f"layout-{number}"
+            differences, saved = cell_training.train_cell(config, cell, folder, source.folder, target)
             problems = differences.problems(tolerance, source.layout)
             checkpoint = _MiddleCheckpoint(saved, cell.name)
             seconds = time.perf_counter() - start
