@@ -8,7 +8,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.distributed.collectives import Pending
-from shardwise.layers.units import units
+from shardwise.layers.units import parameters_by_unit
 from shardwise.models.llama import LlamaBlock
 from shardwise.optim import bucket_layout
 from shardwise.optim.buckets import Bucket
@@ -30,7 +30,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
     trainer = make_trainer(config)
     gathers, losses, late = trainer.optimizer.gathers, [], []
     numbers: dict[torch.Tensor, int] = {}
-    for number, parameters in enumerate(units(trainer.model).values()):
+    for number, parameters in enumerate(parameters_by_unit(trainer.model).values()):
         for p in parameters:
             numbers.setdefault(p, number)
     events: list[str] = []
@@ -54,7 +54,7 @@ def steps(config: Config, behind: bool) -> tuple[list[float], list[list[int]], l
 
     with mock.patch.object(Pending, "wait", noted_wait):
         if behind:
-            with gathers.behind_forward(units(trainer.model), trainer.optimizer.buckets):
+            with gathers.behind_forward(parameters_by_unit(trainer.model), trainer.optimizer.buckets):
                 train()
         else:
             train()

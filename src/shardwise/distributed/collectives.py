@@ -455,7 +455,6 @@ def _slot_bytes(tensor: Tensor) -> int:
 
 
 def _slots(buffer: Tensor, tensors: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor with the view of the buffer that holds it."""
     start = 0
     for tensor in chain.from_iterable(tensors):
         yield buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape), tensor

@@ -211,7 +211,7 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
 
 
 def use_flash_attention_3(device: torch.device) -> None:
-    """Let FlashAttention 3 (arXiv:2407.08608) compute attention on CUDA; ConfigError if it is not there."""
+    """Let a CUDA device compute attention by FlashAttention 3 (arXiv:2407.08608); ConfigError if it is not there."""
     if device.type == "cuda":
         if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) != (9, 0):
             where = f"compute capability {found[0]}.{found[1]}: its kernels are for 9.0, such as an H100"
@@ -257,7 +257,7 @@ def captured_call(device: torch.device) -> CapturedCall | None:
 
 
 def least_flex_width(device: torch.device) -> int:
-    """Elements of a head that the compiler's kernels for FlexAttention take at least."""
+    """The least width of a head that a device's kernels for FlexAttention take."""
     return 16 if device.type == "cuda" else 1
 
 

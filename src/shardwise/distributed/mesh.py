@@ -265,7 +265,6 @@ def narrows(group: Group, tensor: Tensor) -> bool:
 
 
 def _has_several_ranks() -> bool:
-    """True if this process has joined a job of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -64,7 +64,6 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Have gloo listen on the loopback interface, unless the user names another one."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address == "127.0.0.1" for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -72,7 +71,6 @@ def _keep_gloo_on_loopback() -> None:
 
 
 def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPStore:
-    """Listen for the other ranks until all have come."""
     try:
         listener = listen(address, port)
     except OSError as error:
@@ -92,7 +90,6 @@ def _open_store(address: str, port: int, world: int, timeout: timedelta) -> TCPS
 
 
 def _await_store(address: str, port: int, rank: int, timeout: timedelta) -> None:
-    """Wait until rank 0 listens."""
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:

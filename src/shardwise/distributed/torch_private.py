@@ -31,7 +31,7 @@ _COMPILER = "torch._dynamo"
 
 
 def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Tensor:
-    """`x weightᵀ`, or `total + x weightᵀ`, by oneDNN, for float32 on a CPU; any strides; no gradient.
+    """`x weightᵀ`, or `total + x weightᵀ`, by torch's private operators of oneDNN; float32 on a CPU; no gradient.
 
     x `[…, K]`, weight `[N, K]`, total `[…, N]` → `[…, N]`. `torch.nn.functional.linear` always uses MKL for float32.
     These operators are those that torch's own compiler emits for linear layers on a CPU.
@@ -47,7 +47,7 @@ def onednn_linear(x: Tensor, weight: Tensor, total: Tensor | None = None) -> Ten
 def scaled_matmul(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """`a b` of fp8 numbers with scales `[]`: a `[M, K]`, b `[K, N]`; any strides; no gradient.
+    """`a b` of fp8 numbers with scales `[]`, by torch's private `_scaled_mm`: a `[M, K]`, b `[K, N]`; no gradient.
 
     With `fast`, an NVIDIA GPU adds with fewer bits. A CPU multiplies and adds in float32, which holds each product of
     two fp8 numbers exactly.
@@ -72,7 +72,7 @@ _OPERATORS.impl("scaled_matmul", _scaled_matmul, "CompositeExplicitAutograd")
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are views of the same memory; torch has no public name for this question."""
+    """Return whether two tensors are views of the same memory, which torch tells in private."""
     is_alias: bool = torch._C._is_alias_of(a, b)  # type: ignore[attr-defined]
     return is_alias
 
@@ -80,7 +80,7 @@ def share_storage(a: Tensor, b: Tensor) -> bool:
 def has_fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, *, causal: bool, is_grouped: bool
 ) -> bool:
-    """Return whether `scaled_dot_product_attention` has a fused kernel for these tensors, and so keeps no scores."""
+    """Return whether torch's private choice of attention for these tensors is a fused kernel, which keeps no scores."""
     choice = torch._fused_sdp_choice(q, k, v, mask, p, causal, enable_gqa=is_grouped)
     return choice != SDPBackend.MATH.value
 
@@ -122,7 +122,7 @@ def cpu_attention_gradients(
     *,
     causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
+    """The gradients of torch's private `cpu_attention`, or their terms if `out` and `log_sums` are over more keys."""
     if q.shape[1] != k.shape[1] and mask is None and not causal:
         heads = (k.shape[1], -1)
         rows = (t.unflatten(1, heads).flatten(2, 3) for t in (dy, q, out, log_sums))
@@ -136,7 +136,7 @@ def cpu_attention_gradients(
 
 
 def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGroup) -> tuple[Tensor, list[Tensor]]:
-    """x `[n, …, K]` of each of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`: piece by piece.
+    """Torch's private operator of x `[n, …, K]` of g ranks → `[g·n, …, K]`, and its products with weights `[K, N]`.
 
     A CUDA operator that copies over NVLink through symmetric memory, which each rank of the group can address.
     """
@@ -147,7 +147,7 @@ def fused_all_gather_matmul(x: Tensor, weights: list[Tensor], group: ProcessGrou
 
 
 def fused_matmul_reduce_scatter(x: Tensor, weight: Tensor, group: ProcessGroup) -> Tensor:
-    """x `[g·n, …, K]` and weight `[K, N]` of each of g ranks → the sum of their products, this rank's `[n, …, N]`.
+    """Torch's private operator of x `[g·n, …, K]` and weight `[K, N]` of g ranks → this rank's sum `[n, …, N]`.
 
     A CUDA operator, as `fused_all_gather_matmul`.
     """
@@ -200,7 +200,7 @@ def graph_is_kept() -> bool:
 
 
 def has_data(tensor: Tensor) -> bool:
-    """True if a tensor has numbers: those of `fake_tensors` have none. By name, as the class is slow to import."""
+    """True unless a tensor is torch's private FakeTensor, without numbers. By name, as the class is slow to import."""
     return type(tensor).__name__ != "FakeTensor"
 
 

@@ -37,7 +37,6 @@ def sharing_group(owner: str, group: Ranks | None, *, needed: bool = True) -> Gr
 
 
 def _warn_unshared(owner: str) -> None:
-    """Warn at the line of the user's code that made the layer."""
     # Layers make layers, so the number of frames between the user and this one is not fixed.
     package = __name__.partition(".")[0]
     level = 0

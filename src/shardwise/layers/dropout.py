@@ -30,7 +30,7 @@ from shardwise.layers.chunks import MASK_CHUNK_ELEMENTS
 
 @dataclass(frozen=True)
 class Place:
-    """The place in the model at which a mask is drawn.
+    """The place in the model at which a dropout mask is drawn.
 
     Attributes:
         shard: number of the part of the activation that this rank has; 0 if it has all of it.
@@ -85,7 +85,7 @@ class _Masks:
 
 @dataclass(frozen=True)
 class DropoutKey(_Masks):
-    """The source of all masks of one micro-batch's forward pass.
+    """The source of all dropout masks of one micro-batch's forward pass.
 
     It travels with the activations, so that recompute draws the same masks, whatever ran in between.
 

@@ -220,7 +220,6 @@ class ParallelLMHead(placement.PlacedModule):
 
     @property
     def _used_weight(self) -> Tensor:
-        """The tensor to whose gradient the head's is added."""
         return self.weight
 
     def _multiply(self, x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Compiler(Protocol):
-    """Compiles parts of a model while it is made."""
+    """What layers of a model give their blocks to while it is made, to be compiled."""
 
     compiles_blocks: bool
 

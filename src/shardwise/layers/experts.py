@@ -208,8 +208,14 @@ class Experts(placement.PlacedModule):
         sums = self._sums(scores.detach(), values) if torch.is_grad_enabled() else self.sums
         counts = rows_of_each(experts, len(self.loads))
         y = self._sum(x.flatten(0, -2), weights, experts, counts)
-        y = cast(Tensor, _AddedInBackward.apply(y, self.loads, counts, self.sums, sums)).view_as(x)  # type: ignore[no-untyped-call]
-        return collectives.leave_layer(y, self.group, sequence_parallel=self.sequence_parallel_enabled)
+        if y.requires_grad:
+            y.register_hook(partial(self._add_totals, counts, sums))
+        return collectives.leave_layer(y.view_as(x), self.group, sequence_parallel=self.sequence_parallel_enabled)
+
+    def _add_totals(self, counts: Tensor, sums: Tensor, _gradient: Tensor) -> None:
+        """Add those of a forward pass in its backward pass: recompute repeats a forward pass."""
+        self.loads.add_(counts)
+        self.sums.add_(sums)
 
     def _sum(self, x: Tensor, weights: Tensor, experts: Tensor, counts: Tensor) -> Tensor:
         """Return this rank's part of the sum over the experts of each token, `[T, H]`; `counts`: rows of each."""
@@ -249,7 +255,6 @@ def sum_of_experts(
 
 
 def _has_grouped_products(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Return whether torch's grouped products take these operands."""
     is_aligned = all(size * x.element_size() % 16 == 0 for size in (*gate_up.shape[1:], down.shape[2]))
     return x.is_cuda and is_aligned and hasattr(F, "grouped_mm")
 
@@ -261,44 +266,22 @@ def _grouped_sum(
     rows = experts.flatten().argsort(stable=True)[:count]
     counts = rows_of_each(experts, len(gate_up) + 1)[:-1]
     ends = counts.cumsum(0).int()
-    gate_up, down = (_WithoutIdle.apply(weight, counts) for weight in (gate_up, down))  # type: ignore[no-untyped-call]
+    gate_up, down = (_without_idle(weight, counts) for weight in (gate_up, down))
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
     y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
     return cast(Tensor, SumsByToken.apply(y, rows, experts.shape[1], len(experts)))  # type: ignore[no-untyped-call]
 
 
-class _WithoutIdle(torch.autograd.Function):
-    """Returns the weights. The gradient of an expert without rows is 0: on a B200, torch's kernel leaves any values.
+def _without_idle(weight: Tensor, counts: Tensor) -> Tensor:
+    """Return a view of the weights; an expert without rows has the gradient 0.
 
-    github.com/pytorch/pytorch/issues/172439.
+    On a B200, torch's kernel leaves any values there (github.com/pytorch/pytorch/issues/172439).
     """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(counts)
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (counts,) = ctx.saved_tensors
-        return torch.where(counts[:, None, None] > 0, grads[0], 0.0), None
-
-
-class _AddedInBackward(torch.autograd.Function):
-    """Adds amounts of a forward pass to totals of the step, in its backward pass: recompute repeats a forward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, *totals_and_amounts: Tensor) -> Tensor:
-        ctx.totals_and_amounts = totals_and_amounts
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = ctx.totals_and_amounts
-        for total, amount in zip(pairs[::2], pairs[1::2], strict=True):
-            total.add_(amount)
-        return grads[0], *[None] * len(pairs)
+    view = weight.view_as(weight)
+    if view.requires_grad:
+        view.register_hook(lambda gradient: torch.where(counts[:, None, None] > 0, gradient, 0.0))
+    return view
 
 
 def experts_of(model: nn.Module) -> list[Experts]:

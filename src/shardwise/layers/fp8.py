@@ -72,7 +72,6 @@ def keep_scales(weights: Sequence[Tensor], group: Group) -> None:
 
 
 def _scales(tensors: Sequence[Tensor], groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor]:
-    """Return the scale `[]` of each tensor, of which the ranks of each group have parts."""
     bounds = [x.aminmax() for x in tensors]
     largest = torch.stack([torch.maximum(-lowest, highest) for lowest, highest in bounds]).float()
     for group in groups:

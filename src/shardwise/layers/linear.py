@@ -219,7 +219,6 @@ class _ColumnParallel(placement.PlacedModule):
         return self.regathers and self.sequence_parallel_enabled and can_regather(x, self.group)
 
     def _gathered(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the parts of all ranks."""
         return tuple(self._gather(part, copies) for part, copies in zip(parts, self._copies, strict=True))
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
@@ -520,7 +519,6 @@ def row_parallel_sum(*terms: tuple[RowParallelLinear, Tensor]) -> Tensor:
 
 
 def _product(layer: _ColumnParallel | RowParallelLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `x weightᵀ + bias`."""
     if layer.scaling is not None and layer.training:
         return layer.scaling.linear(x, layer.weight, bias)
     return linear(x, layer.weight, bias)

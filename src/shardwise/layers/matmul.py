@@ -383,7 +383,6 @@ def _fused_sum(xs: Sequence[Tensor], weights: Sequence[Tensor], group: Group) ->
 
 
 def _product(xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """Return `Σ_k X_k A_kᵀ`."""
     products = [linear(x, weight) for x, weight in zip(xs, weights, strict=True)]
     total = products[0]
     for product in products[1:]:

@@ -243,7 +243,6 @@ class QueryKeyNorm(placement.PlacedModule):
         choose_class(self)
 
     def _weight(self, maker: ParameterMaker, name: str, size: int, head_dim: int) -> nn.Parameter:
-        """Make the weight of the queries or of the keys."""
         full = maker.name(name, "weight")
         init = Init.constant(0.0 if self.unit_offset else 1.0)
         if self.over == "head":
@@ -263,11 +262,9 @@ class QueryKeyNorm(placement.PlacedModule):
         return query.view(q.shape), key.view(k.shape)
 
     def _norm_heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise each head by itself."""
         return rms_norm(x, one_more(weight) if self.unit_offset else weight, self.eps)
 
     def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise over the heads of all ranks."""
         if self.group.size > 1:
             return self._norm_together(query, key)
         return rms_norm(query, self.query_weight, self.eps), rms_norm(key, self.key_weight, self.eps)

@@ -20,7 +20,7 @@ def unit_roots(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
-def units(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+def parameters_by_unit(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
     """Map the model, its stages, embeddings, blocks and heads to the parameters that no unit inside them has.
 
     A call of a unit reads no other parameters than these before it calls the units inside it. Units of a stage are in
@@ -46,7 +46,7 @@ def _parameters_outside(module: nn.Module, excluded: set[nn.Module]) -> Iterator
 
 
 class WeightScales:
-    """The scales of a model's weights during a step, whose micro-batches all have the same weights.
+    """The fp8 scales of a model's weights during a step, whose micro-batches all have the same weights.
 
     The ranks agree on those of a unit, such as a block, in its first forward pass, where ZeRO-3 has gathered it.
     """
@@ -54,7 +54,7 @@ class WeightScales:
     def __init__(self, model: nn.Module) -> None:
         self._is_kept = False
         self._weights: list[nn.Parameter] = []
-        for unit, parameters in units(model).items():
+        for unit, parameters in parameters_by_unit(model).items():
             layers = [layer for layer in linear_layers(unit) if layer.scaling and layer.weight in set(parameters)]
             for group in dict.fromkeys(layer.group for layer in layers):
                 weights = [layer.weight for layer in layers if layer.group is group]

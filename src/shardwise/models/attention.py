@@ -25,7 +25,7 @@ from shardwise.config import FamilyConfig
 from shardwise.distributed.placement import Init
 from shardwise.distributed.torch_private import calls_only_forward, has_fused_attention, others_keep_tensors
 from shardwise.layers.dropout import AnyKey, DropoutKey, Place, apply_mask
-from shardwise.layers.linear import GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
+from shardwise.layers.linear import GQAQKVColumnParallelLinear
 from shardwise.layers.norm import QueryKeyNorm
 from shardwise.layers.recompute import Recomputed, can_drop, dropping
 from shardwise.models.blocks import ATTENTION, Context, LayerFactory
@@ -194,18 +194,8 @@ class Attention(nn.Module):
         self.qkv = qkv
         self.norm = norm
         self.core = AttentionCore(config, layer, factory)
-        out_options = LinearOptions(**factory.options, transposed=transposed)
-        if out_init is not None:
-            out_options["init"] = out_init
-        self.out = RowParallelLinear(
-            config.num_attention_heads * config.head_dim,
-            config.hidden_size,
-            bias=bias,
-            input_is_parallel=True,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=out,
-            **out_options,
-        )
+        width = config.num_attention_heads * config.head_dim
+        self.out = factory.row(config, width, out, bias=bias, transposed=transposed, init=out_init)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, each `[S, B, heads, d]`."""
@@ -290,7 +280,6 @@ class Attention(nn.Module):
         return out
 
     def _attend_by_part(self, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Context]) -> Tensor:
-        """Return the result of the core for the queries of each part and all keys."""
         from shardwise.layers.bitwise.replicated import part_views
 
         count = len(parts)

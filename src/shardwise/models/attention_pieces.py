@@ -109,8 +109,6 @@ def define_attention_by_pieces() -> None:
 
 
 def _define_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Define the operator of the gradients of q, k and v, and return it."""
-
     @torch.library.custom_op("shardwise::attention_by_pieces_gradients", mutates_args=(), device_types="cpu")
     def gradients(
         dy: Tensor,
@@ -267,7 +265,6 @@ def _documents(starts_SB: Tensor | None, row: int, run: range) -> Iterator[tuple
 
 
 def _squares(samples: slice, queries: range, offset: int) -> Iterator[_Piece]:
-    """Yield the pieces of queries and their own keys."""
     if len(queries) <= SQUARE:
         yield _Piece(samples, _moved(queries, offset), queries, is_causal=True)
         return
@@ -279,7 +276,6 @@ def _squares(samples: slice, queries: range, offset: int) -> Iterator[_Piece]:
 
 
 def _with_window(samples: slice, places: range, start: int, offset: int, window: int) -> Iterator[_Piece]:
-    """Yield the pieces of queries from which the window hides keys."""
     for queries in _cut(places, SHORT):
         keys = range(max(start, queries.start - window + 1), queries.stop)
         mask = AttentionMask((_moved(queries, -keys.start),), window=window)

@@ -187,6 +187,44 @@ class LayerFactory:
             **LinearOptions(**self.options, transposed=transposed),
         )
 
+    def column(
+        self, config: FamilyConfig, outputs: int, name: str, *, bias: bool = True, transposed: bool = False
+    ) -> ColumnParallelLinear:
+        """Make the layer x → this rank's part of some outputs."""
+        return ColumnParallelLinear(
+            config.hidden_size,
+            outputs,
+            bias=bias,
+            gather_output=False,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **LinearOptions(**self.options, transposed=transposed),
+        )
+
+    def row(
+        self,
+        config: FamilyConfig,
+        inputs: int,
+        name: str,
+        *,
+        bias: bool = True,
+        transposed: bool = False,
+        init: Init | None = None,
+    ) -> RowParallelLinear:
+        """Make the layer of a rank's part of some inputs → a term of x; `init` None: that of all layers."""
+        options = LinearOptions(**self.options, transposed=transposed)
+        if init is not None:
+            options["init"] = init
+        return RowParallelLinear(
+            inputs,
+            config.hidden_size,
+            bias=bias,
+            input_is_parallel=True,
+            sequence_parallel_enabled=self.sequence_parallel,
+            name=name,
+            **options,
+        )
+
     def query_key_norm(self, config: FamilyConfig, names: tuple[str, str]) -> QueryKeyNorm | None:
         """Make the layer q and k → both normalised; None in a family without it."""
         if config.query_key_norm is None:
@@ -284,19 +322,7 @@ class MLP(nn.Module):
         down_init: Init | None = None,
     ) -> None:
         super().__init__()
-        up_name, down_name = names
-        options = LinearOptions(**factory.options, transposed=transposed)
-        down_options = options
-        if down_init is not None:
-            down_options = LinearOptions(**{**options, "init": down_init})
-        self.up = ColumnParallelLinear(
-            config.hidden_size,
-            config.intermediate_size,
-            gather_output=False,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=up_name,
-            **options,
-        )
+        self.up = factory.column(config, config.intermediate_size, names[0], transposed=transposed)
         self.act = factory.activation(config)
         # ReLU keeps its result in place of its input.
         self.drops_activated = factory.drops_cheap and config.activation != "relu"
@@ -309,14 +335,7 @@ class MLP(nn.Module):
             input_is_parallel=True,
             context_group=factory.context_group,
         )
-        self.down = RowParallelLinear(
-            config.intermediate_size,
-            config.hidden_size,
-            input_is_parallel=True,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=down_name,
-            **down_options,
-        )
+        self.down = factory.row(config, config.intermediate_size, names[1], transposed=transposed, init=down_init)
 
     def feed(self, x: Tensor, context: Context, then: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `then` of the input of the second projection, `[S, B, F/g]`."""

@@ -98,7 +98,6 @@ def build_model(
 
 
 def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
-    """Import the class of a family's modules."""
     module, _, name = next(path for record, path in _ARCHITECTURES.items() if isinstance(model, record)).partition(":")
     architecture: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
     return architecture

@@ -105,7 +105,6 @@ class CausalLM(Family[_Config]):
         return self._joined_norm(x) if context.parts else self.norm(x)
 
     def _own_runs(self, length: int) -> tuple[range, ...]:
-        """Return the places of this rank's tokens in samples that ranks share."""
         from shardwise.layers.context import runs_of_places
 
         return runs_of_places(length, self.context_group.rank, self.context_group.size, self.context_group.parts)
@@ -191,7 +190,6 @@ class CausalLM(Family[_Config]):
         return masks
 
     def _form_of(self, mask: AttentionMask, keys: int, x: Tensor, context: Context) -> Mask | None:
-        """Return a mask of queries and `keys` keys in the form that attention takes."""
         form = mask.form(
             x,
             keys=keys,

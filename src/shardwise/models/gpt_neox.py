@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.config import GPTNeoXConfig
 from shardwise.distributed.placement import mark_heads
-from shardwise.layers.linear import ColumnParallelLinear, row_parallel_sum
+from shardwise.layers.linear import row_parallel_sum
 from shardwise.layers.recompute import compose
 from shardwise.models.attention import Attention, Block
 from shardwise.models.blocks import AFTER_ATTENTION, AFTER_MLP, EMBEDDING, MLP, Context, LayerFactory
@@ -39,15 +39,8 @@ class GPTNeoXBlock(Block):
     def __init__(self, config: GPTNeoXConfig, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         name = f"gpt_neox.layers.{layer}"
-        qkv = ColumnParallelLinear(
-            config.hidden_size,
-            3 * config.num_attention_heads * config.head_dim,
-            bias=config.attention_bias,
-            gather_output=False,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=f"{name}.attention.query_key_value",
-            **factory.options,
-        )
+        outputs = 3 * config.num_attention_heads * config.head_dim
+        qkv = factory.column(config, outputs, f"{name}.attention.query_key_value", bias=config.attention_bias)
         mark_heads(qkv.weight, config.head_dim, maps=3)
         self.drops_normed = factory.drops_normed
         self.parallel_residual = config.use_parallel_residual
@@ -76,8 +69,6 @@ class GPTNeoXBlock(Block):
         return out
 
     def _attention_and_mlp(self, x: Tensor, attended: Tensor, context: Context) -> Tensor:
-        """Return the sum of both outputs, with one collective."""
-
         def summed(activated: Tensor) -> Tensor:
             return row_parallel_sum((self.attention.out, attended), (self.mlp.down, activated))
 

@@ -88,15 +88,7 @@ class GatedMLP(nn.Module):
             sequence_parallel_enabled=factory.sequence_parallel,
             **factory.options,
         )
-        self.down_proj = RowParallelLinear(
-            width,
-            config.hidden_size,
-            bias=config.mlp_bias,
-            input_is_parallel=True,
-            sequence_parallel_enabled=factory.sequence_parallel,
-            name=f"{name}.down_proj",
-            **factory.options,
-        )
+        self.down_proj = factory.row(config, width, f"{name}.down_proj", bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.leave(*self.enter(x))

@@ -142,7 +142,6 @@ class Rotary:
         return cos, sin
 
     def _make(self, rows: int, sequence_length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Make the tables of `rows` positions, with the angles of a sequence of `sequence_length`."""
         # Made on the CPU in float32, so that all devices and dtypes have the same angles.
         inverse, factor = frequencies(self._config, sequence_length)
         angles = torch.outer(torch.arange(rows).float(), inverse).view(rows, 1, 1, -1)

@@ -245,7 +245,6 @@ def _move(model: nn.Module, **target: Any) -> None:
 
 
 def _converted_parameter(parameter: nn.Parameter, target: dict[str, Any]) -> nn.Parameter:
-    """Return a new parameter with the same placement."""
     new = nn.Parameter(_converted_tensor(parameter.detach(), target), requires_grad=parameter.requires_grad)
     placement = of(parameter)
     if placement is not None:
@@ -398,7 +397,6 @@ def _keys(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parameter_problems(model: nn.Module, group: Group) -> list[str]:
-    """Return the reasons why a model cannot be trained or saved."""
     trainable = {path: parameter for path, parameter in model.named_parameters() if parameter.requires_grad}
     if not any(parameter.numel() for parameter in trainable.values()):
         return ["the number of trainable parameters (0) must be at least 1"]

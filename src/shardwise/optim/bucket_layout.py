@@ -127,5 +127,4 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _aligned(elements: int, to: int) -> int:
-    """Round up to a multiple of `to`."""
     return -(-elements // to) * to

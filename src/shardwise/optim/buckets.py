@@ -122,7 +122,6 @@ class Bucket:
         self._group_sums: dict[Leaf, GroupSums] = {}
 
     def _take_parameters(self) -> None:
-        """Make the parameters and their gradients, if they have some, views of this bucket."""
         for p, view, gradient in zip(self.parameters, self._views(self.values), self._gradient_views, strict=True):
             if not placement.draw_deferred(p, view):
                 view.copy_(p.detach())
@@ -134,7 +133,6 @@ class Bucket:
                 p.grad_dtype = self.gradients.dtype
 
     def _own(self) -> tuple[Tensor, Tensor]:
-        """Return the owned part of the gradients and that of the values."""
         return self.gradients[self.owned], self.values[self.owned]
 
     @property
@@ -348,7 +346,6 @@ class Bucket:
         return collectives.all_gather_async(self.shard, self.group, out=self.values)
 
     def _round_masters(self) -> None:
-        """Give the owned part of the parameters what the masters are now."""
         master = self.master.detach()
         if self.on_host and self.separate:
             # The device rounds the weights once they have arrived.

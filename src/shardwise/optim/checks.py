@@ -58,7 +58,6 @@ def require_plain(parameters: Iterable[nn.Parameter], *, has_mesh: bool) -> None
 
 
 def _refuse_wrapped(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise ValueError for parameters whose gradients a DistributedDataParallel reduces."""
     classes = [DistributedDataParallel]
     for wrapper_class in classes:  # also those that the next line adds
         classes += wrapper_class.__subclasses__()
@@ -143,7 +142,6 @@ def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
 
 
 def _uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
-    """Return the uncut parameters of some parameter groups, in order."""
     return [p for options in groups for p in options["params"] if placement.of_or_whole(p).group.size == 1]
 
 
@@ -220,7 +218,6 @@ class UncutGradients:
             view.copy_(first)
 
     def _require_equal(self, firsts: Sequence[Tensor]) -> None:
-        """Refuse gradients that differ from those of the first rank."""
         squares = torch.zeros(len(self._parameters), 2, device=self._device)
         for (number, view), first in zip(self._views, firsts, strict=True):
             gradient = view.float()
@@ -243,7 +240,6 @@ class UncutGradients:
 
 
 def _of_first_rank(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
-    """Return the first rank's values of some tensors, by one broadcast for each dtype."""
     firsts: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         of_dtype = {number: tensor for number, tensor in enumerate(tensors) if tensor.dtype == dtype}

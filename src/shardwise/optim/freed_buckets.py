@@ -25,7 +25,6 @@ from shardwise.optim.sharding import Cut, Dtypes, Sharding
 
 
 def _has_memory(flat: Tensor) -> bool:
-    """Return whether a flat tensor has memory."""
     return flat.untyped_storage().nbytes() > 0
 
 
@@ -85,7 +84,6 @@ class ReleasedParameter(nn.Parameter):
 
 
 def _mark_released(parameter: nn.Parameter) -> None:
-    """Let a parameter refuse to be read."""
     if not isinstance(parameter, ReleasedParameter):
         gathered_class = type(parameter)
         parameter.__class__ = ReleasedParameter
@@ -306,7 +304,6 @@ def _class_of(cut: Cut, parameters: Sequence[nn.Parameter]) -> type[Bucket]:
 
 
 def _is_held_elsewhere(parameter: nn.Parameter) -> bool:
-    """Return whether ranks beyond the group that a parameter is cut over hold copies of it."""
     record = placement.of_or_whole(parameter)
     copies = (piece.copies for piece in record.pieces if piece.copies.size > 1)
     return any(not set(group.ranks) <= set(record.group.ranks) for group in copies)

@@ -171,7 +171,6 @@ class _Norms:
         return collectives.all_reduce_(squares, self._world).sqrt().float()
 
     def _exactly_measured(self, shares: Sequence[_Share], takes: Sequence[Take | None], device: torch.device) -> Tensor:
-        """Return the norms with the same bits at every layout."""
         from shardwise.optim import exact_sums
 
         ranks = self._world.size

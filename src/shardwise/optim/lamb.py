@@ -117,7 +117,6 @@ class LAMB(SliceOptimizer):
 
     @staticmethod
     def _needs_whole_tensors(group: dict[str, Any]) -> bool:
-        """Return whether the tensors of a parameter group have trust ratios: those that decay have."""
         return bool(group["weight_decay"])
 
     def trust_ratio(self, weight_norm: Tensor, direction_norm: Tensor) -> Tensor:

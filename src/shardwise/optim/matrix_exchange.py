@@ -211,7 +211,6 @@ def _boxes(parts: _Parts) -> _Boxes:
 
 
 def _require_whole(matrices: Sequence[Matrix], sent_by_rank: Sequence[_Boxes], ranks: Group) -> None:
-    """Raise ValueError unless the ranks send each element of each matrix once."""
     incomplete = []
     for matrix in matrices:
         count = sum(box.numel for boxes in sent_by_rank for box in boxes.get(matrix, []))

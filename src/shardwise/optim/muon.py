@@ -185,7 +185,6 @@ class Muon(SliceOptimizer):
 
     @staticmethod
     def _needs_whole_tensors(group: dict[str, Any]) -> bool:
-        """Return whether the matrices of a parameter group are orthogonalized."""
         return bool(group["use_muon"])
 
     def direction(self, p: nn.Parameter, group: dict[str, Any], out: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ def dimension_factors(dim: int, count: int) -> Factors:
 
 
 def _box_factors(shape: Sequence[int], box: Box) -> list[Factors]:
-    """Return the factors of each dimension of a box of a canonical tensor of some shape."""
     last = len(shape) - 1
     return [
         dimension_factors(last - dim, shape[dim])[start : start + size]

@@ -102,7 +102,6 @@ class StateSums:
         return sums
 
     def _factors_of(self, dim: int, count: int) -> Tensor:
-        """The factors of a dimension, on the device."""
         if (dim, count) not in self._factors:
             signed = torch.from_numpy(dimension_factors(dim, count).view("<i8"))
             self._factors[dim, count] = signed.to(self._device)

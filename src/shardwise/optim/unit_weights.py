@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.distributed.torch_private import after_backward, tensors_in
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead
-from shardwise.layers.units import unit_roots, units
+from shardwise.layers.units import parameters_by_unit, unit_roots
 from shardwise.optim.bucket_layout import UnitPlace
 from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import FreedWeights
@@ -31,7 +31,7 @@ def places_in(model: nn.Module) -> dict[nn.Parameter, UnitPlace]:
     """Return the pipeline stage and the first unit of each parameter of a model."""
     places: dict[nn.Parameter, UnitPlace] = {}
     for number, stage in enumerate(unit_roots(model)):
-        for unit, parameters in enumerate(units(stage).values()):
+        for unit, parameters in enumerate(parameters_by_unit(stage).values()):
             for p in parameters:
                 places.setdefault(p, UnitPlace(number, unit))
     return places
@@ -87,7 +87,7 @@ class UnitWeights:
         for stage in unit_roots(model):
             in_order: list[_Unit] = []
             last: _Unit | None = None
-            for module, parameters in units(stage).items():
+            for module, parameters in parameters_by_unit(stage).items():
                 trained = [p for p in parameters if p in bucket_of]
                 has_backward = not isinstance(module, ParallelEmbedding | ParallelLMHead)
                 buckets_of_unit = [bucket_of[p] for p in trained]

@@ -201,7 +201,6 @@ def require_loadable(
 def _require_kept(
     state: Mapping[str, Any], kept: Mapping[str, Any], optimizer_class: type[torch.optim.Optimizer], saved: str | None
 ) -> None:
-    """Raise ValueError for the state of a bucket that is not what the class keeps, or is of another class."""
     names = {key for key, value in state.items() if value is not None}
     name = optimizer_class.__name__
     # A class may make more state in later steps than in its first.

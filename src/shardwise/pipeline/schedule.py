@@ -39,7 +39,6 @@ TORCH_SCHEDULES: dict[str, Any] = {
 
 
 def _make_schedule(parallel: ParallelConfig, stages: Sequence[Any], micro_batches: int) -> Any:
-    """Return torch's schedule over a rank's stages."""
     torch_class = TORCH_SCHEDULES[parallel.schedule]
     # Classes for one stage on each rank take the stage itself.
     stage_argument = stages[0] if SCHEDULES[parallel.schedule].is_single_stage else stages
@@ -228,7 +227,7 @@ class _Stage(PipelineStage):
             output_args=like_losses if stage.is_last else like_x,
             group=mesh.pp.process_group,
             # Each weight's gradient by itself would compute a block that is recomputed again for each of its weights.
-            dw_builder=_nothing_left if _recomputes_blocks(module.model) else None,
+            dw_builder=_nothing_left if getattr(module.model, "recompute", None) == "full" else None,
         )
         self._message = like_x
         self._module = module
@@ -375,10 +374,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logger.disabled = was_disabled
-
-
-def _recomputes_blocks(model: nn.Module) -> bool:
-    return getattr(model, "recompute", None) == "full"
 
 
 def _nothing_left() -> Callable[[], None]:

@@ -142,7 +142,6 @@ def _forward_round(
     shapes: Sequence[tuple[int, int]],
     micro_batches: range,
 ) -> None:
-    """Take these micro-batches through all stages of this rank."""
     dtype = next(model.parameters()).dtype
     sends: list[collectives.Pending] = []
     # The outputs of a stage whose next stage is on this rank too, by micro-batch.

@@ -7,7 +7,7 @@ one process replayed they must not, and the scores must show that each choice th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -25,6 +25,8 @@ from shardwise.verify.tolerance import ChoiceDifferences
 
 _R = TypeVar("_R")
 
+_Token = tuple[tuple[str, int], int]
+"""A recorded sequence, and a place in it."""
 Recorded = Mapping[tuple[str, int], Tensor]
 """Experts `[S, k]` of the tokens of each sequence, by the canonical name of the router and the sample's number."""
 
@@ -39,9 +41,9 @@ def train_with_choices(
     Args:
         tolerance: rounding error of a score, relative to the largest score of its token.
     """
-    own = RouterChoices(reference, tolerance)
-    result = train(own)
-    differing = sum(_joined(own.differing, world).values())
+    own_choices = RouterChoices(reference, tolerance)
+    result = train(own_choices)
+    differing = sum(_joined(own_choices.differing, world).values())
     if not differing:
         return result, ChoiceDifferences()
     replayed = RouterChoices(reference, tolerance, replays=True)
@@ -78,8 +80,8 @@ class RouterChoices:
     tolerance: float = 0.0
     replays: bool = False
     recorded: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    differing: dict[tuple[tuple[str, int], int], int] = field(default_factory=dict)
-    wrong: dict[tuple[tuple[str, int], int], int] = field(default_factory=dict)
+    differing: dict[_Token, int] = field(default_factory=dict)
+    wrong: dict[_Token, int] = field(default_factory=dict)
     _key: DropoutKey | None = None
 
     def follow(self, model: nn.Module, length: int) -> None:
@@ -117,29 +119,23 @@ class RouterChoices:
                 self.recorded[name, sample] = experts
             return chosen
         by_sample = [self.reference[name, sample][places] for sample in samples]
-        wanted = torch.stack(by_sample, dim=1).flatten(0, 1).to(chosen)
-        self._compare(layer, scores, chosen, wanted, [(name, sample) for sample in samples], places.tolist())
-        return wanted if self.replays else chosen
+        reference_experts = torch.stack(by_sample, dim=1).flatten(0, 1).to(chosen)
+        tokens = [((name, sample), place) for place in places.tolist() for sample in samples]
+        self._compare(layer, scores, chosen, reference_experts, tokens)
+        return reference_experts if self.replays else chosen
 
     def _compare(
-        self,
-        layer: Experts,
-        scores: Tensor,
-        chosen: Tensor,
-        wanted: Tensor,
-        sequences: list[tuple[str, int]],
-        places: list[int],
+        self, layer: Experts, scores: Tensor, chosen: Tensor, reference_experts: Tensor, tokens: Sequence[_Token]
     ) -> None:
-        missing = (chosen.unsqueeze(2) != wanted.unsqueeze(1)).all(2).sum(1)
+        missing = (chosen.unsqueeze(2) != reference_experts.unsqueeze(1)).all(2).sum(1)
         if not missing.any():
             return
         # Near ties: the experts of the reference win if their scores are some errors larger, and the others' smaller.
         # Those of both rise too, as a group that both have open must not close.
         error = (self.tolerance * scores.abs().amax(1, keepdim=True)).expand_as(chosen)
-        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, wanted, 2 * error)
-        is_wrong = (choose(layer.router.routing, nudged) != wanted).any(1)
+        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, reference_experts, 2 * error)
+        is_wrong = (choose(layer.router.routing, nudged) != reference_experts).any(1)
         for row in missing.nonzero().flatten().tolist():
-            token = (sequences[row % len(sequences)], places[row // len(sequences)])
-            self.differing[token] = int(missing[row])
+            self.differing[tokens[row]] = int(missing[row])
             if is_wrong[row]:
-                self.wrong[token] = int(missing[row])
+                self.wrong[tokens[row]] = int(missing[row])

@@ -62,7 +62,7 @@ def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
     found = router_choices.RouterChoices({}, 1e-5)
     given = torch.tensor([scores])
     layer = mock.Mock(router=mock.Mock(routing=routing))
-    found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [("gate", 3)], [5])
+    found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [(("gate", 3), 5)])
     assert list(found.differing) == [(("gate", 3), 5)]
     assert bool(found.wrong) == is_wrong
 

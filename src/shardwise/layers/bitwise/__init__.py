@@ -43,7 +43,6 @@ def bit_equal(ordinary: _Class) -> _Class:
 
 
 def _bit_equal_classes() -> dict[type, type]:
-    """Return the bit-equal class of each ordinary one."""
     # By name: these modules import the ordinary layers, which import this one.
     modules = [import_module(f"{__package__}.{name}") for name in ("embedding", "experts", "linear", "loss", "norm")]
     kinds = [kind for module in modules for name, kind in vars(module).items() if name.startswith("BitEqual")]

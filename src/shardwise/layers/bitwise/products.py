@@ -234,7 +234,6 @@ class _RowProducts(torch.autograd.Function):
 
 
 def _rounded_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Return weights, rounded if there are scales."""
     if not scales:
         return list(weights)
     return [rounded(weight, scale, OPERAND) for weight, scale in zip(weights, scales, strict=True)]
