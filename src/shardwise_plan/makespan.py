@@ -37,11 +37,7 @@ _LONGEST_PERIOD = 16
 
 @lru_cache(maxsize=2**13)
 def makespan(
-    parallel: ParallelConfig,
-    micro_batches: int,
-    stages: tuple[StageTimes, ...],
-    message: float,
-    recompute: Recompute,
+    parallel: ParallelConfig, micro_batches: int, stages: tuple[StageTimes, ...], message: float, recompute: Recompute
 ) -> float:
     """Predict the time from the first forward pass to the end of the last backward pass; `timeline` ends then.
 

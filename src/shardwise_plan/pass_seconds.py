@@ -451,10 +451,7 @@ def head_seconds(s: BlockShape, device: Device, c: DeviceConstants, program: Pro
     )
     forward = _with_launch(_PartSeconds(outputs, 0.0, memory_forward, 0.0, loss_sums), _HEAD_KERNELS, c, program)
     backward = _with_launch(
-        _PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient),
-        _HEAD_KERNELS,
-        c,
-        program,
+        _PartSeconds(input_gradient + weight_gradient, 0.0, memory_backward, 0.0, x_gradient), _HEAD_KERNELS, c, program
     )
     if program.loss_ahead:
         # The loss and its gradients come chunk by chunk, so that a schedule cannot put off the gradient of the weight.

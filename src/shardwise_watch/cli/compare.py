@@ -431,10 +431,7 @@ def _draw(
 
 
 def _draw_in_terminal(
-    names: Mapping[str, str],
-    curves: Mapping[str, Points],
-    pairs: Sequence[_Pair],
-    arguments: argparse.Namespace,
+    names: Mapping[str, str], curves: Mapping[str, Points], pairs: Sequence[_Pair], arguments: argparse.Namespace
 ) -> None:
     # Costly to import, for a drawing alone.
     from rich.console import Console
