@@ -7,7 +7,7 @@
 # Tools run as modules: with a system torch, pip may find one already installed and then leaves no script in .venv.
 PYTHON_M := .venv/bin/python -m
 # Three workers for two cores, as the tests of ranks often wait; tests/conftest.py says what goes to which.
-PYTEST := $(PYTHON_M) pytest --workers 3
+PYTEST := $(PYTHON_M) pytest -n 3 --dist loadfile
 # Extra arguments: `make train ARGS="train.steps=50"`, `make test ARGS="-k zero"`.
 ARGS ?=
 export PYTHON INSTALLER

@@ -55,7 +55,7 @@ def steps(way: str) -> Any:
     from shardwise import Mesh, ZeroRedundancyOptimizer
     from shardwise.config import config_from_sections
     from shardwise.distributed import collectives
-    from shardwise.models.blocks import units
+    from shardwise.layers.units import units
     from shardwise.models.build import build_model
     from tests.strict import device
 

@@ -16,7 +16,7 @@ import shardwise.data
 from shardwise.base.registered import _FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-_FOR_ALL = {"pyproject.toml", "constraints.txt", "scripts/env.sh", "tests/conftest.py", "tests/workers.py"}
+_FOR_ALL = {"pyproject.toml", "constraints.txt", "scripts/env.sh", "tests/conftest.py"}
 _IMPORT = re.compile(r"^ *(?:from ([\w.]+) )?import (\([^)]*\)|[^\n#]+)", re.MULTILINE)
 _PUBLIC = {f"shardwise.{name}": home for name, home in shardwise._HOME.items()}
 _PUBLIC |= {f"shardwise.data.{name}": home for name, home in shardwise.data._HOMES.items()}
@@ -28,6 +28,7 @@ _BY_NAME = {
     "shardwise.layers.bitwise": "shardwise.layers.bitwise.",
     "shardwise.models.build": "shardwise.models.",
     "shardwise.train.build": "shardwise.optim.",
+    "shardwise.verify.rank_calls": "shardwise.verify.called_rank",
     "shardwise_jobs.cli.submit": "shardwise_jobs.cli.",
 }
 

@@ -14,7 +14,7 @@ for maker in "${makers[@]}"; do
     folder=build/interop/$maker
     if [ ! -e "$folder/.complete" ] || [ "tests/interop/$maker/packages.txt" -nt "$folder/.complete" ]; then
         uv venv --clear --python "${PYTHON:-python3}" "$folder"
-        uv pip install --python "$folder" --editable . pytest pytest-timeout \
+        uv pip install --python "$folder" --editable . pytest pytest-timeout pytest-xdist \
             --requirements "tests/interop/$maker/packages.txt" "torch==$(sed -n 's/^torch==//p' constraints.txt)"
         touch "$folder/.complete"
     fi

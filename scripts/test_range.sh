@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 readonly extras=completion,datasets,hdf5,http,mlflow,pandas,parquet,plot,s3,sentencepiece,tasks,trackio,wandb
-readonly tools=(pytest pytest-timeout hypothesis jsonschema import-linter 'moto[s3,server]' 'setuptools<82' 'pyparsing<3.3')
+readonly tools=(pytest pytest-timeout pytest-xdist hypothesis jsonschema import-linter 'moto[s3,server]' 'setuptools<82' 'pyparsing<3.3')
 readonly end=${1:?usage: scripts/test_range.sh lowest|newest}
 shift
 case $end in
@@ -25,7 +25,7 @@ uv pip install --python "$folder" --resolution "$resolution" --editable ".[$extr
 uv pip install --python "$folder" "${tools[@]}"
 uv pip list --python "$folder" --format freeze >"$folder/versions.txt"
 printf 'make test-%s: %s packages, listed in %s\n' "$end" "$(wc -l <"$folder/versions.txt")" "$folder/versions.txt"
-pytest() { "$folder/bin/python" -m pytest --workers 3 -k "not test_a_command_starts_with_little" "$@"; }
+pytest() { "$folder/bin/python" -m pytest -n 3 --dist loadfile -k "not test_a_command_starts_with_little" "$@"; }
 pytest tests/unit/base/test_hub.py tests/unit/config/test_load.py tests/unit/data/reading "$@"
 uv pip install --python "$folder" 'transformers>=5' accelerate
 pytest tests/unit tests/fake "$@"

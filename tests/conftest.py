@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.command_line import CommandLine
 from tests.screens import Log, Screen, shown_on
-from tests.workers import Workers
 
 if TYPE_CHECKING:
     from tests.rank_pool import RankPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="run the tests in so many processes (tests/workers.py)")
     parser.addoption(
         "--device",
         default="cpu",
@@ -49,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         device = config.option.device = "strict"
     if os.environ.get("STRICT_NEURON_LIKE", "0") != "0":
         config.pluginmanager.register(Refusals(), "refusals")
-    if device == "strict":
+    if device == "strict" and not config.getoption("numprocesses", None):
         from tests.strict import build  # torch, which most tests do without
 
         build.use_everywhere()
@@ -59,18 +58,28 @@ def pytest_configure(config: pytest.Config) -> None:
         shared_device.use_everywhere()
     elif device != "cpu":
         os.environ["TEST_DEVICE"] = device
-    if number := config.getoption("--workers"):
-        config.pluginmanager.register(Workers(number, _share), "workers")
+    if hasattr(config, "workerinput") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        config.args = _in_turn(config.rootpath / "tests", config.workerinput)
     for signal_, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(signal_) is signal.SIG_IGN:
             signal.signal(signal_, handler)
 
 
-# Where the environment forbids bytecode, the asserts of all tests would be rewritten in every run: for 5 s.
+# Where the environment forbids bytecode, each worker would rewrite the asserts of all tests in every run: for 5 s.
 sys.dont_write_bytecode = False
 
 # Nothing here loses power, and a busy disk takes milliseconds for each of thousands of files.
 os.fsync = lambda _file: None
+
+
+def _in_turn(tests: Path, worker: dict[str, Any]) -> list[str]:
+    """All parts of the tests: each worker begins with others, whose rewritten asserts its peers then find on disk."""
+    found = (*tests.iterdir(), *(tests / "unit").iterdir())
+    # The tests with programs of other makers run in environments of their own (scripts/test_interop.sh).
+    parts = sorted(part for part in found if part.name not in ("unit", "interop"))
+    named = [str(part) for part in parts if part.match("test_*.py") or (part.is_dir() and part.name[0] not in "._")]
+    begin = len(named) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    return named[begin:] + named[:begin]
 
 
 _LONGEST_FIRST = ("dist", "golden", "cluster", "e2e", "fake")
@@ -80,17 +89,18 @@ _POOLED = ("dist", "golden")
 """Folders whose tests share pools of ranks."""
 
 
-def _share(nodeid: str) -> str:
-    """What one worker has at once: a file, or several that share what is dear to make.
+class PoolsOnce(LoadFileScheduling):
+    """Files by turns in the order of collection, but one worker alone starts the pools of ranks.
 
-    Only one worker starts the pools of ranks. One has all tests of the strict device, too, as others would wait while
-    it is built, all of SLURM, all that parse the whole project, and all of the commands, which share a server, a
-    trained run and an object store.
+    One worker has all tests of the strict device, too, as others would wait while it is built, all of SLURM, all that
+    parse the whole project, and all of the commands, which share a server, a trained run and an object store.
     """
-    folder = _folder(nodeid)
-    if folder in _POOLED:
-        return "ranks"
-    return folder if folder in ("arch", "cluster", "e2e", "strict") else nodeid.partition("::")[0]
+
+    def _split_scope(self, nodeid: str) -> str:
+        folder = _folder(nodeid)
+        if folder in _POOLED:
+            return "ranks"
+        return folder if folder in ("arch", "cluster", "e2e", "strict") else super()._split_scope(nodeid)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -102,6 +112,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names, draw = mark.args
         found = [] if metafunc.config.option.markexpr == "not slow" else draw()
         metafunc.parametrize(names, found, ids=lambda one: getattr(one, "name", one))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsOnce:
+    config.option.loadscopereorder = False  # files of few tests would be last, and some of these take longest
+    return PoolsOnce(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

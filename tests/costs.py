@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Generator
+from typing import Any
 
 import psutil
 import pytest
 
 SHOWN = 40
+_OWN = psutil.Process()  # now, as there are tests in which os.getpid tells something else
 
 
-def processor_seconds(own: psutil.Process) -> float:
+def processor_seconds() -> float:
     """Of this process, its children that have ended, and the processes that live below it."""
     total = sum(os.times()[:4])
-    for process in own.children(recursive=True):
+    for process in _OWN.children(recursive=True):
         try:
             total += sum(process.cpu_times()[:4])
         except psutil.NoSuchProcess:  # its parent has what it took
@@ -26,26 +28,27 @@ def processor_seconds(own: psutil.Process) -> float:
 class Costs:
     def __init__(self) -> None:
         self.tests = Counter[str]()
-        self._begin()
-        os.register_at_fork(after_in_child=self._begin)
-
-    def _begin(self) -> None:
-        """Count for this process, as a worker does from its fork on."""
-        self.own = psutil.Process()  # now, as there are tests in which os.getpid tells something else
         self.last = 0.0
 
     def pytest_collection_finish(self) -> None:
-        self.tests["collection"] = self.last = processor_seconds(self.own)
+        self.collection = self.last = processor_seconds()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        report.processor_seconds, self.last = -self.last, processor_seconds(self.own)
+        report.processor_seconds, self.last = -self.last, processor_seconds()
         report.processor_seconds += self.last
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.tests[report.nodeid] += getattr(report, "processor_seconds", 0.0)  # none of a worker that has ended
+        self.tests[report.nodeid] += report.processor_seconds
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["collection"] = self.collection
+
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.tests[f"collection by {node.gateway.id}"] = node.workeroutput["collection"]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         files = Counter[str]()

@@ -55,18 +55,18 @@ def job_states(runs: Path, timeout: float = slurm_commands.TIMEOUT) -> list[JobS
     """
     present = {job.id: job for job in slurm_commands.jobs(timeout=timeout) if job.run is not None}
     run_paths = [path.parent for path in runs.glob("*/jobs.jsonl") if not path.parent.is_symlink()]
-    found = []
+    known_states = []
     for job in present.values():
         run = Path(job.run or "")
         run_paths.append(run)
         if not run.is_dir():
             # SLURM cannot write its log, so nothing else shows the problem.
-            found.append(JobState(job.id, "train", job.state.lower(), "its folder is gone", run, job=job))
+            known_states.append(JobState(job.id, "train", job.state.lower(), "its folder is gone", run, job=job))
     # One folder may come twice, under the name below `runs` and under the absolute one that SLURM has.
     unique_paths = {path.resolve(): path for path in run_paths}.values()
     for path in unique_paths:
-        found += [_job_state(job, path, present.get(job.id), timeout) for job in submitted(path)]
-    return sorted(found, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
+        known_states += [_job_state(job, path, present.get(job.id), timeout) for job in submitted(path)]
+    return sorted(known_states, key=lambda state: int(state.id) if state.id.isdecimal() else 0)
 
 
 def _job_state(job: Submitted, run: Path, present: slurm_commands.SlurmJob | None, timeout: float) -> JobState:

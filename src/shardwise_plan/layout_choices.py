@@ -242,9 +242,9 @@ def _stages(config: Config, layout: Layout, fixed: Collection[str]) -> Iterator[
             yield zero, None
 
 
-def _values(fixed: Collection[str], key: str, recipes: _Value, others: Sequence[_Value]) -> Sequence[_Value]:
+def _values(fixed: Collection[str], key: str, recipes: _Value, tried: Sequence[_Value]) -> Sequence[_Value]:
     """Return the recipe's value of a key that is fixed, or else the values that are tried."""
-    return [recipes] if key in fixed else others
+    return [recipes] if key in fixed else tried
 
 
 # An assumption: with shorter chunks of a sample, matrices are small, and the other axes are the better ones.

@@ -27,7 +27,7 @@ from shardwise.base.parsing import json_object
 from shardwise.base.progress import progress
 from shardwise.base.registered import optional_library
 from shardwise.checkpoint.format.export_checkpoint import Export
-from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, special_ids_by_suffix
+from shardwise.checkpoint.format.model_files import BEGIN_ID, END_ID, FilesBesideWeights, special_ids
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
 from shardwise.checkpoint.format.writing import StreamedWeight, require_disk_room
 from shardwise.checkpoint.storage.root import Buffer, Root
@@ -284,14 +284,14 @@ class GGUFExport:
         tokenizer = FilesBesideWeights("the checkpoint", {}, self._files).tokenizer()
         assert tokenizer is not None
         described = self.export.described
-        ends = [*special_ids_by_suffix({END_ID: described.get(END_ID)}), *filter(None, [tokenizer.end_of_document_id])]
+        ends = [*special_ids({END_ID: described.get(END_ID)}), *filter(None, [tokenizer.end_of_document_id])]
         if not ends:
             raise ConfigError("the tokenizer must have a token that ends a text: llama.cpp would take token 11 for it")
         writer.add_eos_token_id(ends[0])
         if len(ends) > 1:
             writer.add_eot_token_id(ends[1])
         begin = tokenizer.begin_of_text
-        begins = special_ids_by_suffix({BEGIN_ID: described.get(BEGIN_ID)})
+        begins = special_ids({BEGIN_ID: described.get(BEGIN_ID)})
         begin_id = tokenizer.token_id(begin) if begin is not None else next(iter(begins), ends[0])
         writer.add_bos_token_id(begin_id)
         writer.add_add_bos_token(begin is not None)

@@ -14,7 +14,7 @@ from shardwise.base import files, parsing, units
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
 from shardwise.runs.folder import RunDirectory, last_kept_step
-from shardwise_watch import curve_points
+from shardwise_watch.curve_points import AXES, axis_places
 from shardwise_watch.run import RunView
 from shardwise_watch.step_metrics import StepSeries
 
@@ -27,7 +27,7 @@ _UNNAMED = {1: ("loss",), 2: ("step", "loss"), 3: ("time", "step", "loss")}
 _Rows = Iterable[Mapping[str, Any]]
 
 
-def read_loss_curve(path: Path, name: str | None, x: str, shift: int = 0) -> tuple[dict[float, float], list[float]]:
+def read_loss(path: Path, name: str | None, x: str, shift: int = 0) -> tuple[dict[float, float], list[float]]:
     """The finite losses of a curve over an axis of `curve_points.AXES`, and the places of a run's losses that are not.
 
     Args:
@@ -45,11 +45,11 @@ def read_loss_curve(path: Path, name: str | None, x: str, shift: int = 0) -> tup
         raise ConfigError(
             f"{path} must be a run's folder for --x {x}, without --loss: a curve in a file has steps alone"
         )
-    pairs = zip(curve_points.axis_places(series, x), series.numbers["loss"], strict=True)
+    pairs = zip(axis_places(series, x), series.numbers["loss"], strict=True)
     placed = [(place + shift, loss) for place, loss in pairs if math.isfinite(place)]
     points = {place: loss for place, loss in placed if math.isfinite(loss)}
     if x != "step" and not points:
-        raise ConfigError(f"{path} must record {curve_points.AXES[x]} and finite losses for --x {x}, and it does not")
+        raise ConfigError(f"{path} must record {AXES[x]} and finite losses for --x {x}, and it does not")
     # A run without a loss is refused in the words for other curves.
     points = points or {step + shift: loss for step, loss in read_curve_file(path, name).items()}
     return points, [place for place, loss in placed if not math.isfinite(loss)]
@@ -95,14 +95,14 @@ def read_curve_file(path: Path, name: str | None = None) -> dict[int, float]:
     if not names or (chosen is not None and not curves[chosen]):
         raise ConfigError(f"{path} must hold a loss curve, and it has no values")
     if chosen is None:
-        has = listing(map(printable_beginning, names), most=10)
+        has = listing(map(beginning, names), most=10)
         raise ConfigError(
             f"{path} must call its loss {listing(loss_names, 'or')}, and it has {has}: for B, --loss says another name"
         )
     return {step: _finite(loss, f"{path}: the loss of step {step:,}") for step, loss in sorted(curves[chosen].items())}
 
 
-def printable_beginning(text: str) -> str:
+def beginning(text: str) -> str:
     """The beginning of a text from a curve's file, for a message."""
     return output.printable(text[:40])
 
@@ -110,7 +110,7 @@ def printable_beginning(text: str) -> str:
 def _finite(value: object, quantity: str) -> float:
     number = _float(str(value))
     if number is None or not math.isfinite(number):
-        raise ConfigError(f"{quantity} ({printable_beginning(str(value))}) must be a finite number")
+        raise ConfigError(f"{quantity} ({beginning(str(value))}) must be a finite number")
     return number
 
 
@@ -166,7 +166,7 @@ def _of_json(path: Path, text: str) -> _Rows:
         numbers = entry if isinstance(entry, list) else [entry]
         if not isinstance(entry, Mapping) and (len(numbers) not in _UNNAMED or None in numbers):
             raise ConfigError(
-                f"{path}: entry {number:,} ({printable_beginning(json.dumps(entry))}) must be a loss, [step, loss], "
+                f"{path}: entry {number:,} ({beginning(json.dumps(entry))}) must be a loss, [step, loss], "
                 "[time, step, loss] or an object with names"
             )
         row = entry if isinstance(entry, Mapping) else dict(zip(_UNNAMED[len(numbers)], numbers, strict=True))
@@ -185,7 +185,7 @@ def _of_lines(path: Path, text: str) -> Iterator[Any]:
             if is_run:
                 continue
             raise ConfigError(
-                f"{path} must be JSON, or have JSON in each line: line {number:,} ({printable_beginning(line)}) is cut "
+                f"{path} must be JSON, or have JSON in each line: line {number:,} ({beginning(line)}) is cut "
                 f"short or is none ({error})"
             ) from None
 

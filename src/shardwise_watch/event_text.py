@@ -18,7 +18,7 @@ def event_text(event: Mapping[str, Any]) -> str:
         value = event.get(key)
         return form.format(shown(value)) if isinstance(value, int | float) and math.isfinite(value) else ""
 
-    layout, metrics = (of if isinstance(of, Mapping) else {} for of in map(event.get, ("layout", "metrics")))
+    layout, metrics = (value if isinstance(value, Mapping) else {} for value in map(event.get, ("layout", "metrics")))
     match event.get("event"):
         case "warning" | "stop" as kind:
             return str(event.get("text" if kind == "warning" else "reason", ""))

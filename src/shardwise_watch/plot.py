@@ -33,7 +33,7 @@ STYLE: dict[str, Any] = {
 def plot_runs(paths: Sequence[Path], metric: str, x: str, smoothing: float, log: str | None, axes: Any) -> Any:
     """Draw a metric of runs on matplotlib's axes, which are returned (`shardwise.Run.plot`)."""
     curve_points.require_curve_options(x, smoothing, log, {"x": "x", "smoothing": "smoothing", "scale": "log"})
-    metrics = {each.name: each for each in STEP_METRICS}
+    metrics = {step_metric.name: step_metric for step_metric in STEP_METRICS}
     if metric not in metrics:
         near = nearest_name(str(metric), metrics, cutoff=0.5)
         raise ConfigError(f"metric ({metric!r}) must be {f'{near}, or ' if near else ''}one of {listing(metrics)}")

@@ -123,7 +123,7 @@ class StepSeries:
         _append_fields(self.parts, split if isinstance(split, dict) else {})
         if (sources := event.get("sources")) or self.sources:
             named = sources.items() if isinstance(sources, dict) else ()
-            self._add(self.sources, {name: of.get("loss") for name, of in named if isinstance(of, dict)})
+            self._add(self.sources, {name: source.get("loss") for name, source in named if isinstance(source, dict)})
         if (losses := event.get("balance_losses")) or self.balance:
             self._add(self.balance, losses if isinstance(losses, dict) else {})
 

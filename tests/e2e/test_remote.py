@@ -185,7 +185,7 @@ from shardwise.config import load_config
 from shardwise.base.errors import ConfigError
 from shardwise.runs.folder import RunDirectory
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
-from shardwise.train.resume import find_checkpoints
+from shardwise.train.resume import checkpoints_at_start
 said = []
 for key, address, url in json.loads(sys.argv[2]):
     os.environ["AWS_ENDPOINT_URL"] = address
@@ -194,7 +194,7 @@ for key, address, url in json.loads(sys.argv[2]):
         if key == "load":
             said.append(load_location(url))
         else:
-            find_checkpoints(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
+            checkpoints_at_start(load_config(sys.argv[1], [f"checkpoint.path={url}"]), RunDirectory("none"), None)
     except ConfigError as error:
         said.append(str(error))
 print(json.dumps(said))

@@ -85,7 +85,9 @@ class Run:
         """
         events = self.metrics(event)
         pandas = optional_library("pandas", "Run.frame needs", "pandas")
-        frame = pandas.json_normalize([_numbers(each) for each in events]).drop(columns="event", errors="ignore")
+        frame = pandas.json_normalize([_numbers(event_record) for event_record in events]).drop(
+            columns="event", errors="ignore"
+        )
         if "time" in frame:
             frame["time"] = pandas.to_datetime(frame["time"], utc=True, format="ISO8601", errors="coerce")
         return frame.set_index("step") if "step" in frame else frame
@@ -118,10 +120,12 @@ class Run:
             ConfigError: an argument is none of these, a run is given twice, or a run has no such values.
             DataError: matplotlib is not installed.
         """
-        for other in others:
-            if isinstance(other, str) and not Path(other).exists():
-                raise ConfigError(f"others ({other}) must be runs, or their folders; a metric is metric={other!r}")
-        runs = [self, *(other if isinstance(other, Run) else Run(other) for other in others)]
+        for other_run in others:
+            if isinstance(other_run, str) and not Path(other_run).exists():
+                raise ConfigError(
+                    f"others ({other_run}) must be runs, or their folders; a metric is metric={other_run!r}"
+                )
+        runs = [self, *(other_run if isinstance(other_run, Run) else Run(other_run) for other_run in others)]
         paths = [run.path for run in runs]
         return provided("plot_runs")(paths, metric, x, smoothing, log, axes)
 

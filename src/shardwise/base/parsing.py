@@ -183,7 +183,6 @@ class _Conversion:
 
 
 def _reason(error: yaml.YAMLError) -> str:
-    """The problem of a text, with its place where the parser tells it."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"{problem} (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else problem

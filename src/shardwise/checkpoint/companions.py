@@ -23,7 +23,7 @@ from shardwise.checkpoint.format.model_files import (
     BEGIN_ID,
     END_ID,
     FilesBesideWeights,
-    special_ids_by_suffix,
+    special_ids,
     with_readable_tokenizer,
 )
 from shardwise.checkpoint.format.writing import CONFIG, to_json
@@ -183,16 +183,16 @@ def _with_ends_of_answers(companions: Companions, tokenizer_folder: Path) -> Com
     if template is None:
         return companions
     tokenizer = template.tokenizer
-    known = special_ids_by_suffix({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
+    known = special_ids({END_ID: companions.ids.get(END_ID, tokenizer.end_of_document_id)})
     stops = [tokenizer.token_id(token) for token in template.stop_tokens]
-    ends = list(dict.fromkeys([*known, *special_ids_by_suffix({END_ID: stops})]))
+    ends = list(dict.fromkeys([*known, *special_ids({END_ID: stops})]))
     if ends == known:
         return companions
     files = dict(companions.files)
     if GENERATION in files:
         # transformers prefers the ids of this file.
         generation = json_value(files[GENERATION])
-        ids = list(dict.fromkeys([*special_ids_by_suffix(generation, END_ID), *ends]))
+        ids = list(dict.fromkeys([*special_ids(generation, END_ID), *ends]))
         files[GENERATION] = to_json({**generation, END_ID: ids})
     return replace(companions, ids={**companions.ids, END_ID: ends}, files=files)
 
@@ -210,7 +210,7 @@ def _fitting(source: FilesBesideWeights, tokenizer_folder: Path) -> Companions |
     source_tokenizer = source.tokenizer()
     if source_tokenizer is None:
         return Companions(source.ids, generation_file) if end in source.end_ids else None
-    for token_id in [*special_ids_by_suffix(source.ids), *special_ids_by_suffix(source.generation)]:
+    for token_id in [*special_ids(source.ids), *special_ids(source.generation)]:
         if tokenizer.token_of(token_id) != source_tokenizer.token_of(token_id):
             return None
     if end in source.end_ids or end in (None, source_tokenizer.end_of_document_id):

@@ -48,7 +48,7 @@ def completion_script(shell: str) -> str:
     commands = parser.add_subparsers()
     for group in COMMAND_GROUPS.values():
         for name, summary in group.items():
-            _add_command(commands, name, summary, shtab)
+            _add_command(commands, (name,), summary, shtab)
     script = str(shtab.complete(parser, shell))
     if shell == "bash":
         return f"{script}\n{_BASH_COMMAND}"
@@ -57,20 +57,20 @@ def completion_script(shell: str) -> str:
 
 
 def _add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str, shtab: ModuleType
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    words: tuple[str, ...],
+    summary: str,
+    shtab: ModuleType,
 ) -> None:
-    module = importlib.import_module(module_of(name))
-    parser = commands.add_parser(name, help=summary)
-    if not hasattr(module, "ACTIONS"):
+    module = importlib.import_module(module_of(*words))
+    parser = commands.add_parser(words[-1], help=summary)
+    if hasattr(module, "ACTIONS"):
+        actions = parser.add_subparsers()
+        for action, action_summary in module.ACTIONS.items():
+            _add_command(actions, (*words, action), action_summary, shtab)
+    else:
         module.configure(parser)
         _set_candidates(parser._actions, shtab)
-        return
-    actions = parser.add_subparsers()
-    for action, action_summary in module.ACTIONS.items():
-        action_module = importlib.import_module(module_of(name, action))
-        action_parser = actions.add_parser(action, help=action_summary)
-        action_module.configure(action_parser)
-        _set_candidates(action_parser._actions, shtab)
 
 
 def _set_candidates(actions: Iterable[argparse.Action], shtab: ModuleType) -> None:

@@ -132,17 +132,22 @@ def _corrected(arguments: list[str]) -> str:
     """The command line as it was most likely meant; empty if none of its names is wrong."""
     if not arguments or arguments[0] not in COMMANDS:
         return ""
-    name = arguments.pop(0)
-    module = imported(module_of(name))
+    name, module, further = _resolved(arguments)
     if hasattr(module, "ACTIONS"):
-        if not arguments or arguments[0] not in module.ACTIONS:
-            return ""
-        module = imported(module_of(name, arguments[0]))
-        name = f"{name} {arguments.pop(0)}"
+        return ""
     from shardwise.cli.wrong_arguments import corrected_command
 
     parser = _parser(name, module)
-    return corrected_command(parser, arguments, parser.keys)
+    return corrected_command(parser, further, parser.keys)
+
+
+def _resolved(arguments: list[str]) -> tuple[str, ModuleType, list[str]]:
+    """The name and the module of a command, or of its action where one is named, and the arguments behind it."""
+    name, *further = arguments
+    module = imported(module_of(name))
+    if further and further[0] in getattr(module, "ACTIONS", ()):
+        return f"{name} {further[0]}", imported(module_of(name, further[0])), further[1:]
+    return name, module, further
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -151,14 +156,9 @@ def _dispatch(arguments: list[str]) -> int:
         return _without_command(arguments)
     # Otherwise pydantic looks for plugins in every installed package.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    module = imported(module_of(name))
-    further = arguments[1:]
+    name, module, further = _resolved(arguments)
     if hasattr(module, "ACTIONS"):
-        if not further or further[0] not in module.ACTIONS:
-            return _without_action(name, module, further)
-        action = further.pop(0)
-        module = imported(module_of(name, action))
-        name = f"{name} {action}"
+        return _without_action(name, module, further)
     parser = _parser(name, module)
     parser.arguments = further
     parsed = parser.parse_intermixed_args(further)

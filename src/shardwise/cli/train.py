@@ -262,7 +262,7 @@ def _dry_run(arguments: argparse.Namespace, config: Config, cluster: Cluster | N
         continued=continued,
         full=arguments.full,
         recipe_config=config,
-        own=counts,
+        counts=counts,
         as_json=arguments.json,
     )
     output.raw(output.text(text))

@@ -158,8 +158,10 @@ def _unknown_option(
     meant = suggestions(asked, _valid_keys(keys, family) if takes_keys else [], options, value)
     if takes_keys and not set(meant) & set(options) and (reason := reason_without_key(name, value)):
         return f"unknown option {name}: {reason}"
-    if not meant and takes_keys and (others := suggestions(asked, _valid_keys(keys, ""), options, value)):
-        return f"unknown option {name}: the family {family} has no key for it; others have {listing(others, 'or')}"
+    if not meant and takes_keys and (similar_keys := suggestions(asked, _valid_keys(keys, ""), options, value)):
+        return (
+            f"unknown option {name}: the family {family} has no key for it; others have {listing(similar_keys, 'or')}"
+        )
     if not meant:
         return f"unknown option {name}; `{parser.prog} --help` lists the options"
     record = known_name(asked) or ""

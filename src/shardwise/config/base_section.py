@@ -47,11 +47,11 @@ class Section(BaseModel):
 
     def __hash__(self) -> int:
         """The hash of all values, of mappings and lists by their contents: sections are keys of caches."""
-        found: int | None = getattr(self, "_hash", None)
-        if found is None:
-            found = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
-            object.__setattr__(self, "_hash", found)
-        return found
+        kept_hash: int | None = getattr(self, "_hash", None)
+        if kept_hash is None:
+            kept_hash = hash(tuple(_hashable(self.__dict__[name]) for name in type(self).model_fields))
+            object.__setattr__(self, "_hash", kept_hash)
+        return kept_hash
 
     def without_defaults(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """Required keys of the plain values of this section, and those whose value differs from the default.

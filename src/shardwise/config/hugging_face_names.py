@@ -128,8 +128,8 @@ class WeightNames:
         A name that stands for none of `canonical_names` is mapped to itself.
         """
         lacks_base = bool(self.base) and not any(name.startswith(self.base) for name in stored)
-        found = {match[1] for name in stored if (match := re.fullmatch(self.further_block, name))}
-        further = tuple(prefix for prefix in found if not any(name.startswith(prefix) for name in canonical_names))
+        prefixes = {match[1] for name in stored if (match := re.fullmatch(self.further_block, name))}
+        further = tuple(prefix for prefix in prefixes if not any(name.startswith(prefix) for name in canonical_names))
         names = {}
         for name in stored:
             if name.startswith(further):

@@ -139,8 +139,10 @@ def key_problems(config: Config, micro_batches: int | None) -> list[str]:
         keys = dict.fromkeys(key for kind, key in getattr(config.shapes, "keys", {}).items() if kind.endswith(drops))
         reasons += [f"model.{key} ({rate})" for key in keys if (rate := getattr(config.shapes, key))]
         reasons += [config.parallel.keys_text] * (switch == "cuda_graphs" and config.parallel.ranks > 1)
-        one = f"train.global_batch ({config.train.global_batch}), a rank's one micro-batch: the last is not replayed"
-        reasons += [one] * (switch == "cuda_graphs" and micro_batches == 1)
+        one_batch = (
+            f"train.global_batch ({config.train.global_batch}), a rank's one micro-batch: the last is not replayed"
+        )
+        reasons += [one_batch] * (switch == "cuda_graphs" and micro_batches == 1)
         problems += [f"train.switches ({switch}) must be left out with {reason}" for reason in reasons]
     hooks = config.hooks
     problems += [

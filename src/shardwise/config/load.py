@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import user_path
 from shardwise.config import hugging_face, recipe_files
-from shardwise.config.base_section import Origin
+from shardwise.config.base_section import Origin, Section
 from shardwise.config.data import DataConfig
 from shardwise.config.families import FamilyConfig
 from shardwise.config.model import FAMILIES
 from shardwise.config.rope_scaling import LENGTH
 from shardwise.config.run_config import Config, with_steps
 
+_SectionT = TypeVar("_SectionT", bound=Section)
 _MODEL_FILE = "model.config"
 
 
@@ -172,23 +173,22 @@ def config_from_sections(
 
 def checked_data_section(values: Mapping[str, Any]) -> DataConfig:
     """A `data` section by itself; ConfigError with every problem of `values`."""
-    try:
-        return DataConfig.model_validate(dict(values))
-    except ValidationError as error:
-        from shardwise.config.error_texts import refusal
-
-        raise refusal(error, "data") from None
+    return _checked(DataConfig, values, "data")
 
 
 def checked_model_section(values: Mapping[str, Any]) -> FamilyConfig:
     """A `model` section by itself, of one of the families here; ConfigError with every problem of `values`."""
     family = str(values["family"])
+    return _checked(FAMILIES[family], values, "model", family)
+
+
+def _checked(record: type[_SectionT], values: Mapping[str, Any], *names: str) -> _SectionT:
     try:
-        return FAMILIES[family].model_validate(dict(values))
+        return record.model_validate(dict(values))
     except ValidationError as error:
         from shardwise.config.error_texts import refusal
 
-        raise refusal(error, "model", family) from None
+        raise refusal(error, *names) from None
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

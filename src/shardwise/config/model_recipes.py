@@ -76,7 +76,7 @@ def comment_and_sections(
     tokenizer: str | None = named
     if isinstance(place, Path):
         file = place
-        tokenizer = str(file.parent) if hub.holds_tokenizer([each.name for each in file.parent.iterdir()]) else None
+        tokenizer = str(file.parent) if hub.holds_tokenizer([entry.name for entry in file.parent.iterdir()]) else None
     else:
         if named not in _FETCHED:
             _FETCHED[named] = hub.fetch_or_open(place, cached=cached) / CONFIG
@@ -84,11 +84,11 @@ def comment_and_sections(
     section = _section(file)
     # Text for a trial fills a small vocabulary alone.
     trial = "" if tokenizer is not None or section.get("vocab_size", 0) <= 1 << 15 else " model.vocab_size=32768"
-    own = "" if tokenizer is not None else " data.tokenizer=YOUR_TOKENIZER_FOLDER"
+    own_tokenizer = "" if tokenizer is not None else " data.tokenizer=YOUR_TOKENIZER_FOLDER"
     comment = (
         f"# {name}: the shape of {named}, with new weights; the training is ours.\n"
         f"# From its weights:     {_keys_of_weights(named)}\n"
-        f"# Your own data:        data.path=YOUR_TEXT.jsonl{own}\n"
+        f"# Your own data:        data.path=YOUR_TEXT.jsonl{own_tokenizer}\n"
         f"# For a trial:          data.dataset=python{trial}\n"
     )
     return comment, _values(file, section, tokenizer)

@@ -242,8 +242,8 @@ class OptimizerConfig(Section):
         records = OPTIMIZERS if info.field_name == "name" else LEARNING_RATES
         name = str(value).lower()
         if name not in records:
-            own = ", or name a class by hooks.optimizer" if records is OPTIMIZERS else ""
-            reject([f"optimizer.{info.field_name} ({value!r}) must be {listing(records, 'or')}{own}"])
+            hint = ", or name a class by hooks.optimizer" if records is OPTIMIZERS else ""
+            reject([f"optimizer.{info.field_name} ({value!r}) must be {listing(records, 'or')}{hint}"])
         return name
 
     @field_validator("zero", mode="before")

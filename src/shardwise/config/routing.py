@@ -42,14 +42,14 @@ class Routing:
     def visits(self, ranks: int) -> float:
         """Return how many of the ranks that divide the experts have some of a token's: the mean over all choices."""
         # Exact if ranks have whole groups, or groups the experts of whole ranks.
-        # Open groups are drawn first, then experts of theirs. A rank has `each` experts of `groups` groups.
-        group, held = self.experts // self.groups, self.experts // ranks
-        groups, each = max(held // group, 1), min(held, group)
+        # Open groups are drawn first, then experts of theirs. A rank has `local` experts of each of `groups` groups.
+        group, rank_experts = self.experts // self.groups, self.experts // ranks
+        groups, local = max(rank_experts // group, 1), min(rank_experts, group)
         chosen, missed = self.chosen_groups, 0.0
-        for here in range(min(groups, chosen) + 1):
-            drawn = comb(groups, here) * comb(self.groups - groups, chosen - here) / comb(self.groups, chosen)
-            others = comb(group * chosen - each * here, self.per_token)
-            missed += drawn * others / comb(group * chosen, self.per_token)
+        for hit in range(min(groups, chosen) + 1):
+            drawn = comb(groups, hit) * comb(self.groups - groups, chosen - hit) / comb(self.groups, chosen)
+            remote_choices = comb(group * chosen - local * hit, self.per_token)
+            missed += drawn * remote_choices / comb(group * chosen, self.per_token)
         return ranks * (1 - missed)
 
 

@@ -209,8 +209,8 @@ def _by_formula(key: str, formula: str, quantities: Mapping[str, Any]) -> Any:
 
 def is_integer_key(key: str) -> bool:
     """Return whether a key of ours has whole numbers alone."""
-    found = known_paths().get(key)
-    return found is not None and found.annotation in (int, int | None)
+    key_field = known_paths().get(key)
+    return key_field is not None and key_field.annotation in (int, int | None)
 
 
 def translate_settings(
@@ -250,8 +250,8 @@ class _Translator:
     _program: str | None
     _has: Callable[[str], bool]
     _find: Callable[[str], str | None]
-    _found: dict[str, Any] = field(default_factory=dict)
-    _whole: set[str] = field(default_factory=set)
+    _keys: dict[str, Any] = field(default_factory=dict)
+    _complete: set[str] = field(default_factory=set)
 
     def place(self, name: str) -> int:
         """Return the place in the record of the last key that a setting gives by a formula; -1 if it gives none."""
@@ -267,24 +267,24 @@ class _Translator:
     def row(self, name: str, value: Any, is_default: bool) -> Setting:
         """Return what becomes of a setting, and remember our keys."""
         record = self._find(name)
-        found = self._found
+        keys = self._keys
         try:
             is_told = self._program is None and record in WITHOUT_KEY
             if is_told or record is None or (record not in OTHER_NAMES and record not in WORDS):
                 return Setting(name, value, reason=WITHOUT_KEY.get(record or "", ""), is_default=is_default)
-            mapped = _meaning(record, value, {**self._base, **found}, self._has)
+            mapped = _meaning(record, value, {**self._base, **keys}, self._has)
         except _NoCounterpartError as error:
             return Setting(name, value, reason=str(error), is_default=is_default)
         except KeyError as error:
             return Setting(name, value, reason=f"needs {error.args[0]}, which is not known", is_default=is_default)
         # A formula such as that of one of two betas changes what is there.
-        fixed = {key for key in mapped if key in found and (key in self._whole or key not in self._reads(name))}
+        fixed = {key for key in mapped if key in keys and (key in self._complete or key not in self._reads(name))}
         if is_default and fixed:
             return Setting(name, value, is_default=True)
-        taken = {key for key in fixed if found[key] != mapped[key]}
+        taken = {key for key in fixed if keys[key] != mapped[key]}
         if taken and len(taken) == len(mapped):
-            return Setting(name, value, reason=f"{', '.join(sorted(taken))} is {found[min(taken)]} by another setting")
+            return Setting(name, value, reason=f"{', '.join(sorted(taken))} is {keys[min(taken)]} by another setting")
         mapped = {key: mapped[key] for key in mapped if key not in taken}
-        found.update(mapped)
-        self._whole.update(mapped if self.place(name) < 0 else ())
+        keys.update(mapped)
+        self._complete.update(mapped if self.place(name) < 0 else ())
         return Setting(name, value, mapped, "" if mapped else "nothing to set", is_default)

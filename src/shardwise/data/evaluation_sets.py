@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +76,7 @@ def vocabulary_byte_counts(model: ModelConfig, tokenizer: Path | None) -> npt.ND
 
 def evaluation_set_config(config: Config, name: str, tokenizer: Path | None) -> Config:
     """The configuration whose data are an evaluation set, all of them in one part."""
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         "data": config.evaluation.sets[name].model_copy(update={"tokenizer": tokenizer and str(tokenizer)}),
         "train": config.train.model_copy(update={"eval_every": 0}),
         # The set is read by the tokenizer of the run, which fits the weights or is warned of.

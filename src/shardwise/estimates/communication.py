@@ -410,8 +410,8 @@ def _over_data(workload: RankWorkload, buckets: Sequence[BucketShape]) -> list[T
         if n == 1:
             transfers.append(Transfer(axis, "all_reduce", copies, gradients, count, "gradients"))
             continue
-        whole = sum(bucket.elements for bucket in alike if not (workload.frees_values and bucket.has_matrices))
-        values = DTYPE_BYTES[workload.precision.parameter] * whole
+        whole_elements = sum(bucket.elements for bucket in alike if not (workload.frees_values and bucket.has_matrices))
+        values = DTYPE_BYTES[workload.precision.parameter] * whole_elements
         transfers += [
             Transfer(shard_axis, "reduce_scatter", n, gradients, count, "gradients"),
             Transfer(copies_axis, "all_reduce", copies, gradients // n, count, "owned gradients of copies"),

@@ -270,6 +270,6 @@ def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
     rule = model.any_routing
     if rule is None:
         return []
-    held = "all" if layout.expert == 1 else rule.experts // layout.expert
+    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
     blocks = units.counted(len(model.routings), "block")
-    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {held} on each rank")]
+    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

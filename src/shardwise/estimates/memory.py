@@ -108,13 +108,13 @@ def expected_memory(
     return max(by_rank, key=lambda memory: memory.total) if pipeline_rank is None else by_rank[pipeline_rank]
 
 
-def memory_stand_in(config: Config, own: OwnShapes, accelerator: bool) -> Config:
+def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
     """Return `config` with a Llama in place of the user's own model, whose estimated memory is that of the own one."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
-    memory = expected_memory(alone.model_copy(update={"model": own.like}), Layout(1), accelerator)
+    memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
-    held_bytes = max(0, own.saved_bytes - memory.activations) // config.train.micro_batch
-    like = own.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held_bytes})
+    held_bytes = max(0, own_shapes.saved_bytes - memory.activations) // config.train.micro_batch
+    like = own_shapes.like.cut_over(config.parallel.tensor).model_copy(update={"held_bytes": held_bytes})
     return config.model_copy(update={"model": like})
 
 

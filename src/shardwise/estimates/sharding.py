@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 from shardwise.config import DTYPE_BYTES
@@ -369,9 +368,9 @@ class StageInFlightBytes:
 
     def at_block(self, layer: int, level: BlockStack, *, last: bool = False) -> int:
         """The most at a block of a backward pass, with its activations."""
-        held = self.reduced if last else self.gradients
-        first, early = self.before.get(layer, (0, 0)) if held else (0, 0)
-        most = max(level.peak + first, level.early + early, level.later + held.get(layer, 0))
+        gradients = self.reduced if last else self.gradients
+        first, early = self.before.get(layer, (0, 0)) if gradients else (0, 0)
+        most = max(level.peak + first, level.early + early, level.later + gradients.get(layer, 0))
         return self.weights[1].get(layer, 0) + self.other_weights + most
 
 
@@ -390,10 +389,15 @@ class InFlightBytes:
     def of(workload: RankWorkload) -> InFlightBytes:
         constant = whole_gradient_bytes(workload, are_freed=True) if workload.config.reduce == "step" else 0
         gathers = [_StageGathers(workload, stage) for stage in workload.stages]
-        kept = [sum(map(each.sizes.__getitem__, each.forward(_GatherState()).state.gathered)) for each in gathers]
-        stages = zip(workload.stages, gathers, kept, strict=True)
-        of = partial(StageInFlightBytes.of, workload)
-        return InFlightBytes({stage.index: of(stage, each, sum(kept) - own) for stage, each, own in stages}, constant)
+        kept = []
+        for stage_gathers in gathers:
+            buckets = stage_gathers.forward(_GatherState()).state.gathered
+            kept.append(sum(stage_gathers.sizes[number] for number in buckets))
+        stages = {
+            stage.index: StageInFlightBytes.of(workload, stage, stage_gathers, sum(kept) - kept_bytes)
+            for stage, stage_gathers, kept_bytes in zip(workload.stages, gathers, kept, strict=True)
+        }
+        return InFlightBytes(stages, constant)
 
 
 def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> int:

@@ -86,10 +86,10 @@ def _start_nothing(modules: Iterable[str]) -> bool:
     with contextlib.suppress(Exception):
         # The threads of numpy's BLAS end at a fork by themselves, and begin anew where they are needed.
         imported("numpy")
-        held = _held()
+        before = _held()
         for name in modules:
             imported(name)
-        return _held() == held
+        return _held() == before
     return False
 
 

@@ -80,8 +80,8 @@ def launch(command: Sequence[str], nproc: int, run_path: Path) -> None:
         ended = run_ranks(command, nproc, logs, stop.watch)
     except OSError as error:
         # No bad input: the folder could be used at the start.
-        what = error.filename or "a new process"
-        raise LaunchError(f"the ranks cannot be started or watched: {what}: {reason_of(error)}") from error
+        place = error.filename or "a new process"
+        raise LaunchError(f"the ranks cannot be started or watched: {place}: {reason_of(error)}") from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -76,9 +76,9 @@ def end(run: Path, reason: str) -> None:
         send("end", run, reason, StoppedError.exit_code if is_stopped else 0)
 
 
-def problems(wanted: Sequence[str] = ()) -> list[str]:
-    """Return the reasons, not returned before, for which a target got no notice, or one of `wanted` cannot get any."""
-    for target in wanted:
+def problems(candidates: Sequence[str] = ()) -> list[str]:
+    """Return the reasons, not returned before, for which a target got no notice, or a candidate cannot get any."""
+    for target in candidates:
         _tell(target, None)
     return [_problems.get() for _ in range(_problems.qsize())]
 
@@ -102,7 +102,7 @@ def _note(target: str, error: Exception) -> None:
         text = f"no answer within {SECONDS:g} s"
     elif isinstance(error, ShardwiseError | OSError):
         text = re.sub(r"^<urlopen error |\[\w*:? ?-?\w+\] | \(_ssl.*|>$", "", hosts_alone(str(error)))
-        text = re.sub("^[A-Z](?=[a-z])", lambda found: found[0].lower(), text)
+        text = re.sub("^[A-Z](?=[a-z])", lambda match: match[0].lower(), text)
     problem = f"log.notify: {hosts_alone(target)}: {text}"
     if problem not in _known_problems:
         _known_problems.add(problem)

@@ -138,14 +138,14 @@ def require_device(config: Config, layout: Layout, rank: int, device: torch.devi
     return _require_state_fits(expected.state, expected.total, total, limit)
 
 
-def _require_state_fits(state: int, whole: int, limit: int, limit_text: str, whose: str = "") -> str:
+def _require_state_fits(state: int, step: int, limit: int, limit_text: str, whose: str = "") -> str:
     """Refuse a state that does not fit, which is exact; return a warning for the whole step, which is an estimate."""
     if state > limit:
         raise ConfigError(
             f"memory of parameters, gradients and optimizer {whose}({size(state)}) must be at most {limit_text}"
             f"{see('runs#model-does-not-fit')}"
         )
-    return f"the expected memory {whose}({size(whole)}) exceeds {limit_text}"
+    return f"the expected memory {whose}({size(step)}) exceeds {limit_text}"
 
 
 def require_matmul_support(matmul: str | None, device: torch.device) -> None:

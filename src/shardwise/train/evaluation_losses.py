@@ -172,8 +172,8 @@ def evaluate(
     """Mean losses over every sample of `batches`, each once; collective, equal on every rank."""
     with progress("evaluating", batches.num_samples, "sequence", shown=shown) as advance:
         rounds = _rounds(batches, mesh, micro_batch, advance)
-        found = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
-    return replace(found, sequences=batches.num_samples)
+        evaluation = evaluate_rounds(model, rounds, batches.objectives, mesh, parallel, is_scored=True, bytes_V=bytes_V)
+    return replace(evaluation, sequences=batches.num_samples)
 
 
 def _rounds(

@@ -69,8 +69,8 @@ def check_axes(model: nn.Module, batches: Batches, mesh: Mesh, settings: ModelCo
     for module in in_training:
         module.training = True
     is_swapped = bool(losses) and not losses[0].equal(losses[1]) and losses[0].equal(losses[2])
-    last, _, _, first, both = map(float, map(torch.sum, losses)) if losses else (0.0,) * 5
-    is_mean = last + first > 0 and math.isclose(2 * both, last + first, rel_tol=0.01)
+    last, _, _, first, both_losses = map(float, map(torch.sum, losses)) if losses else (0.0,) * 5
+    is_mean = last + first > 0 and math.isclose(2 * both_losses, last + first, rel_tol=0.01)
     if any(collectives.all_gather_objects(is_swapped, mesh.pp)):
         raise ConfigError(
             f"model.family ({settings.family}): ids and targets must be read as [sequence, batch], but a loss "

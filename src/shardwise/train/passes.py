@@ -176,14 +176,14 @@ class Passes:
         fix = "No update was made. Lower optimizer.lr, lengthen optimizer.warmup_steps or set optimizer.max_norm"
         if "update_in_backward" in self._config.train.switches:
             # Weights are others by now: only the loss that this rank had is left.
-            found = find_non_finite(nn.Module(), float(self._rank_losses_NK.sum()))
+            non_finite = find_non_finite(nn.Module(), float(self._rank_losses_NK.sum()))
             place = "each rank's own loss is"
             fix = "Some weights are updated: go on from a checkpoint, without update_in_backward"
         else:
             self._optimizer.zero_grad()
             with self._optimizer.local_gradients(), self._optimizer.gathered():
-                found = find_non_finite(self._model, float(self.run(micro_batches, step, last=False).sum()))
-        faults = collectives.all_gather_objects(found, self._mesh.world)
+                non_finite = find_non_finite(self._model, float(self.run(micro_batches, step, last=False).sum()))
+        faults = collectives.all_gather_objects(non_finite, self._mesh.world)
         # In a pipeline a value that is not finite travels on: of all ranks' findings the nearest cause counts.
         for _, rank, text in sorted((order, rank, text) for rank, (order, text) in enumerate(faults) if text)[:1]:
             place = f"on rank {rank}, {text}"

@@ -77,7 +77,7 @@ def dry_run(
     continued: Sequence[tuple[str, str]] = (),
     full: bool = False,
     recipe_config: Config | None = None,
-    own: OwnShapes | None = None,
+    counts: OwnShapes | None = None,
     as_json: bool = False,
 ) -> str:
     """The facts that follow from a configuration as comments, then its keys as YAML: the text can be saved as a recipe.
@@ -86,17 +86,17 @@ def dry_run(
         predicted: prediction for other machines; None for this machine.
         full: show every key, not only those that differ from their defaults.
         recipe_config: configuration whose keys are shown, without choices by memory; None: `config`.
-        own: what was counted of a model of the user's own; None: nothing, or a model of a family.
+        counts: what was counted of a model of the user's own; None: nothing, or a model of a family.
     """
     summary = _Summary(config, layout, accelerator)
     sized = summary
-    if own is not None:
-        sized = _Summary(memory_stand_in(config, own, accelerator), layout, accelerator, own)
+    if counts is not None:
+        sized = _Summary(memory_stand_in(config, counts, accelerator), layout, accelerator, counts)
     hint = "" if accelerator else "; use --device h100:8 to size for GPUs"
     shown_device = f"{device} (this machine){hint}" if predicted is None else f"{predicted.cluster} (--device)"
     rows = [
         *continued,
-        *summary.work(shown_device, own),
+        *summary.work(shown_device, counts),
         *([] if predicted is None else predicted.rows),
         *sized.pipeline(),
         *sized.compute(),
@@ -115,7 +115,7 @@ def dry_run(
             # That of the recipe, in whose place other data are read.
             keys.get("data", {}).pop("dataset", None)
     if as_json:
-        facts = {"recipe": recipe, "device": device, **sized.facts(own), "prediction": None, "keys": keys}
+        facts = {"recipe": recipe, "device": device, **sized.facts(counts), "prediction": None, "keys": keys}
         facts |= {"continues": [*map(_fact, continued)], "inputs": [*map(_fact, inputs)]}
         facts |= {} if predicted is None else {"device": predicted.cluster, "prediction": predicted.facts}
         return json_text(facts, indent=2, ascii=True)
@@ -179,12 +179,12 @@ def start_rows(
 
 @dataclass(frozen=True)
 class _Summary:
-    """Rows on a configuration at a layout; with `own`, `config` has the model that is like the user's own."""
+    """Rows on a configuration at a layout; with `counts`, `config` has the model that is like the user's own."""
 
     config: Config
     layout: Layout
     accelerator: bool
-    own: OwnShapes | None = None
+    counts: OwnShapes | None = None
 
     @cached_property
     def memory(self) -> MemoryEstimate | None:
@@ -228,7 +228,7 @@ class _Summary:
         is_plain = self.layout.world == 1 and sharding == "ZeRO-1"
         return self.layout.product() if is_plain else f"{self.layout.product()}, {sharding}"
 
-    def facts(self, own: OwnShapes | None) -> dict[str, Any]:
+    def facts(self, counts: OwnShapes | None) -> dict[str, Any]:
         """The figures of the rows; None where they are not known for a model of the user's own."""
         from shardwise.estimates.communication import step_transfers, wire_bytes
 
@@ -242,9 +242,9 @@ class _Summary:
             "steps": train.steps,
             "tokens_per_step": train.global_batch * train.sequence_length,
             "tokens": tokens_of_run(config),
-            "parameters": parameter_counts.parameter_count(config.model) if own is None else own.parameters,
+            "parameters": parameter_counts.parameter_count(config.model) if counts is None else counts.parameters,
             "precision": asdict(config.precision.resolved(self.accelerator)) | {"matmul": config.precision.matmul},
-            "flops_per_token": _token_flops(config) if own is None else own.token_flops,
+            "flops_per_token": _token_flops(config) if counts is None else counts.token_flops,
             "memory_bytes": None if memory is None else memory.total,
             "parts_memory_bytes": None if memory is None else dict(memory.rows()),
             "host_memory_bytes": offloaded_bytes(config, layout, self.accelerator),
@@ -253,7 +253,7 @@ class _Summary:
             "learning_rate": str(config.optimizer.schedule),
         }
 
-    def work(self, device: str, own: OwnShapes | None = None) -> _Rows:
+    def work(self, device: str, counts: OwnShapes | None = None) -> _Rows:
         """The layout, the batch, the steps, the parameters and their update."""
         from shardwise.estimates.unequal_loads import unequal_load_rows
 
@@ -261,8 +261,8 @@ class _Summary:
         train = config.train
         parameters = parameter_counts.parameter_count(config.model)
         shown_parameters = _UNKNOWN
-        if own is not None:
-            shown_parameters = f"{units.count(own.parameters)} ({own.parameters:,}), built without data"
+        if counts is not None:
+            shown_parameters = f"{units.count(counts.parameters)} ({counts.parameters:,}), built without data"
         if parameters is not None:
             most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
@@ -340,14 +340,14 @@ class _Summary:
 
     def compute(self) -> _Rows:
         """The FLOPs of the training, and those of what is computed again."""
-        token_flops = _token_flops(self.config) if self.own is None else self.own.token_flops
+        token_flops = _token_flops(self.config) if self.counts is None else self.counts.token_flops
         workload = RankWorkload.of(self.config, self.layout, self.accelerator)
         if token_flops is None or workload is None:
             return [("compute", _UNKNOWN)]
         total = 0.0
         for stage in size_stages_of(self.config):
             tokens = stage.train.global_batch * stage.train.sequence_length
-            flops = _token_flops(stage) if self.own is None else token_flops
+            flops = _token_flops(stage) if self.counts is None else token_flops
             total += (flops or 0.0) * (stage.last_step - stage.steps_before) * tokens
         rows = [("compute", f"{units.count(token_flops)} FLOPs per token, {units.count(total)} FLOPs in all")]
         if self.config.recompute != "none":
@@ -418,10 +418,10 @@ class _Summary:
             return []
         state, expected = needed
         expected += self.layout.world * _PROCESS_BYTES
-        each = " on each" if self.layout.world > 1 else ""
+        scope = " on each" if self.layout.world > 1 else ""
         text = (
             f"{units.size(expected)} expected for {units.counted(self.layout.world, 'rank')} on one machine, with "
-            f"{_PYTHON_AND_TORCH}{each}; this one has {units.size(available)} available"
+            f"{_PYTHON_AND_TORCH}{scope}; this one has {units.size(available)} available"
         )
         if state > available:
             text += f", less than parameters, gradients and optimizer need ({units.size(state)}): training is refused "

@@ -52,8 +52,8 @@ def check_collective() -> Check:
     shutil.rmtree(folder, ignore_errors=True)
     present = accelerators()[1]
     if facts["accelerators"] < present:
-        found = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
-        return failed_check("collective", found, "install a torch that is built for them, or their driver")
+        text = f"torch {facts['torch']} finds {facts['accelerators']} accelerators, and this machine has {present}"
+        return failed_check("collective", text, "install a torch that is built for them, or their driver")
     return passed_check(
         "collective",
         f"2 ranks on {facts['device']} by {facts['backend']}: 4 MiB summed in {1000 * facts['seconds']:.1f} ms",

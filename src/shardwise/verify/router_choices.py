@@ -41,9 +41,9 @@ def train_with_choices(
     Args:
         tolerance: rounding error of a score, relative to the largest score of its token.
     """
-    own = RouterChoices(reference, tolerance)
-    result = train(own)
-    differing = sum(_joined(own.differing, world).values())
+    own_choices = RouterChoices(reference, tolerance)
+    result = train(own_choices)
+    differing = sum(_joined(own_choices.differing, world).values())
     if not differing:
         return result, ChoiceDifferences()
     replayed = RouterChoices(reference, tolerance, replays=True)
@@ -119,22 +119,22 @@ class RouterChoices:
                 self.recorded[name, sample] = experts
             return chosen
         by_sample = [self.reference[name, sample][places] for sample in samples]
-        wanted = torch.stack(by_sample, dim=1).flatten(0, 1).to(chosen)
+        reference_experts = torch.stack(by_sample, dim=1).flatten(0, 1).to(chosen)
         tokens = [((name, sample), place) for place in places.tolist() for sample in samples]
-        self._compare(layer, scores, chosen, wanted, tokens)
-        return wanted if self.replays else chosen
+        self._compare(layer, scores, chosen, reference_experts, tokens)
+        return reference_experts if self.replays else chosen
 
     def _compare(
-        self, layer: Experts, scores: Tensor, chosen: Tensor, wanted: Tensor, tokens: Sequence[_Token]
+        self, layer: Experts, scores: Tensor, chosen: Tensor, reference_experts: Tensor, tokens: Sequence[_Token]
     ) -> None:
-        missing = (chosen.unsqueeze(2) != wanted.unsqueeze(1)).all(2).sum(1)
+        missing = (chosen.unsqueeze(2) != reference_experts.unsqueeze(1)).all(2).sum(1)
         if not missing.any():
             return
         # Near ties: the experts of the reference win if their scores are some errors larger, and the others' smaller.
         # Those of both rise too, as a group that both have open must not close.
         error = (self.tolerance * scores.abs().amax(1, keepdim=True)).expand_as(chosen)
-        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, wanted, 2 * error)
-        is_wrong = (choose(layer.router.routing, nudged) != wanted).any(1)
+        nudged = scores.scatter_add(1, chosen, -error).scatter_add(1, reference_experts, 2 * error)
+        is_wrong = (choose(layer.router.routing, nudged) != reference_experts).any(1)
         for row in missing.nonzero().flatten().tolist():
             self.differing[tokens[row]] = int(missing[row])
             if is_wrong[row]:

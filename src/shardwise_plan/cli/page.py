@@ -69,7 +69,7 @@ def plan_page(
             commands=commands,
             size=chart.SMALL,
             left=chart.LEFT,
-            chosen=next((_proposal(each, listed) for each in proposed if each.plan is chosen), None),
+            chosen=next((_proposal(proposal, listed) for proposal in proposed if proposal.plan is chosen), None),
             charts=_charts(answer, listed, proposed, chosen),
             proposals=[_proposal(proposal, listed) for proposal in proposed],
             sensitivity=_sensitivity(proposed),
@@ -138,7 +138,9 @@ def _charts(
         for plan in sorted(plans, key=lambda plan: (id(plan) in looks, id(plan) in numbers))
         for number in [numbers.get(id(plan), "")]
     ]
-    legend = [(looks[id(each.plan)], f"{each.title}: layout {numbers[id(each.plan)]}") for each in proposed]
+    legend = [
+        (looks[id(proposal.plan)], f"{proposal.title}: layout {numbers[id(proposal.plan)]}") for proposal in proposed
+    ]
     legend.append(("rest", "others"))
     band: list[float] = []
     if any(plan.is_tight for plan in plans):
@@ -168,7 +170,7 @@ def _chart(title: str, dots: list[dict[str, Any]], suffixes: tuple[str, str], ba
     # Those in front first: one that would cover a number moves to the right.
     for dot in reversed(dots):
         x, y, radius = area.x(dot["x"]), area.y(dot["y"]), dot["radius"]
-        while dot["label"] and any(math.hypot(x - u, y - v) < radius + other for u, v, other in placed):
+        while dot["label"] and any(math.hypot(x - u, y - v) < radius + reach for u, v, reach in placed):
             x += 1
         dot["left"] = x
         placed += [(x, y, radius)] if dot["label"] else []

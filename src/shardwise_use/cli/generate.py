@@ -20,25 +20,23 @@ from typing import TYPE_CHECKING, Any
 from shardwise.base import files, hardware, units
 from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.cli import model_argument, output
-from shardwise.cli.model_argument import LAYOUT_KEYS, ModelFolder
 from shardwise.config import Config, ModelConfig, check_layout
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.launch.environment import Rank, is_launched
-from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
-from shardwise_use.cli.chat import talk_with_model
-from shardwise_use.cli.sampling import add_sampling_options, require_valid_sampling
+from shardwise.launch import environment, rank_process
+from shardwise_use.cli import chat, sampling
 
 if TYPE_CHECKING:
     from shardwise_use.generation import Continuation
 
 KEYS = (
-    *LAYOUT_KEYS, "precision.mode", "data.tokenizer", "model.family", "model.ignore", "checkpoint.revision",
+    *model_argument.LAYOUT_KEYS, "precision.mode", "data.tokenizer", "model.family", "model.ignore",
+    "checkpoint.revision",
 )  # fmt: skip
 _ENDS = {"eos": "ended by the model", "max_tokens": "--max-tokens", "context": "the model's longest sequence is full"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (__doc__ or "").format(layout=", ".join(LAYOUT_KEYS))
+    parser.description = (__doc__ or "").format(layout=", ".join(model_argument.LAYOUT_KEYS))
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=model_argument.HELP)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="such as parallel.tensor=2")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -47,29 +45,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument(
         "--interactive", action="store_true", help="continue each text that you write in the terminal, as `chat` does"
     )
-    add_sampling_options(parser, max_tokens=128, top_p=1.0)
+    sampling.add_sampling_options(parser, max_tokens=128, top_p=1.0)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing before")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    place = enter_job(arguments.nproc)
+    place = rank_process.enter_job(arguments.nproc)
     values = model_argument.parse_overrides(arguments.overrides, KEYS, "generate")
     announce = output.progress if place is None or place.local_rank == 0 else None
-    require_valid_sampling(arguments)
+    sampling.require_valid_sampling(arguments)
     if arguments.interactive:
         if arguments.json:
             raise ConfigError("--json must not go with --interactive: leave one of them out")
-        return talk_with_model(arguments, completes=True)
+        return chat.talk_with_model(arguments, completes=True)
     text = _prompt_text(arguments)
     with model_argument.open_model_folder(
-        arguments.checkpoint, values, cached=is_launched(), announce=announce
+        arguments.checkpoint, values, cached=environment.is_launched(), announce=announce
     ) as folder:
         config, tokenizer = prepare_generation(arguments, place, folder, values, announce)
         ids, room = _fit(config.model, folder.longest(config.model), tokenizer, text)
         if place is None and config.parallel.model_ranks > 1:
             return model_argument.launch_command("generate", arguments, folder, config.parallel.model_ranks)
         leads = place is None or place.rank == 0
-        with as_rank(place) as ending:
+        with rank_process.as_rank(place) as ending:
             from shardwise_use.generation import Prompt
             from shardwise_use.inference_jobs import run_generation
 
@@ -89,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prepare_generation(
     arguments: argparse.Namespace,
-    place: Rank | None,
-    folder: ModelFolder,
+    place: environment.Rank | None,
+    folder: model_argument.ModelFolder,
     values: dict[str, Any],
     announce: Callable[[str], None] | None = None,
 ) -> tuple[Config, Tokenizer]:
@@ -110,8 +108,10 @@ def prepare_generation(
     check_layout(config, ranks)
     if place is None:
         # Before the ranks start, each of which would fail by itself.
-        check_accelerators(ranks, hardware.accelerators()[1])
-    return config, model_argument.tokenizer_of_command(config, folder, cached=is_launched(), announce=announce)
+        rank_process.check_accelerators(ranks, hardware.accelerators()[1])
+    return config, model_argument.tokenizer_of_command(
+        config, folder, cached=environment.is_launched(), announce=announce
+    )
 
 
 def _prompt_text(arguments: argparse.Namespace) -> str:
@@ -151,7 +151,7 @@ def _show(piece: str) -> None:
 
 def _finish(
     arguments: argparse.Namespace,
-    folder: ModelFolder,
+    folder: model_argument.ModelFolder,
     text: str,
     prompt_tokens: int,
     answer: Continuation,

@@ -193,7 +193,6 @@ def write_imported_checkpoint(
 
 
 def _require_fitting_states(opened: ForeignModel) -> None:
-    """Raise ConfigError where a moment of a weight is missing, or has another shape than the weight."""
     shapes = {weight.name: weight.shape for weight in opened.weights if math.prod(weight.shape)}
     states: dict[str, dict[str, TensorEntry]] = {}
     for tensor in opened.tensors[len(opened.weights) :]:

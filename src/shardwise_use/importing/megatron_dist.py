@@ -88,7 +88,6 @@ def open_megatron_dist(folder: Path, vocab_size: int | None = None) -> ForeignMo
 
 
 def _common(folder: Path) -> dict[str, Any]:
-    """The content of common.pt; ConfigError unless it is of a version that is read here."""
     try:
         described = json_object((folder / _FORMAT).read_bytes(), str(folder / _FORMAT))
     except OSError:
@@ -257,7 +256,6 @@ def _placed(buckets: Sequence[LazyTensor], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _view(flat: LazyTensor, start: int, shape: tuple[int, ...]) -> LazyTensor:
-    """The elements of a flat tensor from `start` on, as a tensor of this shape."""
     row = math.prod(shape[1:])
 
     def load(box: Box) -> Tensor:
@@ -281,7 +279,6 @@ def _are_masters(masters: _Tensors, weights: _Tensors) -> bool:
 def _progress(
     common: Mapping[str, Any], states: Sequence[StreamedWeight], stored: DcpFolder
 ) -> tuple[ForeignProgress, list[str]]:
-    """The progress that common.pt tells, and sentences on what has no counterpart."""
     args = vars(common["args"])
     records = [stored.object(name) for name in stored.objects if _HYPERPARAMETERS.fullmatch(name)]
     groups: list[dict[str, Any]] = next(_found([common.get("optimizer"), *records[:1]], "param_groups"), [])
@@ -323,7 +320,6 @@ def _progress(
 
 
 def _found(value: Any, key: str) -> Iterator[Any]:
-    """The values of a key in nested dictionaries and lists."""
     if isinstance(value, dict):
         if key in value:
             yield value[key]

@@ -155,7 +155,6 @@ def _tensors(
 
 
 def _query_key_value(shards: TensorParallelShards, config: MegatronConfig, version: int, name: str) -> list[LazyTensor]:
-    """Q, K and V, each with the rows of all heads in order."""
     if shards.has(name.replace("qkv", "query")):
         return _separate_queries(shards, config, name)
     n = config.num_attention_heads

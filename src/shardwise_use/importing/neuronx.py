@@ -177,7 +177,6 @@ def _tensor(shards: TensorParallelShards, name: str, shape: tuple[int, ...]) -> 
 
 
 def _fused(shards: TensorParallelShards, config: LlamaConfig) -> Iterator[tuple[str, LazyTensor]]:
-    """The tensors of a Llama that a checkpoint holds fused, or with copies of heads."""
     for layer in range(config.num_hidden_layers):
         mlp = f"model.layers.{layer}.mlp"
         for kind in ("weight", "bias") if config.mlp_bias else ("weight",):

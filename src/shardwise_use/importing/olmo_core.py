@@ -170,7 +170,6 @@ def _block(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(blocks: Sequence[Mapping[str, Any]], windows: Sequence[int]) -> Mapping[str, Any] | None:
-    """The scaling of rotary positions in the first block without a window."""
     full = (block for block, window in zip(blocks, windows, strict=True) if not window)
     scaling: Mapping[str, Any] | None = _get(next(full, None), "attention.rope.scaling")
     return scaling

@@ -91,7 +91,6 @@ def combine_with_optimizer(
 
 
 def _tensors(values: Values) -> ByName:
-    """The weights; with xser each is opened from its own file."""
     found = {
         rank: {name: pickled.follow_reference(value, path) for name, value in named.items()}
         for rank, (path, named) in values.items()

@@ -29,8 +29,8 @@ from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import RunDirectory, read_config
 from shardwise.runs.layout_spans import layout_spans, spans_text
 from shardwise_watch import curve_points
-from shardwise_watch.curve_points import Points
-from shardwise_watch.curves import printable_beginning, read_loss_curve
+from shardwise_watch.curve_points import Points, curve_label
+from shardwise_watch.curves import beginning, read_loss
 from shardwise_watch.report.numbers import config_differences, relative_difference
 
 if TYPE_CHECKING:
@@ -85,31 +85,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot ({plot}) must end in {listing(_FORMATS, 'or')}")
     x = arguments.x
     _require_choices(arguments, paths)
-    read = [
-        read_loss_curve(paths[0], None, x),
-        *(read_loss_curve(path, arguments.loss, x, arguments.shift) for path in paths[1:]),
-    ]
-    names = {
-        curve_points.curve_label(number): f"{curve_points.curve_label(number)}: {path}"
-        for number, path in enumerate(paths)
-    }
+    read = [read_loss(paths[0], None, x), *(read_loss(path, arguments.loss, x, arguments.shift) for path in paths[1:])]
+    names = {curve_label(number): f"{curve_label(number)}: {path}" for number, path in enumerate(paths)}
     raw = {name: points for name, (points, _) in zip(names, read, strict=True)}
     curves = curve_points.smoothed_curves(raw, arguments.smooth)
     pairs = []
     for path, name, (_, odd) in [*zip(paths, names, read, strict=True)][1:]:
         signed = curve_points.curve_differences(curves[name], curves["A"], x)
         if not signed:
-            has = [f"{of} has {_extent(curves[letter], x)}" for of, letter in ((paths[0], "A"), (path, name))]
+            has = [f"{source} has {_extent(curves[letter], x)}" for source, letter in ((paths[0], "A"), (path, name))]
             raise ConfigError(f"A and {name} must have {_UNITS[x]}s in common: {'; '.join(has)}")
         pairs.append(_Pair(paths[0], path, name, curves["A"], curves[name], signed, sorted({*read[0][1], *odd}), x))
     if plot is not None:
         _draw(plot, names, raw, pairs, arguments, tolerance)
     facts = [_facts(arguments, pair, tolerance) for pair in pairs]
     # The states are shown where both runs have them, and count with --bits.
-    for each in facts:
-        if not each["states"]["steps"] and not arguments.bits:
-            del each["states"]
-    is_within = all(each["within"] for each in facts)
+    for pair_facts in facts:
+        if not pair_facts["states"]["steps"] and not arguments.bits:
+            del pair_facts["states"]
+    is_within = all(pair_facts["within"] for pair_facts in facts)
     if arguments.json:
         output.json(facts[0] if len(facts) == 1 else {"within": is_within, "pairs": facts})
     elif len(facts) == 1:
@@ -252,8 +246,7 @@ def _rows(facts: Mapping[str, Any], pair: _Pair) -> Iterator[tuple[str, str]]:
 
 def _keys_text(facts: Mapping[str, Any], name: str) -> list[str]:
     return [
-        f"{key}: {printable_beginning(json.dumps(a))} in A, {printable_beginning(json.dumps(b))} in {name}"
-        for key, a, b in facts["keys"]
+        f"{key}: {beginning(json.dumps(a))} in A, {beginning(json.dumps(b))} in {name}" for key, a, b in facts["keys"]
     ]
 
 
@@ -267,10 +260,10 @@ def _print_table(
 ) -> None:
     x = pairs[0].x
     rows = [[text, _extent(curves[name], x), f"{[*curves[name].values()][-1]:.6g}"] for name, text in names.items()]
-    for row, pair, found in zip(rows[1:], pairs, facts, strict=True):
-        last, largest = found["last"], found["largest"]
-        beyond = f"beyond at {units.counted(len(found['beyond']), _UNITS[x])}"
-        result = "within" if found["within"] else beyond if found["beyond"] else "not equal to the bit"
+    for row, pair, pair_facts in zip(rows[1:], pairs, facts, strict=True):
+        last, largest = pair_facts["last"], pair_facts["largest"]
+        beyond = f"beyond at {units.counted(len(pair_facts['beyond']), _UNITS[x])}"
+        result = "within" if pair_facts["within"] else beyond if pair_facts["beyond"] else "not equal to the bit"
         row += [
             f"{last['difference']:+.4g} at {_place(x, last[x])}",
             f"{largest['difference']:.3g} at {_place(x, largest[x])}",
@@ -280,11 +273,11 @@ def _print_table(
     largest_of = "largest |A - it| / |it|"
     tolerance = f"tolerance {facts[0]['tolerance']:g}"
     output.table(rows, ("", f"{_UNITS[x]}s", "final loss", "last minus A", largest_of, tolerance))
-    for pair, found in zip(pairs, facts, strict=True):
-        if found["keys"] is not None:
-            output.line(f"{pair.name}: {'; '.join(_keys_text(found, pair.name)) or 'no key differs from A'}")
+    for pair, pair_facts in zip(pairs, facts, strict=True):
+        if pair_facts["keys"] is not None:
+            output.line(f"{pair.name}: {'; '.join(_keys_text(pair_facts, pair.name)) or 'no key differs from A'}")
     failures = [("A", facts[0]["failures"]["a"])]
-    failures += [(pair.name, found["failures"]["b"]) for pair, found in zip(pairs, facts, strict=True)]
+    failures += [(pair.name, pair_facts["failures"]["b"]) for pair, pair_facts in zip(pairs, facts, strict=True)]
     for name, failure in failures:
         output.line(f"{name} failed {failure}") if failure else None
 
@@ -452,8 +445,8 @@ def _draw_in_terminal(
     log = arguments.log or ""
     minus_a = {"A": {}, **{pair.name: pair.signed for pair in pairs}}
     shown = [("training loss", curves, log), ("minus A", minus_a, log.replace("y", ""))]
-    for title, each, logarithmic in shown:
-        for line in draw_curve_overlay(title, each, console.width, arguments.x, logarithmic):
+    for title, shown_curves, logarithmic in shown:
+        for line in draw_curve_overlay(title, shown_curves, console.width, arguments.x, logarithmic):
             console.print(line, no_wrap=True, crop=True)
     for number, name in enumerate(names.values()):
         console.print(f" {output.printable(name)}", style=COLOURS[number % len(COLOURS)], soft_wrap=True)

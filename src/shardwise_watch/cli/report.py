@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     branches = [] if arguments.others else branches_of(watched[0])
     compared = compare_runs(*watched) if arguments.others else None
     shown = branches[:_MOST_BRANCHES]
-    others = [run.name for run in watched[1:]]
-    joined = "-".join(others)
+    other_names = [run.name for run in watched[1:]]
+    joined = "-".join(other_names)
     if len(joined) > _LONGEST_NAME:
-        joined = f"{others[0]}-and-{len(others) - 1}-more"
+        joined = f"{other_names[0]}-and-{len(other_names) - 1}-more"
     name = "report.html" if compared is None else f"report-with-{joined}.html"
     file: Path = arguments.output or watched[0].path / name
     if price is None and watched[0].section("log").get("price") is None:
@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _price_before(file: Path) -> Price | None:
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = re.search(r'<meta name="price" content="([^"]+)">', text)
-    return None if found is None else Price.of(found[1], f"give --price: that in {file}")
+    match = re.search(r'<meta name="price" content="([^"]+)">', text)
+    return None if match is None else Price.of(match[1], f"give --price: that in {file}")
 
 
 def _facts(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any] | None) -> Mapping[str, Any]:

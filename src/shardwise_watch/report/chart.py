@@ -195,8 +195,8 @@ def _line_data(known: Mapping[str, StepCurve], further: Mapping[str, Any]) -> di
 
 
 def _data_by_axis(by_axis: Mapping[str, Mapping[str, StepCurve]]) -> dict[str, Any]:
-    named = {x: {name: curve.known for name, curve in of.items() if curve.known} for x, of in by_axis.items()}
-    return {"by": {x: {name: _column_data(of[name]) for name in of} for x, of in named.items()}}
+    named = {x: {name: curve.known for name, curve in curves.items() if curve.known} for x, curves in by_axis.items()}
+    return {"by": {x: {name: _column_data(curves[name]) for name in curves} for x, curves in named.items()}}
 
 
 def stacked_chart(
@@ -417,8 +417,8 @@ def _y_axis(area: _PlotArea, ticks: Sequence[float], suffix: str = "", *, percen
 def _x_axis(area: _PlotArea, name: str, ticks: Sequence[float] = (), suffix: str = "") -> str:
     below = area.size.height - 8
     parts = [f'<text class="axis" x="{LEFT - 6}" y="{below}" text-anchor="end">{name}</text>']
-    whole = _ticks([area.low_x, area.high_x], are_whole=True)
-    ticks = ticks or [tick for tick in whole if area.low_x <= tick <= area.high_x]
+    whole_ticks = _ticks([area.low_x, area.high_x], are_whole=True)
+    ticks = ticks or [tick for tick in whole_ticks if area.low_x <= tick <= area.high_x]
     for tick, text in zip(ticks, axis_numbers(ticks), strict=True):
         x = area.x(tick)
         # A text in the middle of its tick would leave the picture at its ends.

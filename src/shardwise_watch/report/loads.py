@@ -51,7 +51,10 @@ def load_maps(run: RunView) -> dict[str, dict[str, Any]]:
             "axis": "step",
             "note": "a row for each block",
             "rows": {
-                name: [(of[-1], round(sum(largest[step][row] for step in of) / len(of), 3)) for of in columns]
+                name: [
+                    (column[-1], round(sum(largest[step][row] for step in column) / len(column), 3))
+                    for column in columns
+                ]
                 for row, name in enumerate(shape)
             },
         },

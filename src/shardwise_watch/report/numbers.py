@@ -77,7 +77,7 @@ def report_numbers(run: RunView, price: Price | None = None) -> dict[str, Any]:
         "not_finite": {name: steps for name, steps in diverged.items() if steps is not None},
         "evaluations": _spread(_evaluations(run)),
         "set_curves": _as_curves(_set_losses(run)),
-        "task_curves": {metric: _as_curves(of) for metric, of in scores.items() if "_stderr" not in metric},
+        "task_curves": {metric: _as_curves(tasks) for metric, tasks in scores.items() if "_stderr" not in metric},
         "tasks": _tasks(scores),
         "layouts": [[span.steps_before, span.layout] for span in layouts],
         **_split(run, layouts),
@@ -183,7 +183,10 @@ def _curves_between(run: RunView, first: int, last: int) -> dict[str, Any]:
 def _compared_losses(runs: Sequence[RunView], common: Sequence[int]) -> list[list[Any]]:
     """Return [name, loss of each run] of the last common step, of the last steps and of the last evaluations."""
     losses = [dict(_losses(run)) for run in runs]
-    rows = [[f"loss at step {step:,}, the last in common", *(each[step] for each in losses)] for step in common[-1:]]
+    rows = [
+        [f"loss at step {step:,}, the last in common", *(run_losses[step] for run_losses in losses)]
+        for step in common[-1:]
+    ]
     if len({run.step for run in runs}) > 1:
         steps = listing(f"{run.step:,}" for run in runs)
         rows.append([f"final loss (step {steps})", *map(_final_loss, runs)])

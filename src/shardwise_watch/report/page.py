@@ -73,6 +73,9 @@ def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any
     }
     names = _names(reports)
     pair = compared if len(reports) == 2 else None
+    # The script draws charts over other axes by these.
+    places = {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)}
+    marks = [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]]
     return environment.get_template("page.html").render(
         title=" and ".join(str(report["run"]) for report in reports),
         price=(reports[0]["cost"] or {}).get("price"),
@@ -83,15 +86,7 @@ def report_page(reports: Sequence[Mapping[str, Any]], compared: Mapping[str, Any
         opening=Markup(_common_losses(pair, reports) if pair else _metric_chart(reports, names, _LOSS, chart.LARGE)),
         difference=Markup(_differences(compared)) if compared else "",
         charts=[Markup(drawn) for drawn in _charts(reports, names, is_loss_whole=pair is not None) if drawn],
-        # The script needs these to draw charts over other axes: the places of steps by run, and the marks.
-        places=Markup(
-            chart.json_attribute(
-                {
-                    "places": {_letter(name): report["places"] for name, report in zip(names, reports, strict=True)},
-                    "marks": [[mark.run, mark.place, mark.text] for mark in _marks(reports)[1]],
-                }
-            )
-        ),
+        places=Markup(chart.json_attribute({"places": places, "marks": marks})),
         compared=compared,
         tasks=_task_rows(reports),
         left=chart.LEFT,
@@ -121,7 +116,7 @@ def _differences(compared: Mapping[str, Any]) -> str:
     by_axis = {
         x: {
             "A": StepCurve([]),
-            **{curve_label(number): StepCurve(columns_) for number, columns_ in enumerate(of_runs, 1)},
+            **{curve_label(number): StepCurve(columns) for number, columns in enumerate(of_runs, 1)},
         }
         for x, of_runs in compared["differences"].items()
     }
@@ -209,8 +204,8 @@ def _named_curves(reports: Sequence[Mapping[str, Any]], names: Sequence[str], ke
     """Return the curves that the reports have by names of their own, such as those of sources."""
     curves = {}
     for name, report in zip(names, reports, strict=True):
-        for of, rows in report.get(key, {}).items():
-            curves[f"{_letter(name)}: {of}" if len(reports) > 1 else of] = StepCurve(rows)
+        for curve_name, rows in report.get(key, {}).items():
+            curves[f"{_letter(name)}: {curve_name}" if len(reports) > 1 else curve_name] = StepCurve(rows)
     return curves
 
 

@@ -26,8 +26,10 @@ def draw_curve_overlay(title: str, curves: Mapping[str, Points], width: int, x: 
     on_x, on_y = (math.log10 if axis in log else float for axis in "xy")
     back_x, back_y = ((lambda value: 10.0**value) if axis in log else float for axis in "xy")
     placed = {
-        name: {on_x(at): on_y(y) for at, y in of.items() if (at > 0 or "x" not in log) and (y > 0 or "y" not in log)}
-        for name, of in curves.items()
+        name: {
+            on_x(at): on_y(y) for at, y in points.items() if (at > 0 or "x" not in log) and (y > 0 or "y" not in log)
+        }
+        for name, points in curves.items()
     }
     ys = sorted(value for points in placed.values() for value in points.values())
     lines = [heading(width, title, f"logarithmic {' and '.join(log)}" if log else "")]
@@ -37,7 +39,8 @@ def draw_curve_overlay(title: str, curves: Mapping[str, Points], width: int, x: 
     cut = 0 if log else len(ys) // 50
     margin = 0.05 * (ys[-1 - cut] - ys[cut]) or 0.05 * abs(ys[cut]) or 0.5
     low, high = ys[cut] - margin, ys[-1 - cut] + margin
-    first, last = min(min(of) for of in placed.values() if of), max(max(of) for of in placed.values() if of)
+    xs = [at for points in placed.values() for at in points]
+    first, last = min(xs), max(xs)
     rows = {row: f"{back_y(high - (high - low) * row / (_HEIGHT - 1)):.4g}" for row in (0, _HEIGHT // 2, _HEIGHT - 1)}
     gutter = max(map(len, rows.values())) + 1
     cells = max(40, width - gutter - 5)

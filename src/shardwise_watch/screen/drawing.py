@@ -275,7 +275,9 @@ def plot_curves(
     # Two cells are the axis and a margin.
     cells = max(4, width - gutter - 2)
     # Each cell has two columns of dots.
-    bits, bits_behind = (dot_bits(resampled_curve(one, cells * 2), cells, rows, low, high) for one in (curve, behind))
+    bits, bits_behind = (
+        dot_bits(resampled_curve(drawn_curve, cells * 2), cells, rows, low, high) for drawn_curve in (curve, behind)
+    )
     marks = _marks(curve, cells, rows, low, high)
     lines = []
     for row in range(rows):

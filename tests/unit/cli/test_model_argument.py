@@ -120,14 +120,14 @@ def test_fault_23_a_checkpoint_that_is_pruned_meanwhile_is_named(
 ) -> None:
     """Whatever is missing first: the tokenizer, or the weights."""
     shutil.copytree(imported, "steps")
-    plain = model_argument.open_folder
+    plain = model_argument.open_model_folder
 
     def opened(*arguments: Any, **options: Any) -> Any:
         folder = plain(*arguments, **options)
         shutil.rmtree("steps/step-00000000")
         return folder
 
-    monkeypatch.setattr(model_argument, "open_folder", opened)
+    monkeypatch.setattr(model_argument, "open_model_folder", opened)
     more = ["data.path=own.txt"] if command == "evaluate" else ["--prompt", "a"]
     said = cli.refused(command, "steps", *more)
     assert "the checkpoint steps/step-00000000 was removed while it was read, as checkpoint.keep and" in said

@@ -129,7 +129,7 @@ def test_all_jobs_that_wait_or_compile_for_a_run_are_cancelled(
         record(run, number, kind)
     with (run / "jobs.jsonl").open("a") as file:
         file.write('{"id": "4", "ki')
-    cancelled = slurm_commands(monkeypatch, job_1="RUNNING", job_2="PENDING", job_3="PENDING", job_9="PENDING")
+    cancelled = slurm(monkeypatch, job_1="RUNNING", job_2="PENDING", job_3="PENDING", job_9="PENDING")
     first, second, _ = cli("stop", "run").out.splitlines()
     assert cancelled == ["2", "1", "3"]
     assert first == "job 2, which waited in SLURM's queue, is cancelled"
@@ -145,7 +145,7 @@ def test_a_job_that_runs_and_has_not_claimed_the_folder_is_cancelled(
     """Its supervisor is starting: no process is there that would read a request."""
     run = RunDirectory("run").create().path
     record(run, "1", "train")
-    cancelled = slurm_commands(monkeypatch, job_1="RUNNING")
+    cancelled = slurm(monkeypatch, job_1="RUNNING")
     holder = {"host": "elsewhere", "pid": 1, "started": "2026"}
     (run / ".lock").write_text(json.dumps(holder))
     cli("stop", "run")

@@ -40,7 +40,7 @@ GPUS = [
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(list(GPUS)))
+    monkeypatch.setattr(ls.local_devices, "devices_of_machine", lambda _: DeviceList(list(GPUS)))
 
 
 def write_three() -> None:
@@ -80,7 +80,7 @@ def test_the_page_shows_the_table(monkeypatch: pytest.MonkeyPatch, cli: CommandL
     path = write_run(Path("runs/tiny-2"), [Start(0, 20, None)], steps=1000)
     write_run(Path("runs/tiny-1"), mesh=Mesh(1, 1, 1, 1))
     gpus = [replace(gpu, processes=(DeviceProcess(10, path.name, gpu.index),)) for gpu in GPUS]
-    monkeypatch.setattr(ls.local_devices, "devices", lambda _: DeviceList(gpus))
+    monkeypatch.setattr(ls.local_devices, "devices_of_machine", lambda _: DeviceList(gpus))
     terminal(80, monkeypatch)
     with held(path):
         said = cli("ls").out

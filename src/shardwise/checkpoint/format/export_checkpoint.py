@@ -148,7 +148,7 @@ class Export:
 
     def small_files(self) -> dict[str, bytes]:
         """Name → content of the other files; `config.json` names the dtype of the most bytes of weights."""
-        (dtype, _), *_others = self.dtypes.most_common(1)
+        ((dtype, _),) = self.dtypes.most_common(1)
         dtype_fields = [field for field in _DTYPE_FIELDS if field in self.described] or ["torch_dtype"]
         # The index is left out: the export has other shards. A card of the checkpoint takes the place of the one here.
         files = {

@@ -61,14 +61,12 @@ class FilesBesideWeights:
     @property
     def end_ids(self) -> list[int]:
         """The ids that end a text."""
-        return [*special_ids_by_suffix(self.ids, END_ID), *special_ids_by_suffix(self.generation, END_ID)]
+        return [*special_ids(self.ids, END_ID), *special_ids(self.generation, END_ID)]
 
     @property
     def names_ends_of_texts(self) -> bool:
         """True if an id begins or ends a text."""
-        return any(
-            special_ids_by_suffix(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID)
-        )
+        return any(special_ids(fields, name) for fields in (self.ids, self.generation) for name in (BEGIN_ID, END_ID))
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's tokenizer; None where it has none that can be opened."""
@@ -115,7 +113,7 @@ def config_token_ids(config_file: Root) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
 
-def special_ids_by_suffix(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
+def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
     """The ids of special tokens in the fields of `config.json` whose names end in `suffix`."""
     # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []

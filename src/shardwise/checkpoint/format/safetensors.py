@@ -105,7 +105,7 @@ def safetensors_header(
     return _LENGTH.pack(len(text)) + text, [first + offset for offset in offsets], first + end
 
 
-def parse_safetensors_header(file: Root) -> dict[str, StoredTensor]:
+def read_header(file: Root) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, in the order of their bytes.
 
     Raises:

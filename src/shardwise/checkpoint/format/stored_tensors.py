@@ -18,13 +18,7 @@ from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
-from shardwise.checkpoint.format.safetensors import (
-    DTYPES,
-    FLOATING,
-    Values,
-    cast_values,
-    parse_safetensors_header,
-)
+from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names
@@ -69,7 +63,7 @@ class StoredTensors:
         damage: list[str] = []
         for number, path in enumerate(files):
             try:
-                header = parse_safetensors_header(folder / path)
+                header = read_header(folder / path)
             except DamageError as error:
                 damage.append(str(error))
                 continue
@@ -147,19 +141,19 @@ class StoredTensors:
 
 def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]]) -> dict[str, TensorEntry]:
     """The tensors whose parts (by name, dtype and dimensions) lie in several files; ConfigError if some are missing."""
-    whole: dict[str, TensorEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
     incomplete: list[str] = []
     for (name, dtype, _), pieces in parts.items():
         shape = tuple(max(ends) for ends in zip(*(piece.box.stop for piece in pieces), strict=True))
-        if name in whole or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
+        if name in tensors or sum(piece.box.numel for piece in pieces) != Box.whole(shape).numel:
             incomplete.append(name)
-        whole[name] = TensorEntry(shape, dtype, pieces)
+        tensors[name] = TensorEntry(shape, dtype, pieces)
     if incomplete:
         raise ConfigError(
             f"{folder} must have the files {SHARDS} of all ranks of one save: parts of {listing(incomplete, most=3)} "
             "are missing, or there twice"
         )
-    return whole
+    return tensors
 
 
 def _weight_files(folder: Root) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.base.errors import listing
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest, Numbers, Pieces, TensorEntry, piece_label
-from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, parse_safetensors_header
+from shardwise.checkpoint.format.safetensors import DTYPES, StoredTensor, read_header
 from shardwise.checkpoint.storage.chunks import (
     READ_BYTES,
     FileEntry,
@@ -103,7 +103,7 @@ def verify_checkpoint(folder: Root, progress: Callable[[int], None] = lambda _: 
             # Of a file that is damaged, the header may be what is damaged: nothing more is said of it.
             if is_intact and (pieces or entry.path.endswith(_SUFFIX)):
                 expected = {label: piece.stored for label, piece in pieces.items()}
-                stored = parse_safetensors_header(file)
+                stored = read_header(file)
                 # Other programs read the header.
                 differing = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
                 report.problems += [

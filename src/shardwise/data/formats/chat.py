@@ -229,7 +229,6 @@ def _train_tokenizer(source: _Source, is_held_out: npt.NDArray[np.bool_], reques
 def _encode(
     chats: Iterable[Chat], is_held_out: npt.NDArray[np.bool_], template: ChatTemplate, folder: Path
 ) -> dict[str, Any]:
-    """Writes each part's tokens, the bounds of its conversations and those of its answers; returns their records."""
     with contextlib.ExitStack() as files:
         writers = encoding.token_writers(files, cache.token_dtype(template.tokenizer.vocab_size), folder)
         bounds = encoding.bounds_writers(files, ("conversations", "answers"), folder)

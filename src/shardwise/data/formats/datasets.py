@@ -199,7 +199,6 @@ def _ends(manifest: Mapping[str, Any]) -> str:
 
 
 def _manifests(data: DataConfig) -> list[Path]:
-    """The file in a saved data set that may say which tokenizer made it."""
     return [] if data.path is None else [manifest_of_folder(user_path(data.path))]
 
 

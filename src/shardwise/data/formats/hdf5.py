@@ -107,12 +107,10 @@ def _open_data(request: DataRequest) -> _PreparedShards:
 
 
 def _manifests(data: DataConfig) -> list[Path]:
-    """The files in the folders of the shards that may say which tokenizer made them."""
     return sorted({data_manifest.manifest_of_folder(path.parent) for path in hdf5_files.hdf5_shard_paths(data)})
 
 
 def _preview(request: DataRequest) -> str:
-    """The number of shards; the first few are opened."""
     prepared_data.require_sentence_pairs(request)
     paths = hdf5_files.hdf5_shard_paths(request.data)
     previewed = [Hdf5Shard.open(path, request.sequence_length) for path in paths[:_PREVIEWED]]

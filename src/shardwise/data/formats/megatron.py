@@ -14,10 +14,8 @@ from shardwise.base.units import counted, size
 from shardwise.config import DataConfig
 from shardwise.data.formats import inspections, packing_cache, prepared_data
 from shardwise.data.formats.data_format import DataFormat, FirstDocuments, Inspection, LengthStatistics
-from shardwise.data.reading import megatron_files
-from shardwise.data.reading.data_manifest import manifest_of_prefix, read_manifest
+from shardwise.data.reading import data_manifest, megatron_files, token_files
 from shardwise.data.reading.megatron_files import IndexedFile, MegatronDocuments
-from shardwise.data.reading.token_files import flat_token_files
 from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, json_digest, part_bounds, part_sizes_text
 from shardwise.data.samples import batch, causal, order, packing
@@ -160,12 +158,12 @@ def _packed(
 
 
 def _manifests(data: DataConfig) -> list[Path]:
-    """The files next to the data sets that may say which tokenizer made them."""
-    return [manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes]
+    return [
+        data_manifest.manifest_of_prefix(megatron_files.megatron_prefix(prefix)) for _, prefix in data.weighted_prefixes
+    ]
 
 
 def _preview(request: DataRequest) -> str:
-    """The number of sequences, by the headers of the .idx files."""
     sequences = [megatron_files.count_sequences(prefix) for _, prefix in request.data.weighted_prefixes]
     return f"{counted(sum(sequences), 'sequence')} in Megatron's format, as the headers of .idx files say"
 
@@ -208,7 +206,7 @@ def _inspect(data: DataConfig, samples: int) -> Inspection:
             "empty_documents": empty,
         },
         lengths=LengthStatistics.of("tokens of a document", lengths, number),
-        manifest=read_manifest(manifest_of_prefix(prefix)),
+        manifest=data_manifest.read_manifest(data_manifest.manifest_of_prefix(prefix)),
     )
     if total <= _BLOCKS * _BLOCK_TOKENS:
         starts = list(range(0, total, _BLOCK_TOKENS))
@@ -269,7 +267,7 @@ def _summary(
 FORMAT = DataFormat(
     name="megatron",
     contents="tokens",
-    is_at=lambda path: megatron_files.is_megatron_file(path) and not flat_token_files(path),
+    is_at=lambda path: megatron_files.is_megatron_file(path) and not token_files.flat_token_files(path),
     open_data=_open_data,
     preview=_preview,
     inspect=_inspect,

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.base import hub
+from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, DataError, see
-from shardwise.base.units import counted
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
 from shardwise.data.request import DataRequest
@@ -329,7 +328,7 @@ def too_few_samples(
     unit = "text"
     if documents is not None:
         unit = "documents"
-        size += f" in {counted(documents, 'document')}"
+        size += f" in {units.counted(documents, 'document')}"
     return [
         f"the {PART_NAMES[part]} part of {request.data.key} {name} ({size} at data.split={request.data.split}) must be "
         f"at least {least}: give more {unit}, a shorter sequence or another split"

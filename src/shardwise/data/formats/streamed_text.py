@@ -116,7 +116,6 @@ def open_stream(request: DataRequest) -> _PreparedStream:
 
 
 def _key(request: DataRequest, stamp: str) -> str:
-    """The key of the cache entry: a digest of all that decides which documents are held out, and their tokens."""
     data = request.data
     assert data.tokenizer is not None
     return cache.cache_key(

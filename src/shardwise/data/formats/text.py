@@ -288,7 +288,6 @@ def _prepared(entry: cache.CacheEntry, source: Source, request: DataRequest) -> 
 
 
 def _preview(request: DataRequest) -> str:
-    """The size of the text; no more is read than the first line or row of each file."""
     source = open_text_source(request.data)
     time = preparation_time(request)
     if not isinstance(source, FileSource):

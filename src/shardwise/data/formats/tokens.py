@@ -80,7 +80,6 @@ def _shown(tokens: FlatTokens) -> str:
 
 
 def _preview(request: DataRequest) -> str:
-    """The number and the kinds of the files; of rows, no more is read than the first of each file."""
     if not _is_flat(request.data):
         rows = RowFiles(request.data)
         files = counted(len(rows.readings), "file")
@@ -96,7 +95,6 @@ def _previewed(request: DataRequest) -> FlatTokens:
 
 
 def _most_tokens(request: DataRequest, limit: int) -> int | None:
-    """The tokens of flat files; None for rows, which would have to be read."""
     if not _is_flat(request.data):
         return None
     total = len(_previewed(request))

@@ -15,9 +15,7 @@ from shardwise.config import DataConfig
 from shardwise.data import cache
 from shardwise.data.prepare import disk_room, tokenizing
 from shardwise.data.prepare.output import ANY_VOCABULARY, PreparationOutcome, PreparedOutput
-from shardwise.data.reading.dataset_tables import fetch_dataset
-from shardwise.data.reading.megatron_files import ChangedFilesError, megatron_dtype
-from shardwise.data.reading.text_sources import FileSource, announce_empty, open_text_source
+from shardwise.data.reading import dataset_tables, megatron_files, text_sources
 from shardwise.data.tokens.encoding import ContentDigest, DocumentMarks
 from shardwise.data.tokens.tokenizer import announce_tokenizer_note, open_user_tokenizer
 
@@ -59,9 +57,9 @@ class _TextConversion:
         self.tokenizer_path = hub.resolve_tokenizer(job.tokenizer, announce=announce)
         self.tokenizer = open_user_tokenizer(job.tokenizer, ANY_VOCABULARY)
         announce_tokenizer_note(self.tokenizer, announce)
-        fetch_dataset(job.data, announce)
-        self.source = open_text_source(job.data)
-        if isinstance(self.source, FileSource) and job.data.path is not None:
+        dataset_tables.fetch_dataset(job.data, announce)
+        self.source = text_sources.open_text_source(job.data)
+        if isinstance(self.source, text_sources.FileSource) and job.data.path is not None:
             announce(f"preparing {job.output}: {self.source.name} is {self.source.described()}")
         stamp = self.source.stamp()
         # The prefix keeps it apart from the digest of a run, which depends on how the run divides the text into parts.
@@ -99,7 +97,7 @@ class _TextConversion:
             progress("tokenizing", total) as advance,
         ):
             done = self._tokenize(workers, begin, advance)
-        announce_empty(self.source, self.announce)
+        text_sources.announce_empty(self.source, self.announce)
         read = done.read
         source = {
             "name": self.source.name,
@@ -109,7 +107,7 @@ class _TextConversion:
             "bytes": read.bytes,
         }
         vocab_size = self.tokenizer.vocab_size
-        dtype = megatron_dtype(vocab_size).name
+        dtype = megatron_files.megatron_dtype(vocab_size).name
         closes = self.sequences.marks.end is not None
         with self.output.writing():
             facts = self.output.complete(
@@ -131,7 +129,7 @@ class _TextConversion:
                 progress = tokenizing.write_tokens(
                     self.source, workers, self.output, self.sequences, self.tokenizer, begin, advance
                 )
-            except ChangedFilesError as error:
+            except megatron_files.ChangedFilesError as error:
                 self.announce(f"{error}: it starts again from the beginning")
                 self.output.clear()
                 begin = tokenizing.TokenizingProgress()

@@ -16,9 +16,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import NoLocksError, lock, open_lock, reason_of, sync_folder, user_path, write_atomic
@@ -38,8 +37,7 @@ _LOCK = "lock"
 _OWNER = "owner.json"
 
 
-@dataclass(frozen=True)
-class PreparationOutcome:
+class PreparationOutcome(NamedTuple):
     """The result of `data prepare`: the manifest of the data, and whether they were there before."""
 
     manifest: Mapping[str, Any]

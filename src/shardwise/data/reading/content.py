@@ -10,14 +10,12 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, Literal, NamedTuple, cast
 
+from shardwise.base import registered, units
 from shardwise.base.errors import DataError, listing, see
 from shardwise.base.files import reason_of
-from shardwise.base.registered import optional_library
-from shardwise.base.units import counted
 
 BLOCK = 1 << 18
 """Bytes that are read at once."""
@@ -44,8 +42,7 @@ _ARRAY = re.compile(rf'\s*\[\s*(?:{_KEY}|"(?:[^"\\]|\\.)*"\s*[,\]])')
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
-@dataclass(frozen=True)
-class HubFile:
+class HubFile(NamedTuple):
     """A file on the hub (hf://…): each read goes over the network, and nothing is kept."""
 
     address: str
@@ -60,8 +57,7 @@ class HubFile:
         return self.address
 
 
-@dataclass(frozen=True)
-class _Packing:
+class _Packing(NamedTuple):
     magic: tuple[bytes, ...]
     suffixes: tuple[str, ...]
     unpacked: Callable[[IO[bytes]], Any]
@@ -107,7 +103,7 @@ def _lzma(file: IO[bytes]) -> Any:
 
 def _by_arrow(codec: str) -> Callable[[IO[bytes]], Any]:
     def unpacked(file: IO[bytes]) -> Any:
-        arrow = optional_library("pyarrow", f"files packed by {codec} need", "parquet")
+        arrow = registered.optional_library("pyarrow", f"files packed by {codec} need", "parquet")
         return arrow.CompressedInputStream(arrow.PythonFile(file, mode="r"), codec)
 
     return unpacked
@@ -195,8 +191,7 @@ def unpacked_name(name: str) -> str:
     return name.removesuffix(next(suffixes, ""))
 
 
-@dataclass(frozen=True)
-class FileReading:
+class FileReading(NamedTuple):
     """The way in which a data file is read; `packing`: the program that packed it, None if none did."""
 
     kind: Kind
@@ -264,6 +259,6 @@ def described_readings(readings: Sequence[tuple[Path, FileReading]]) -> str:
         return f"read as {next(iter(groups))}"
     shown = []
     for reading, paths in groups.items():
-        files = paths[0].name if len(paths) == 1 else counted(len(paths), "file")
+        files = paths[0].name if len(paths) == 1 else units.counted(len(paths), "file")
         shown.append(f"{reading} ({files})")
     return f"read as {listing(shown)}"

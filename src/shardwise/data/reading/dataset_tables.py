@@ -270,7 +270,6 @@ class DataSet:
         return self._chosen(self.tables.files())
 
     def _chosen(self, by_split: Mapping[str, _T]) -> dict[str, _T]:
-        """The values of the splits that are read, in the order of the parts."""
         named = self.data.split_names
         names = [name for name in by_split if name != _UNNAMED]
         if named:

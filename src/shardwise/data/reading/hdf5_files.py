@@ -225,7 +225,6 @@ def unpack_hdf5_shards(
 
 
 def _key(shard: Hdf5Shard) -> str:
-    """The key of the shard's entry in the cache; another file at the same path has another key."""
     with read_errors(shard.path):
         status = shard.path.stat()
         facts = [str(shard.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]

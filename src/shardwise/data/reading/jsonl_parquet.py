@@ -118,7 +118,6 @@ def line_name(path: Path | HubFile, start: int, number: int) -> str:
 
 
 def _holds_tokens(path: Path | HubFile, key: str) -> DataError:
-    """The error about a file whose field or column `key` holds ids where text is read."""
     if isinstance(path, HubFile) or path.suffix == ".arrow":
         way = "set data.streaming=false, and they are read as tokens"
     else:
@@ -259,23 +258,23 @@ def _sound_parquet(path: Path | HubFile) -> Iterator[None]:
 
 
 def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """The content of those of these columns that a parquet file has, as `column_kind` names it."""
+    """The kinds of those of these columns that a parquet file has."""
     parquet = _arrow("pyarrow.parquet")
     with _sound_parquet(path), path.open("rb") as opened:
-        table_schema = parquet.ParquetFile(opened).schema_arrow
-    kinds = {}
-    for name in names:
-        schema = schema_with_column(table_schema, name)
-        if schema.get_field_index(name) >= 0:
-            kinds[name] = column_kind(schema.field(name).type)
-    return kinds
+        return column_kinds(parquet.ParquetFile(opened).schema_arrow, names)
+
+
+def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
+    """The kinds of those of these columns that tables with an arrow schema have, once and also within other columns."""
+    # `empty_table` of pyarrow 26 refuses lists of JSON.
+    table = _arrow("pyarrow").Table.from_batches([], schema)
+    fields = {name: with_nested_column(table, name).schema for name in names}
+    return {name: column_kind(of.field(name).type) for name, of in fields.items() if of.get_field_index(name) >= 0}
 
 
 def require_text_column(path: Path | HubFile, schema: Any, key: str) -> None:
     """Raises DataError if a table of arrow with this schema has no column of text `key`, also within another column."""
-    fields = schema_with_column(schema, key)
-    # A name that two columns have is none.
-    kinds = {name: column_kind(fields.field(name).type) for name in (key, TOKENS) if fields.get_field_index(name) >= 0}
+    kinds = column_kinds(schema, (key, TOKENS))
     if kinds.get(name := key if key in kinds else TOKENS) == "tokens":
         raise _holds_tokens(path, name)
     if key not in kinds:
@@ -306,12 +305,6 @@ def with_nested_column(table: Any, key: str) -> Any:
             break
         table = table.flatten()
     return table
-
-
-def schema_with_column(schema: Any, key: str) -> Any:
-    """The schema of `with_nested_column`."""
-    # `empty_table` of pyarrow 26 refuses lists of JSON.
-    return with_nested_column(_arrow("pyarrow").Table.from_batches([], schema), key).schema
 
 
 def batch_records(batch: Any) -> list[dict[str, Any]]:

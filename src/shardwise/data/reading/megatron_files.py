@@ -121,10 +121,6 @@ class IndexedFile:
     def num_documents(self) -> int:
         return len(self.documents) - 1
 
-    @property
-    def bin_path(self) -> Path:
-        return _files(self.prefix)[0]
-
     def starts(self, documents: npt.NDArray[np.integer[Any]]) -> IntArray:
         """The first token of each of these documents; of the number after the last one, the number of tokens."""
         return self.sequence_starts(self.documents[documents])
@@ -174,7 +170,7 @@ class MegatronDocuments:
             numbers = range(self.first, self.stop)
             document = numbers[bisect_right(numbers, place, key=lambda n: int(self.file.starts(np.array([n]))[0])) - 1]
             raise DataError(
-                f"{self.file.bin_path}: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
+                f"{self.file.prefix}.bin: token {place} ({tokens.flat[wrong]}), in document {document}, must be in 0 … "
                 f"{self._vocab_size - 1}: set model.vocab_size to that of the tokenizer that made the data"
                 f"{see('data#token-beyond-vocabulary')}"
             )

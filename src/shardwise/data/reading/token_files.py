@@ -16,10 +16,7 @@ from shardwise.base.errors import DataError
 from shardwise.base.files import user_path
 from shardwise.config import DataConfig
 from shardwise.data.cache import spread_digest
-from shardwise.data.reading.content import FileReading, read_errors
-from shardwise.data.reading.raw_tokens import RawTokens, datatrove_metadata_file, is_raw_tokens
-from shardwise.data.reading.text_sources import text_files_at
-from shardwise.data.reading.token_rows import TokenRows, beyond_vocabulary, token_column, token_rows_of_file
+from shardwise.data.reading import content, raw_tokens, text_sources, token_rows
 from shardwise.data.rows import IntArray, json_digest
 
 # A start looks at so many blocks of tokens of all files together.
@@ -32,7 +29,10 @@ def holds_token_rows(data: DataConfig) -> bool:
     assert data.path is not None
     path = user_path(data.path)
     try:
-        return path.exists() and token_column(text_files_at(path, data).files[0], data.text_key) is not None
+        if not path.exists():
+            return False
+        first = text_sources.text_files_at(path, data).files[0]
+        return token_rows.token_column(first, data.text_key) is not None
     except DataError:  # opening the path as text will report it
         return False
 
@@ -40,22 +40,22 @@ def holds_token_rows(data: DataConfig) -> bool:
 def flat_token_files(path: Path) -> list[Path]:
     """The flat files at a path, sorted: a file, those of a folder and its folders, or a glob's matches."""
     if path.is_file():
-        return [path] if is_raw_tokens(path) else []
+        return [path] if raw_tokens.is_raw_tokens(path) else []
     pattern = glob.escape(str(path)) + "/**" if path.is_dir() else str(path)
-    return sorted(file for name in glob.glob(pattern, recursive=True) if is_raw_tokens(file := Path(name)))  # noqa: PTH207
+    return sorted(file for name in glob.glob(pattern, recursive=True) if raw_tokens.is_raw_tokens(file := Path(name)))  # noqa: PTH207
 
 
 def datatrove_metadata_files(data: DataConfig) -> list[Path]:
     """The files of datatrove that say which tokenizer made the tokens; they need not be there."""
     assert data.path is not None
-    return [datatrove_metadata_file(file) for file in flat_token_files(user_path(data.path))]
+    return [raw_tokens.datatrove_metadata_file(file) for file in flat_token_files(user_path(data.path))]
 
 
 @dataclass(frozen=True)
 class FlatTokens:
     """The tokens of flat files, one file after another, mapped into memory: those from `first` on, before `stop`."""
 
-    files: Sequence[RawTokens]
+    files: Sequence[raw_tokens.RawTokens]
     vocab_size: int
     first: int
     stop: int
@@ -80,8 +80,8 @@ class FlatTokens:
         # Of a task without documents, datatrove leaves an empty file.
         for path in [path for path in paths if path.stat().st_size] or paths:
             try:
-                with read_errors(path):
-                    files.append(RawTokens.open(path, dtype, size, "data.token_dtype"))
+                with content.read_errors(path):
+                    files.append(raw_tokens.RawTokens.open(path, dtype, size, "data.token_dtype"))
             except DataError as error:
                 problems += error.problems
         if problems:
@@ -149,7 +149,7 @@ class FlatTokens:
         found = file.tokens[places]
         for at in np.flatnonzero((found < 0) | (found >= self.vocab_size))[:1]:
             place = start + at if isinstance(places, slice) else places[at]
-            raise DataError(f"{file.path}: token {place} {beyond_vocabulary(found[at], self.vocab_size)}")
+            raise DataError(f"{file.path}: token {place} {token_rows.beyond_vocabulary(found[at], self.vocab_size)}")
         return found
 
 
@@ -175,14 +175,14 @@ class RowFiles:
     def files(self) -> Sequence[Path]:
         """The files, in their order."""
         assert self.data.path is not None
-        return text_files_at(user_path(self.data.path), self.data).files
+        return text_sources.text_files_at(user_path(self.data.path), self.data).files
 
     @cached_property
-    def readings(self) -> Sequence[tuple[Path, FileReading, str]]:
+    def readings(self) -> Sequence[tuple[Path, content.FileReading, str]]:
         """Each file with its reading and its column; DataError if one has no rows of tokens."""
         readings = []
         for file in self.files:
-            column = token_column(file, self.data.text_key)
+            column = token_rows.token_column(file, self.data.text_key)
             if column is None:
                 raise DataError(
                     f"{file} must hold lists of token ids in {self.data.text_key!r} or 'input_ids', as "
@@ -201,7 +201,7 @@ class RowFiles:
         facts = [[str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns] for file in self.files]
         return json_digest(["rows", facts, self.data.text_key])
 
-    def rows(self, _split: str) -> Iterator[TokenRows]:
+    def rows(self, _split: str) -> Iterator[token_rows.TokenRows]:
         """All rows, many at once."""
         for file, reading, column in self.readings:
-            yield from token_rows_of_file(file, reading, column)
+            yield from token_rows.token_rows_of_file(file, reading, column)

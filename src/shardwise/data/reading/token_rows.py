@@ -163,9 +163,8 @@ def _line_tokens(file: Path, number: int, line: bytes, column: str) -> IntArray:
 
 def _require_tokens(file: Path, column: str, schema: Any) -> list[str]:
     """The column, to read it; DataError if a table with this schema holds no tokens there."""
-    fields = jsonl_parquet.schema_with_column(schema, column)
-    kind = "none" if fields.get_field_index(column) < 0 else jsonl_parquet.column_kind(fields.field(column).type)
+    kind = jsonl_parquet.column_kinds(schema, [column]).get(column)
     if kind != "tokens":
-        cause = f"{file} has no column {column!r}" if kind == "none" else f"{file}: the column {column!r} holds {kind}"
+        cause = f"{file}: the column {column!r} holds {kind}" if kind else f"{file} has no column {column!r}"
         raise DataError(f"{cause}, and must hold lists of whole numbers {_FIX}{see('data#no-such-field')}")
     return [column]

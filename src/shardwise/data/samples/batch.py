@@ -195,17 +195,15 @@ class BlendedBatches(Batches):
         return sum(batches.num_samples for batches in self.batches)
 
     def epochs(self, samples: int) -> str:
-        return listing(
-            f"{name}: {batches.epochs(self.drawn(source, samples))}"
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-        )
+        return listing(f"{name}: {batches.epochs(drawn)}" for name, batches, drawn in self._drawn_by_source(samples))
 
     def repeated(self, samples: int) -> dict[str, float]:
         """Epochs of each source among the first `samples` of the run, by name."""
-        return {
-            name: self.drawn(source, samples) / batches.num_samples
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-        }
+        return {name: drawn / batches.num_samples for name, batches, drawn in self._drawn_by_source(samples)}
+
+    def _drawn_by_source(self, samples: int) -> Iterator[tuple[str, Batches, int]]:
+        for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True)):
+            yield name, batches, self.drawn(source, samples)
 
     def drawn(self, source: int, samples: int) -> int:
         """Samples of a source among the first `samples` of the run."""
@@ -256,11 +254,8 @@ class BlendedBatches(Batches):
         self.order = SourceOrder(self.order.names, stages)
 
     def state(self, consumed: int) -> dict[str, Any]:
-        streams = {
-            name: state
-            for source, (name, batches) in enumerate(zip(self.order.names, self.batches, strict=True))
-            if (state := batches.state(self.drawn(source, consumed)))
-        }
+        states = {name: batches.state(drawn) for name, batches, drawn in self._drawn_by_source(consumed)}
+        streams = {name: state for name, state in states.items() if state}
         return {"stages": [asdict(stage) for stage in self.order.stages], "streams": streams}
 
     def restore(self, state: Mapping[str, Any]) -> None:

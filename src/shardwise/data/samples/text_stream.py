@@ -259,7 +259,6 @@ class StreamBatches(Batches):
                 self._starts.append(start)
 
     def _nearest(self, sample: int) -> StreamPosition:
-        """The start of the last known block that begins at or before a sample."""
         assert sample >= self._starts[0].samples, "what is before a restored place is out of reach"
         return self._starts[bisect_right(self._starts, sample, key=lambda place: place.samples) - 1]
 

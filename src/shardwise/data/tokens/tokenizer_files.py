@@ -141,7 +141,6 @@ class TokenizerFiles:
         return next((name for name in names if name is not None and backend.token_to_id(name) is not None), None)
 
     def _add_tokens(self, backend: tokenizers.Tokenizer) -> None:
-        """Adds the tokens that the companions have, and marks ends of documents as special."""
         try:
             special = self._special_tokens.all()
             file, by_id = self._tokens_by_id({token.content for token in special})
@@ -174,7 +173,6 @@ class TokenizerFiles:
         _add_special(backend, [token for token in ends if token not in present])
 
     def _tokens_by_id(self, special: set[str]) -> tuple[Path | None, dict[int, tokenizers.AddedToken]]:
-        """The file that gives tokens with their ids, and those tokens."""
         files = {file.name: file for file in self.companions}
         settings = self._settings(hub.TOKENIZER_CONFIG)
         if BY_ID in settings:
@@ -261,7 +259,6 @@ def _open_words(file: Path, options: Mapping[str, Any], special: Iterable[str]) 
 
 
 def _open_merges(file: Path, merges_file: Path, options: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Byte-level BPE from GPT-2's two files."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -132,8 +132,8 @@ def _compile(plan: CompilationPlan, facts: Facts, cache: GraphCache, workers: in
         compiled = compiled_files(Path(folder))
         backend = facts["compile.backend"]
         # Inductor may write kernels alone, without a whole graph.
-        whole = [path for path in compiled if "aotautograd" in path.parts or path.suffix == ".traced"]
-        if not compiled or (backend == "inductor" and not whole):
+        complete = [path for path in compiled if "aotautograd" in path.parts or path.suffix == ".traced"]
+        if not compiled or (backend == "inductor" and not complete):
             problem = f"compile.backend ({backend}) keeps nothing of it that another process can use"
             return replace(outcome, problem=problem)
         try:

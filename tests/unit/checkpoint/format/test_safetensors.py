@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from shardwise.checkpoint.format.safetensors import parse_safetensors_header, safetensors_header
+from shardwise.checkpoint.format.safetensors import read_header, safetensors_header
 from shardwise.checkpoint.storage.root import DamageError, Root
 
 
@@ -33,7 +33,7 @@ def test_the_library_reads_our_files(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
         found = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118  it is no mapping
     assert found == {name: v.tolist() for name, v in values.items()}
-    assert [tensor.start for tensor in parse_safetensors_header(Root.of(path)).values()] == offsets
+    assert [tensor.start for tensor in read_header(Root.of(path)).values()] == offsets
 
 
 def test_we_read_the_librarys_files(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_we_read_the_librarys_files(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file(values, path)
     data = path.read_bytes()
-    for name, stored in parse_safetensors_header(Root.of(path)).items():
+    for name, stored in read_header(Root.of(path)).items():
         assert stored.shape == values[name].shape
         assert data[stored.start : stored.stop] == values[name].tobytes()
 
@@ -74,19 +74,19 @@ def test_formats_that_no_weight_has_are_no_damage(dtype: str, numbers: int, tmp_
     size = 6 if dtype[:2] == "F6" else 8
     text = json.dumps({"a": {"dtype": dtype, "shape": [numbers], "data_offsets": [0, size]}})
     path = tmp_path / "x.safetensors"
-    (found,) = parse_safetensors_header(stored(path, text.encode(), size=size)).values()
+    (found,) = read_header(stored(path, text.encode(), size=size)).values()
     assert (found.dtype, found.shape, found.stop - found.start) == (dtype, (numbers,), size)
     with safe_open(path, "np") as file:
         assert file.get_slice("a").get_dtype() == dtype
     path.write_bytes(path.read_bytes().replace(dtype.encode(), b"Q" * len(dtype)))
-    assert [other.dtype for other in parse_safetensors_header(Root.of(path)).values()] == ["Q" * len(dtype)]
+    assert [other.dtype for other in read_header(Root.of(path)).values()] == ["Q" * len(dtype)]
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_header_that_does_not_fit_is_damage(case: str, tmp_path: Path) -> None:
     fields, text = BAD[case]
     with pytest.raises(DamageError, match=text):
-        parse_safetensors_header(stored(tmp_path / "x", json.dumps(fields).encode()))
+        read_header(stored(tmp_path / "x", json.dumps(fields).encode()))
 
 
 NO_HEADER: list[tuple[bytes, int | None, str]] = [
@@ -102,7 +102,7 @@ NO_HEADER: list[tuple[bytes, int | None, str]] = [
 @pytest.mark.parametrize(("text", "length", "problem"), NO_HEADER)
 def test_what_is_no_header_is_damage(text: bytes, length: int | None, problem: str, tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=f"x is damaged: {problem}"):
-        parse_safetensors_header(stored(tmp_path / "x", text, length))
+        read_header(stored(tmp_path / "x", text, length))
     (tmp_path / "x").write_bytes(b"abc")
     with pytest.raises(DamageError, match=r"\(3 bytes\) must have at least 8 bytes"):
-        parse_safetensors_header(Root.of(tmp_path / "x"))
+        read_header(Root.of(tmp_path / "x"))
