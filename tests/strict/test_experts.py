@@ -20,4 +20,4 @@ from tests.rank_pool import RankPool
 def test_losses_are_those_of_the_cpu(sections: dict[str, Any], strict: Callable[..., RankPool]) -> None:
     for records in strict(2).run(go_on, sections, None, 4, None):
         assert [loss for loss, _ in records] == pytest.approx([loss for loss, _ in curve()], rel=1e-5)
-        assert [experts.loads for _, experts in records] == [experts.loads for _, experts in curve()]
+        assert [experts.lines for _, experts in records] == [experts.lines for _, experts in curve()]

@@ -349,7 +349,7 @@ def named_messages(name: Callable[[Any], str]) -> Iterator[None]:
         schedules._batch_p2p = plain
 
 
-class CompilerCounts(NamedTuple):
+class _CompilerCounts(NamedTuple):
     """Private counters of torch's compiler: graphs captured, or loaded in place of that, and those of cached code."""
 
     graphs: int
@@ -363,11 +363,11 @@ def has_triton() -> bool:
     return has_triton()
 
 
-def compiler_counts() -> CompilerCounts:
+def compiler_counts() -> _CompilerCounts:
     """The private counters of torch's compiler in this process so far."""
     from torch._dynamo.utils import counters
 
-    return CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
+    return _CompilerCounts(counters["stats"]["unique_graphs"], counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def let_length_change(tensor: Tensor) -> None:

@@ -174,7 +174,7 @@ class _WeightedSums(torch.autograd.Function):
             token = tokens[run]
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
                 x_rows = x[:, part].index_select(0, token)
-                terms = expert_outputs(x_rows, weight[run], joined[part, run], *projections)
+                terms = _expert_outputs(x_rows, weight[run], joined[part, run], *projections)
                 y[:, part].index_add_(0, token, terms)
         ctx.save_for_backward(x, weight, rows, tokens, joined, gate_up, down)
         ctx.weights = weights.dtype, weights.shape
@@ -200,7 +200,7 @@ class _WeightedSums(torch.autograd.Function):
             for part, projections in enumerate(_parts(gate_up[expert], down[expert], parts)):
                 into = into_width[:, part], into_hidden[:, part]
                 # No name holds the selected rows beside the next expert's.
-                dx_rows, d_weight[part, run] = expert_gradients(
+                dx_rows, d_weight[part, run] = _expert_gradients(
                     dy[:, part].index_select(0, token),
                     x[:, part].index_select(0, token),
                     weight[run],
@@ -236,7 +236,7 @@ def _product(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     return y if out is None else out.copy_(y.reshape(out.shape))
 
 
-def expert_outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
+def _expert_outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, to_hidden: Tensor) -> Tensor:
     """Return `down(weight · silu(gate) · up)` of rows x, `[n, H]`, and write gate and up to `joined`, `[n, 2w]`.
 
     Weights of rows are `[n, 1]`, the projection of gate and up `[2w, H]`, and the down projection `[H, w]`.
@@ -245,7 +245,7 @@ def expert_outputs(x: Tensor, weight: Tensor, joined: Tensor, to_width: Tensor, 
     return _product(F.silu(gate).mul_(up).mul_(weight), to_hidden)
 
 
-def expert_gradients(
+def _expert_gradients(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -255,7 +255,7 @@ def expert_gradients(
     into_width: Tensor,
     into_hidden: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and of the weights `[n]`; dy: that of `expert_outputs`.
+    """Return the gradients of x and of the weights `[n]`; dy: that of `_expert_outputs`.
 
     Those of the projections are written to `into_width`, `[2, w, H]`, and `into_hidden`, `[H, w]`.
     """

@@ -42,7 +42,7 @@ class Action(NamedTuple):  # which is made in half the time of a dataclass: a st
     micro_batch: int
 
 
-class ScheduleOrder(Protocol):
+class _ScheduleOrder(Protocol):
     """The order of a schedule."""
 
     def actions(self, p: int, v: int, m: int, r: int) -> tuple[Action, ...]:
@@ -243,7 +243,7 @@ def _dual_pipe_v(p: int, m: int, r: int) -> tuple[Action, ...]:
     return tuple(builder.order)
 
 
-ORDERS: dict[str, ScheduleOrder] = {
+ORDERS: dict[str, _ScheduleOrder] = {
     "gpipe": AlternatingOrder(lead=None),
     "1f1b": AlternatingOrder(lead=1),
     # The lead of 2 is the one of Megatron-LM, which torch follows.
