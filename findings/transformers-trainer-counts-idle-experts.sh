@@ -39,7 +39,7 @@ for name, family, more in CASES:
         model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(ids[None], labels=ids[None]).loss.backward()
-    options = {"per_device_train_batch_size": 1, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+    options = {"per_device_train_batch_size": 1, "report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
     arguments = TrainingArguments("out", max_steps=1, **options)
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}])
     trainer.remove_callback(PrinterCallback)
