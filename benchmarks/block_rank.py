@@ -32,8 +32,7 @@ from shardwise.config import load_config
 from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.torch_private import fake_process_group
-from shardwise.models import attention
-from shardwise.models.blocks import Context, Part
+from shardwise.models import attention, blocks
 from shardwise.models.build import build_model
 
 LIBRARY = torch.library.Library("bench", "FRAGMENT")
@@ -172,14 +171,15 @@ def figures(recompute: str, device: torch.device, tokens: int, ranks: int, passe
     keys = [f"parallel.tensor={ranks}", f"parallel.sequence={str(ranks > 1).lower()}", "train.micro_batch=1"]
     keys += [f"train.recompute={recompute}", f"train.sequence_length={tokens}", "parallel.sequence_regather=false"]
     config = load_config("llama2-7b", keys)
-    part = Part(range(1), is_first=False, is_last=False)
+    part_class = getattr(blocks, "ModelPart", None) or blocks.Part  # of earlier trees
+    part = part_class(range(1), is_first=False, is_last=False)
     group = Mesh(tensor=ranks, device=device).tp
     with kernels() as products:
         model = build_model(config, group, sequence_parallel=ranks > 1, device=device, dtype=torch.bfloat16, part=part)
         block = model.layers[0]
         x = torch.randn(tokens // ranks, 1, 4096, dtype=torch.bfloat16, device=device).requires_grad_()
         dy = torch.randn_like(x)
-        context = Context(rotary_tables={None: model.rotary.tables(tokens, x)})
+        context = blocks.Context(rotary_tables={None: model.rotary.tables(tokens, x)})
         kept = [x, dy, *context.rotary_tables[None]]
         for parameter in block.parameters():
             parameter.grad_dtype = torch.float32

@@ -16,7 +16,7 @@ from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Mesh, join
 from shardwise.distributed.placement import Init
 from shardwise.layers.linear import ColumnParallelLinear, LayerOptions
-from shardwise.models.blocks import Context, LayerFactory, Part
+from shardwise.models.blocks import Context, LayerFactory, ModelPart
 from shardwise.models.llama import LlamaBlock
 from shardwise.models.rotary import Rotary
 
@@ -80,7 +80,7 @@ def measure(size: dict[str, int], sequence_parallel: bool, rounds: int) -> dict[
         max_position_embeddings=size["sequence"],
     )
     options: LayerOptions = {"group": mesh.tp, "seed": 1, "init": Init.normal(0.02)}
-    factory = LayerFactory(mesh.tp, sequence_parallel, "none", Part(), vocab_multiple=1, options=options)
+    factory = LayerFactory(mesh.tp, sequence_parallel, "none", ModelPart(), vocab_multiple=1, options=options)
     merged = LlamaBlock(config, 0, factory)
     separate = separated(config, LlamaBlock(config, 0, factory), sequence_parallel, options)
     shape = (size["sequence"] // (mesh.tp.size if sequence_parallel else 1), size["batch"], config.hidden_size)

@@ -55,7 +55,7 @@ def steps(way: str) -> Any:
     from shardwise import Mesh, ZeroRedundancyOptimizer
     from shardwise.config import config_from_sections
     from shardwise.distributed import collectives
-    from shardwise.layers.units import units
+    from shardwise.layers.units import parameters_by_unit
     from shardwise.models.build import build_model
     from tests.strict import device
 
@@ -104,7 +104,7 @@ def steps(way: str) -> Any:
         finish = collectives.Pending.wait
         collectives.Pending.wait = lambda pending: wait(pending, finish)  # type: ignore[method-assign]
         if way == BEHIND:
-            optimizer.gathers.behind_forward(units(model), optimizer.buckets).__enter__()
+            optimizer.gathers.behind_forward(parameters_by_unit(model), optimizer.buckets).__enter__()
 
         def step() -> None:
             with nullcontext() if way == PLAIN else optimizer.accumulate(last=True):

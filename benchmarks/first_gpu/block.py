@@ -16,7 +16,7 @@ from shardwise.distributed import devices
 from shardwise.distributed.mesh import Mesh
 from shardwise.layers.linear import weights_of
 from shardwise.layers.matmul import let_products_add
-from shardwise.models.blocks import Part
+from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
 from shardwise.train.compile.compiled_units import Compilation
 from shardwise.train.mean_loss import MicroBatch
@@ -55,7 +55,7 @@ def figures_of(session: Session, config: Config, mesh: Mesh) -> Figures:
 
 def _make(session: Session, config: Config, mesh: Mesh) -> Callable[[], None]:
     """A function that runs a block forward and backward."""
-    part = Part(range(1), is_first=False, is_last=False)
+    part = ModelPart(range(1), is_first=False, is_last=False)
     is_cut = config.parallel.sequence and mesh.tp.size > 1
     compiler = None
     if config.compile.enabled:

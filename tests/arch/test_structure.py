@@ -1,10 +1,14 @@
 """The structure that keeps the code readable: no circle of modules, no long function."""
 
 import ast
+import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from tests.arch.source import SOURCE, nodes, package_files
+import pytest
+
+from tests.arch.source import ROOT, SOURCE, nodes, package_files
 
 LONGEST_FUNCTION = 60
 
@@ -73,3 +77,15 @@ def test_functions_stay_short() -> None:
                 if lines > LONGEST_FUNCTION:
                     long.append(f"{name}.{node.name} has {lines} lines, at most {LONGEST_FUNCTION}")
     assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("scripts/*.py")]), ids=lambda path: path.stem
+)
+def test_programs_beside_the_package_import_what_is_there(path: Path) -> None:
+    """Benchmarks run rarely, mostly on machines where nobody can mend them."""
+    for node in nodes(path):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0].startswith("shardwise"):
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), alias.name
