@@ -196,7 +196,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
     from shardwise.config import check_layout
     from shardwise.distributed.mesh import join
     from shardwise.estimates.memory import expected_memory
-    from shardwise.train.step_meters import _state_by_kind
+    from shardwise.train.step_meters import state_bytes_by_kind
     from tests.live_tensors import LiveTensors
 
     torch.set_num_threads(1)
@@ -211,7 +211,7 @@ def held(recipe: str, overrides: list[str]) -> dict[str, float]:
         trainer.config, check_layout(trainer.config, mesh.world.size), pipeline_rank=mesh.pp.rank
     )
     assert expected is not None
-    state = sum(_state_by_kind(trainer.model, trainer.optimizer).values())
+    state = sum(state_bytes_by_kind(trainer.model, trainer.optimizer).values())
     return {
         "state": state,
         "expected_state": expected.parameters + expected.gradients + expected.optimizer,

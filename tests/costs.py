@@ -28,10 +28,12 @@ def processor_seconds() -> float:
 class Costs:
     def __init__(self) -> None:
         self.tests = Counter[str]()
-        self.last = 0.0
+        self.collection = self.last = 0.0
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.collection = self.last = processor_seconds()
+        if not hasattr(session.config, "workerinput"):
+            self.tests["collection"] = self.collection
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
@@ -41,14 +43,14 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.tests[report.nodeid] += report.processor_seconds
+        self.tests[report.nodeid] += getattr(report, "processor_seconds", 0.0)  # none of a worker that has ended
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["collection"] = self.collection
 
     def pytest_testnodedown(self, node: Any) -> None:
-        self.tests[f"collection by {node.gateway.id}"] = node.workeroutput["collection"]
+        self.tests[f"collection by {node.gateway.id}"] = getattr(node, "workeroutput", {}).get("collection", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         files = Counter[str]()

@@ -59,7 +59,7 @@ CONSTANTS: dict[str, tuple[float, float]] = {
     "step": (0, 10), "wait": (0, 10), "node": (1e-3, 10), "network": (1e-3, 10), "update": (1e-3, 10),
     "overlap": (0, 1), "action": (0, 1),
 }  # fmt: skip
-"""The constants that a file may give in place of the fitted `device_seconds.Constants`, with their ranges."""
+"""The constants that a file may give in place of the fitted `device_seconds.DeviceConstants`, with their ranges."""
 FIGURES: dict[str, _Figure] = {
     "memory_gb": _Figure("memory", 0.1, 10_000, 1e9, is_needed=True),
     "memory_gb_per_second": _Figure("memory_bandwidth", 0.1, 100_000, 1e9, is_needed=True),
@@ -168,7 +168,7 @@ class Device:
         is_accelerator: True if it computes while the host goes on; a rank on a CPU does one after the other.
         is_cuda: True if it is a CUDA device, one kernel of which multiplies bfloat16 matrices and adds the product to a
             float32 one.
-        constants: constants of `device_seconds.Constants` that were measured on this device.
+        constants: constants of `device_seconds.DeviceConstants` that were measured on this device.
         price: price for an hour; None if it is unknown.
         per_chip: number of devices of a chip, which has one price.
         watts: power of one device under load, without its host; None if it is unknown.

@@ -85,7 +85,8 @@ def search_layouts(
         )
     asked = _Asked(config.with_batch_for(cluster.world), cluster)
     result = asked.result
-    # A bound comes before a plan with the same seconds. A layout's number keeps the order of `choices` among equals.
+    # A bound comes before a plan with the same seconds. Among equals, a layout's number keeps the order of
+    # `layout_choices`.
     bounded: list[tuple[float, bool, int, Plan | Iterator[float | Plan]]] = []
     for lists, layout in layout_choices(asked.config, cluster.world, cluster.per_node, fixed, result.refused, looked):
         for shardings in lists:

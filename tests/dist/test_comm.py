@@ -162,8 +162,8 @@ WHOLE_TO_PARTS: dict[str, tuple[bool, bool, Dense]] = {
     "gather_sequence": (False, False, lambda xs: [torch.cat(xs)] * len(xs)),
     "scatter_sum_sequence": (False, False, lambda xs: halves(torch.stack(xs).sum(0), len(xs), 0)),
     "split_sequence": (True, False, lambda xs: halves(xs[0], len(xs), 0)),
-    "gather_last_dim": (False, True, lambda xs: [torch.cat(xs, -1)] * len(xs)),
-    "split_last_dim": (True, False, lambda xs: halves(xs[0], len(xs), -1)),
+    "gather_last": (False, True, lambda xs: [torch.cat(xs, -1)] * len(xs)),
+    "split_last": (True, False, lambda xs: halves(xs[0], len(xs), -1)),
 }
 
 
@@ -205,7 +205,7 @@ def test_gradients_and_their_gradients_are_those_of_the_dense_formulation(size: 
 
 def test_every_function_with_a_gradient_is_tested() -> None:
     functions = {name for name, value in vars(comm).items() if callable(value) and value.__module__ == comm.__name__}
-    differentiable = {n for n in functions if n.endswith(("_group", "_sequence", "_last_dim")) and not n.startswith("_")}
+    differentiable = {n for n in functions if n.endswith(("_group", "_sequence", "_last")) and not n.startswith("_")}
     assert differentiable == set(WHOLE_TO_PARTS)
 
 
@@ -227,7 +227,7 @@ def metered(size: int) -> dict[str, tuple[int, int]]:
         "reduce_scatter async": lambda: comm.reduce_scatter_async(whole, group, out=part).wait(),
         "broadcast": lambda: comm.broadcast_(whole, group),
         "all_reduce backward": lambda: comm.copy_to_group(leaf, group).sum().backward(),
-        "all_gather backward": lambda: comm.split_last_dim(leaf, group).sum().backward(),
+        "all_gather backward": lambda: comm.split_last(leaf, group).sum().backward(),
     }
     counted = {}
     for name, operation in operations.items():

@@ -15,7 +15,7 @@ from shardwise.config import Config, check_layout
 from shardwise.estimates.memory import expected_memory, offloaded_bytes
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.state_hash import StateSums
-from shardwise.train.step_meters import _state_by_kind
+from shardwise.train.step_meters import state_bytes_by_kind
 from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool
@@ -150,7 +150,7 @@ def bytes_of_training(config: Config) -> tuple[int, int, int]:
     masters = [bucket.master for bucket in trainer.optimizer.buckets]
     assert all(master.is_pinned() for master in masters if master.device.type == "cpu")
     on_host = sum(tensor.nbytes for tensor in (*masters, *states) if tensor.device.type == "cpu")
-    kinds = _state_by_kind(trainer.model, trainer.optimizer)
+    kinds = state_bytes_by_kind(trainer.model, trainer.optimizer)
     assert (kinds["optimizer"] == 0) == (on_host > 0), f"the log counts {kinds}"
     peak, held = torch.accelerator.max_memory_allocated(), torch.accelerator.memory_allocated()
     return peak - before, held - before, on_host

@@ -62,7 +62,7 @@ def canonical_tensors(
 
 
 def _by_key(model: nn.Module) -> dict[_ParameterKey, tuple[nn.Parameter, Placement]]:
-    """This rank's parameters with their records, each parameter once."""
+    """This rank's parameters with their placements, each parameter once."""
     stages = {stage.index: part for stage, part in model.pairs()} if isinstance(model, Stages) else {0: model}
     keys: dict[nn.Parameter, tuple[_ParameterKey, Placement]] = {}
     for index, part in stages.items():

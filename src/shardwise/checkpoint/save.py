@@ -471,7 +471,7 @@ class Saver:
                 folder.sync()
             put_checkpoint_in_place(staging, pending.final)
             self.root.sync()
-        # `prune` compares the files of the checkpoints that stay with these lengths.
+        # `prune_checkpoints` compares the files of the checkpoints that stay with these lengths.
         self._lengths[pending.step] = {entry.path: entry.bytes for entry in entries}
         for step in sorted(self._lengths)[: -(self._keeping.last or 1)]:
             del self._lengths[step]

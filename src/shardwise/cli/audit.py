@@ -26,7 +26,7 @@ from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import StateRecords
 from shardwise.verify import replay
-from shardwise.verify.replay import ReplayComparison, Stretch
+from shardwise.verify.replay import ReplayComparison, ReplayedStretch
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not is_equal)
 
 
-def _show(stretch: Stretch, comparison: ReplayComparison) -> None:
+def _show(stretch: ReplayedStretch, comparison: ReplayComparison) -> None:
     stretch_text = f"steps {stretch.first + 1:,} to {stretch.last:,}"
     compared = f"losses and gradient norms of {len(comparison.steps):,}, state hashes of {len(comparison.hashes):,}"
     if comparison.step is None:

@@ -34,9 +34,9 @@ class ConfigFile:
         defaults: key → Hugging Face's default, where the family's class has none or another one.
         names: key → Hugging Face's field, where they differ.
         spellings: another spelling that Hugging Face reads → field.
-        only: field → its one supported value, beside `OtherFields.only`; these count before `inert` and `is_inert`.
+        only: field → its one supported value, beside `_OtherFields.only`; these count before `inert` and `is_inert`.
         absent: field → the value that its absence means to transformers; written files say null there.
-        inert: fields that change nothing that is trained in this family, whatever `OtherFields.only` says.
+        inert: fields that change nothing that is trained in this family, whatever `_OtherFields.only` says.
         rotary_fields: names of the base and of the rotary fraction of a head outside of mappings.
         has_window_switch: true if `sliding_window` counts only beside `use_sliding_window` (true).
         layer_interval: field with the interval of blocks without a window, if the file has no `layer_types`.

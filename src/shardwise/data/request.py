@@ -132,7 +132,8 @@ def continued_stages(
     before.
 
     Args:
-        recorded: stages in the checkpoint, whose weights are those of the configuration (`size_stages.changed_stages`).
+        recorded: stages in the checkpoint. Their weights are those of the configuration, which
+            `size_stages.changed_size_stages` checks.
     """
     weights = {name: source.weight for name, source in config.data.mixture.items() if source.weight is not None}
     begun = (

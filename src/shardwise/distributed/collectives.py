@@ -484,8 +484,8 @@ _PAIRS: dict[str, tuple[Callable[[Tensor, Group], Tensor], str]] = {
     "scatter_sum": (reduce_scatter, "gather"),
     "join_first": (all_gather, "split_first"),
     "split_first": (partial(_split, dim=0), "join_first"),
-    "join_last_dim": (lambda x, group: torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1), "split_last_dim"),
-    "split_last_dim": (partial(_split, dim=-1), "join_last_dim"),
+    "join_last": (lambda x, group: torch.cat(all_gather(x.unsqueeze(0), group).unbind(0), dim=-1), "split_last"),
+    "split_last": (partial(_split, dim=-1), "join_last"),
 }
 """Each operation by its name, with the name of the one that its gradient goes through."""
 
@@ -548,14 +548,14 @@ def split_sequence(x: Tensor, group: Group) -> Tensor:
     return _apply("split_first", x, group)
 
 
-def gather_last_dim(x: Tensor, group: Group) -> Tensor:
+def gather_last(x: Tensor, group: Group) -> Tensor:
     """All-gather along the last dim, `[…, N/g]` → `[…, N]`; each rank keeps its own part of the gradient."""
-    return _apply("join_last_dim", x, group)
+    return _apply("join_last", x, group)
 
 
-def split_last_dim(x: Tensor, group: Group) -> Tensor:
+def split_last(x: Tensor, group: Group) -> Tensor:
     """Keep this rank's run of the last dim, `[…, N]`, equal on all ranks → `[…, N/g]`; the gradient is gathered."""
-    return _apply("split_last_dim", x, group)
+    return _apply("split_last", x, group)
 
 
 _Item = TypeVar("_Item")

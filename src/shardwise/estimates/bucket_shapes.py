@@ -117,7 +117,7 @@ def _shapes(
         kind = tuple(getattr(parameter, name) for name in kinds)
         by_kind.setdefault(kind, {}).setdefault(parameter.divided_over, []).append((number, parameter))
     shapes: list[BucketShape] = []
-    # The order of `build.parameter_groups`: matrices first.
+    # The order of `build._parameter_groups`: matrices first.
     for _, groups in sorted(by_kind.items(), reverse=True):
         alike: list[list[tuple[int, BucketShape]]] = []
         for divided, group in groups.items():

@@ -20,7 +20,7 @@ from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
-from shardwise.runs.failure_record import FailureRecord, checkpoint_intervals, failure_of, recorded_sections, recurs
+from shardwise.runs.failure_record import FailureRecord, checkpoint_intervals, failure_of, recorded_sections, will_recur
 from shardwise.runs.folder import RunDirectory, now, open_log
 
 
@@ -129,7 +129,7 @@ def failure_text(
         step=_steps_done(run, began, steps),
         checkpoint=checkpoint,
         **checkpoint_intervals(sections),
-        resume=None if recurs(failure.text, sections, checkpoint) else resume,
+        resume=None if will_recur(failure.text, sections, checkpoint) else resume,
     )
     # A full disk must not hide the failure.
     with contextlib.suppress(OSError):

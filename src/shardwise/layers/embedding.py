@@ -216,7 +216,7 @@ class ParallelLMHead(placement.PlacedModule):
         """x `[S, B, H]` (`[S/g, B, H]` with sequence parallelism) → logits `[S, B, V]` on every rank."""
         entered = collectives.enter_layer(x, self.group, sequence_parallel=self.sequence_parallel_enabled)
         # The last ranks' rows end with padding, which comes last in the gathered logits.
-        return collectives.gather_last_dim(self._multiply(entered), self.group)[..., : self.vocab_size]
+        return collectives.gather_last(self._multiply(entered), self.group)[..., : self.vocab_size]
 
     @property
     def _used_weight(self) -> Tensor:

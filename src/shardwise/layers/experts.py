@@ -213,7 +213,7 @@ class Experts(placement.PlacedModule):
         return collectives.leave_layer(y.view_as(x), self.group, sequence_parallel=self.sequence_parallel_enabled)
 
     def _add_totals(self, counts: Tensor, sums: Tensor, _gradient: Tensor) -> None:
-        """Add those of a forward pass in its backward pass: recompute repeats a forward pass."""
+        """Add the counts and sums of a forward pass in its backward pass: recompute repeats a forward pass."""
         self.loads.add_(counts)
         self.sums.add_(sums)
 
@@ -266,14 +266,14 @@ def _grouped_sum(
     rows = experts.flatten().argsort(stable=True)[:count]
     counts = rows_of_each(experts, len(gate_up) + 1)[:-1]
     ends = counts.cumsum(0).int()
-    gate_up, down = (_without_idle(weight, counts) for weight in (gate_up, down))
+    gate_up, down = (_zero_idle_gradients(weight, counts) for weight in (gate_up, down))
     gate, up = F.grouped_mm(x[rows // experts.shape[1]], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     activated = F.silu(gate) * up * weights.flatten()[rows, None].to(x.dtype)
     y = F.grouped_mm(activated, down.transpose(1, 2), offs=ends)
     return cast(Tensor, SumsByToken.apply(y, rows, experts.shape[1], len(experts)))  # type: ignore[no-untyped-call]
 
 
-def _without_idle(weight: Tensor, counts: Tensor) -> Tensor:
+def _zero_idle_gradients(weight: Tensor, counts: Tensor) -> Tensor:
     """Return a view of the weights; an expert without rows has the gradient 0.
 
     On a B200, torch's kernel leaves any values there (github.com/pytorch/pytorch/issues/172439).

@@ -223,7 +223,7 @@ class _ColumnParallel(placement.PlacedModule):
 
     def _gather(self, part: Tensor, copies: int) -> Tensor:
         """Return a part of all ranks, each copy once."""
-        gathered = collectives.gather_last_dim(part, self.group)
+        gathered = collectives.gather_last(part, self.group)
         if copies == 1:
             return gathered
         # Neighbours hold the copies: of each run of them, the first one's stays.
@@ -478,7 +478,7 @@ class RowParallelLinear(placement.PlacedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            x = collectives.split_last_dim(x, self.group)
+            x = collectives.split_last(x, self.group)
         return row_parallel_sum((self, x))
 
     def _products(self, terms: Sequence[tuple[RowParallelLinear, Tensor]]) -> Tensor:

@@ -142,7 +142,7 @@ def checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str,
     }
 
 
-def recurs(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
+def will_recur(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
     """Return True if such a failure comes again: a drift by the run's own model; a loss, without a `checkpoint`."""
     is_same_loss = not checkpoint and see("training#loss-not-finite") in text
     is_own = ":" in str(sections.get("model", {}).get("family", ""))

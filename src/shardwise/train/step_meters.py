@@ -57,7 +57,7 @@ _SAME = 1e-6
 """Relative difference up to which two times are one: all numbers travel as float32, which has 7 digits."""
 
 
-class _StepClock:
+class StepClock:
     """Measures the steps of one rank, part by part."""
 
     def __init__(self, mesh: Mesh, pipeline: Clock | None = None) -> None:
@@ -249,7 +249,7 @@ class StepMeters:
         mesh = training.mesh
         batches = training.feed.batches
         pipeline = training.pipeline
-        self.clock = _StepClock(mesh, None if pipeline is None else pipeline.clock)
+        self.clock = StepClock(mesh, None if pipeline is None else pipeline.clock)
         self.sources: SourceLosses | None = None
         if isinstance(batches, BlendedBatches):
             from shardwise.train.source_losses import SourceLosses
@@ -359,10 +359,10 @@ class StepMeters:
     @cached_property
     def _state(self) -> dict[str, int]:
         """Bytes of the state, which is complete after the first step. Added up once, as that takes a millisecond."""
-        return _state_by_kind(self._training.model, self._training.optimizer)
+        return state_bytes_by_kind(self._training.model, self._training.optimizer)
 
 
-def _state_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
+def state_bytes_by_kind(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> dict[str, int]:
     """Bytes of `parameters`, `gradients` and `optimizer` on this rank's device, the same after each step."""
     state = optimizer.state_bytes()
     return kept_bytes(model, optimizer, state["state"] + state["masters"])

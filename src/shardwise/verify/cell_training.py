@@ -170,7 +170,7 @@ def continue_in_one_process(config: Config, cell: Cell, folder: Path, source: Pa
     reference = ReferenceTraining.load(folder)
 
     def train(choices: RouterChoices) -> tuple[list[float], dict[str, str]]:
-        return _train_on(config, cell, source, choices)
+        return _train_to_last_step(config, cell, source, choices)
 
     tolerance = Tolerance.of(config).gradients
     (losses, state), choices = train_with_choices(train, reference.choices, tolerance, Group())
@@ -179,7 +179,9 @@ def continue_in_one_process(config: Config, cell: Cell, folder: Path, source: Pa
     return LayoutDifferences(0.0, 0.0, 0.0, resumed, resumed_state=resumed_state, choices=choices)
 
 
-def _train_on(config: Config, cell: Cell, folder: Path, choices: RouterChoices) -> tuple[list[float], dict[str, str]]:
+def _train_to_last_step(
+    config: Config, cell: Cell, folder: Path, choices: RouterChoices
+) -> tuple[list[float], dict[str, str]]:
     """Train on from a checkpoint to the last step; return the losses and the texts of the state. Collective."""
     trainer = _resumed_trainer(config, cell, folder, choices)
     records = [trainer.step() for _ in range(config.train.steps - config.train.steps // 2)]
@@ -203,7 +205,7 @@ def train_cell(config: Config, cell: Cell, folder: Path, source: Path, target: P
         place = target / "replayed" if choices.replays else target
         begin, checkpoint = _train_first_half(trainer, place)
         # This makes a new trainer: nothing of the first one helps it to resume.
-        return begin, checkpoint, *_train_on(config, cell, source, choices)
+        return begin, checkpoint, *_train_to_last_step(config, cell, source, choices)
 
     world = Group.world()
     tolerance = Tolerance.of(config).gradients

@@ -27,14 +27,16 @@ from shardwise.runs.state_records import StateRecords, hash_difference
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ReplayedStretch:
     """The steps of a run that are replayed: those after `first`, up to `last`; a checkpoint holds step `first`."""
 
     first: int
     last: int
 
 
-def choose_stretch(run: RunDirectory, checkpoint: CheckpointConfig, first: int | None, last: int | None) -> Stretch:
+def choose_stretch(
+    run: RunDirectory, checkpoint: CheckpointConfig, first: int | None, last: int | None
+) -> ReplayedStretch:
     """The stretch between two steps; by default from the newest checkpoint with later records to the last record.
 
     Raises:
@@ -65,7 +67,7 @@ def choose_stretch(run: RunDirectory, checkpoint: CheckpointConfig, first: int |
         raise ConfigError(
             f"the steps {first + 1:,} to {last:,} must have a record in {run.metrics}: it has {listing(losses, most=9)}"
         )
-    return Stretch(first, last)
+    return ReplayedStretch(first, last)
 
 
 def _root(run: RunDirectory, checkpoint: CheckpointConfig) -> Root:
@@ -92,7 +94,7 @@ def read_replay_config(run: RunDirectory, overrides: Sequence[str]) -> tuple[Con
 
 
 def replay_stretch(
-    run: RunDirectory, config: Config, stretch: Stretch, ranks: int | None, folder: Path
+    run: RunDirectory, config: Config, stretch: ReplayedStretch, ranks: int | None, folder: Path
 ) -> StateRecords:
     """Train the steps of a stretch, with `config`, in `folder`; returns what was recorded.
 
@@ -159,7 +161,7 @@ class ReplayComparison:
     differences: tuple[str, ...]
 
 
-def compare_replay(recorded: StateRecords, replayed: StateRecords, stretch: Stretch) -> ReplayComparison:
+def compare_replay(recorded: StateRecords, replayed: StateRecords, stretch: ReplayedStretch) -> ReplayComparison:
     """Compare the records of a stretch with those of its replay, to the bit."""
     steps = [step for step in recorded.losses if stretch.first < step <= stretch.last]
     hashes = [step for step in recorded.hashes if stretch.first < step <= stretch.last]

@@ -8,7 +8,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.config import dump_yaml, load_config
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import RecordedHash, StateRecords
-from shardwise.verify.replay import Stretch, compare_replay, read_replay_config
+from shardwise.verify.replay import ReplayedStretch, compare_replay, read_replay_config
 
 
 def test_what_the_bits_follow_from_is_refused_by_name(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_a_replay_that_ended_earlier_differs_where_it_ended() -> None:
     state = RecordedHash("0" * 16, {})
     recorded = StateRecords({1: 4.0, 2: 3.0}, {1: 1.0, 2: 1.5}, {1: state, 2: state})
     replayed = StateRecords({1: 4.0}, {1: 1.0}, {1: state})
-    assert compare_replay(recorded, recorded, Stretch(0, 2)).step is None
-    comparison = compare_replay(recorded, replayed, Stretch(0, 2))
+    assert compare_replay(recorded, recorded, ReplayedStretch(0, 2)).step is None
+    comparison = compare_replay(recorded, replayed, ReplayedStretch(0, 2))
     assert comparison.step == 2
     assert comparison.differences == (
         "loss 3.0 in the run, None in the replay",

@@ -144,11 +144,18 @@ class ChunkedReader:
         first = start // entry.chunk_bytes
         last = (stop - 1) // entry.chunk_bytes
         at_once = max(1, READ_BYTES // entry.chunk_bytes)
-        parts = [self._chunks(chunk, min(chunk + at_once, last + 1)) for chunk in range(first, last + 1, at_once)]
-        # Few chunks need no copy.
-        data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-        begin = first * entry.chunk_bytes
-        return data[start - begin : stop - begin]
+        # Few chunks need no copy; more of them are put together as they come.
+        if last - first < at_once:
+            begin = first * entry.chunk_bytes
+            return self._chunks(first, last + 1)[start - begin : stop - begin]
+        result = memoryview(bytearray(stop - start))
+        for chunk in range(first, last + 1, at_once):
+            data = self._chunks(chunk, min(chunk + at_once, last + 1))
+            begin = chunk * entry.chunk_bytes
+            part = data[max(start - begin, 0) : stop - begin]
+            offset = max(begin - start, 0)
+            result[offset : offset + len(part)] = part
+        return result.toreadonly()
 
     def _chunks(self, first: int, end: int) -> memoryview:
         """Chunks `first` to `end`, verified."""

@@ -104,7 +104,10 @@ class PreparedText(PreparedData):
 
 
 def make_batches(config: Config, data: PreparedData, part: Part) -> batch.Batches | None:
-    """The batches of one part of `data`; None if it holds less than one sample (two for sentence pairs)."""
+    """The batches of one part of `data`; None if it holds less than one sample (two for sentence pairs).
+
+    They read what is prepared, so that the request's folder of the cache does not matter.
+    """
     return data.batches(DataRequest.of(config), part, evaluation=part != "train")
 
 

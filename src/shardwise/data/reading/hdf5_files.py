@@ -59,7 +59,7 @@ _CHECKED_BLOCKS = 2
 
 
 @dataclass(frozen=True)
-class Hdf5Shard:
+class HDF5Shard:
     """An HDF5 shard whose arrays are there and fit one another; nothing of them has been read.
 
     Attributes:
@@ -78,7 +78,7 @@ class Hdf5Shard:
     unpacked: Path | None = None
 
     @classmethod
-    def open(cls, path: Path, sequence_length: int | None = None) -> Hdf5Shard:
+    def open(cls, path: Path, sequence_length: int | None = None) -> HDF5Shard:
         """The shapes of a file; DataError: it is no HDF5 file, or an array is missing, empty or of another shape."""
         sizes: dict[str, int] = {}
         with _open_hdf5(path) as file, _reading(path):
@@ -195,8 +195,8 @@ def _matches(path: Path) -> list[Path]:
 
 
 def unpack_hdf5_shards(
-    root: Path, shards: Sequence[Hdf5Shard], announce: Callable[[str], None] | None
-) -> list[Hdf5Shard]:
+    root: Path, shards: Sequence[HDF5Shard], announce: Callable[[str], None] | None
+) -> list[HDF5Shard]:
     """The HDF5 shards, with the arrays of those that are stored in chunks in the data cache `root`.
 
     Any number of processes may call it at once: each file is unpacked by one of them.
@@ -224,7 +224,7 @@ def unpack_hdf5_shards(
     return [replace(shard, unpacked=root / _ENTRIES / keys[shard]) if shard.chunked else shard for shard in shards]
 
 
-def _key(shard: Hdf5Shard) -> str:
+def _key(shard: HDF5Shard) -> str:
     with read_errors(shard.path):
         status = shard.path.stat()
         facts = [str(shard.path.absolute()), status.st_size, status.st_mtime_ns, cache.FORMAT]
@@ -232,7 +232,7 @@ def _key(shard: Hdf5Shard) -> str:
     return digest.hexdigest()[:32]
 
 
-def _build(shard: Hdf5Shard, folder: Path) -> dict[str, Any]:
+def _build(shard: HDF5Shard, folder: Path) -> dict[str, Any]:
     with _open_hdf5(shard.path) as file, _reading(shard.path):
         arrays = {name: _copy(file[name], folder / f"{name}.npy") for name in KEYS}
     return {"source": str(shard.path), "arrays": arrays}
@@ -255,13 +255,13 @@ def _is_sound(entry: cache.CacheEntry) -> bool:
     return bool(entry.manifest["arrays"] == digests)
 
 
-class Hdf5ShardRows:
+class HDF5ShardRows:
     """The rows of all HDF5 shards, one after another, for a model of `vocab_size` tokens and `types` segments.
 
     A shard is opened when one of its rows is read. Of a shard no more is read at once than the rows asked for.
     """
 
-    def __init__(self, shards: Sequence[Hdf5Shard], vocab_size: int, types: int) -> None:
+    def __init__(self, shards: Sequence[HDF5Shard], vocab_size: int, types: int) -> None:
         self.shards = shards
         self.length = shards[0].length
         self.predictions = max(shard.predictions for shard in shards)

@@ -265,7 +265,10 @@ def parquet_kinds(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def column_kinds(schema: Any, names: Sequence[str]) -> dict[str, str]:
-    """The kinds of those of these columns that tables with an arrow schema have, once and also within other columns."""
+    """The kinds of those of these columns that tables with an arrow schema have, also within another column.
+
+    A name that two columns have is none.
+    """
     # `empty_table` of pyarrow 26 refuses lists of JSON.
     table = _arrow("pyarrow").Table.from_batches([], schema)
     fields = {name: with_nested_column(table, name).schema for name in names}
@@ -307,23 +310,31 @@ def with_nested_column(table: Any, key: str) -> Any:
     return table
 
 
+_MESSAGE_TEXTS = ("content", "value", "prompt", "completion", "reasoning_content")
+"""Fields of conversations that hold a text, or a list of parts."""
+
+
 def batch_records(batch: Any) -> list[dict[str, Any]]:
     """The rows of an arrow batch, without fields that are null, which a table has for each field of other rows.
 
-    JSON, as which the library `datasets` stores values of several types, is read.
+    JSON, as which the library `datasets` stores values of several types, is read. It stores a text that is itself JSON
+    as it is, so that a message `42` stays a text; one in quotes cannot be told from a stored text, and loses them.
     """
     fields = _arrow("pyarrow").struct([*batch.schema])
     return [_plain(row, fields) for row in batch.to_pylist()]
 
 
-def _plain(value: Any, type_: Any) -> Any:
+def _plain(value: Any, type_: Any, name: str = "") -> Any:
     if isinstance(value, dict):
-        return {field.name: _plain(inner, field.type) for field in type_ if (inner := value[field.name]) is not None}
+        fields = {field.name: field.type for field in getattr(type_, "storage_type", type_)}
+        return {name: _plain(inner, fields[name], name) for name, inner in value.items() if inner is not None}
     if isinstance(value, list) and hasattr(type_, "value_type"):
         return [_plain(inner, type_.value_type) for inner in value]
     if isinstance(value, str) and isinstance(type_, _arrow("pyarrow").JsonType):
         with contextlib.suppress(ValueError):
-            return json_value(value)
+            read = json_value(value)
+            has_parts = isinstance(read, list) and read and all(isinstance(part, dict) for part in read)
+            return read if name not in _MESSAGE_TEXTS or isinstance(read, str) or has_parts else value
     return value
 
 

@@ -2,7 +2,7 @@
 
 `SampleOrder` shuffles samples in each epoch, `SourceOrder` says which source of a mixture each sample comes from, and
 `Draws` are the random numbers of a sample. Documents of a Megatron data set (`causal.DocumentBatches`) and those of a
-stream (`streaming.TextStream`) are shuffled by a `SampleOrder` too.
+stream (`text_stream.TextStream`) are shuffled by a `SampleOrder` too.
 
 All of it rests on a 64-bit mixing function in integer arithmetic: the same on every machine and in every version of
 numpy, and without a state to save.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.base.errors import ConfigError, DataError
-from shardwise.data.reading.hdf5_files import Hdf5ShardRows, listed_positions
+from shardwise.data.reading.hdf5_files import HDF5ShardRows, listed_positions
 from shardwise.data.rows import IntArray, PairTokens, Sentences
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, TokenSource
 from shardwise.data.samples.order import Draws, hashes_below
@@ -341,7 +341,7 @@ class ShardBatches(Batches):
 
     objectives = ("mlm", "nsp")
 
-    def __init__(self, shards: Hdf5ShardRows, first: int, stop: int, seed: int) -> None:
+    def __init__(self, shards: HDF5ShardRows, first: int, stop: int, seed: int) -> None:
         super().__init__(stop - first, seed)
         self.shards = shards
         self.first = first

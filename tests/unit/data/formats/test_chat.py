@@ -224,7 +224,8 @@ def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -
     """The library stores them as JSON: contents that are texts or parts, and calls with several arguments."""
     content: Any = [{"type": "text", "text": 'A "model".'}]
     call = {"name": "a", "arguments": {"city": "Ulm", "day": None}}
-    answers = [{"role": "assistant", "content": content}, {"role": "assistant", "content": "No.\n"}]
+    texts = ["No.\n", "42", "true", "null", "[1, 2]", '{"a": 1}', "[]"]
+    answers = [{"role": "assistant", "content": each} for each in (content, *texts)]
     called = [{**answer, "tool_calls": [call]} for answer in answers]
     for number, rows in enumerate(
         ([{"messages": [GOOD[0], answer]} for answer in given]) for given in (answers, called)

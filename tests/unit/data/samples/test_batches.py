@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import ConfigError
-from shardwise.data.reading.hdf5_files import Hdf5Shard, Hdf5ShardRows
+from shardwise.data.reading.hdf5_files import HDF5Shard, HDF5ShardRows
 from shardwise.data.samples import chat_batches
 from shardwise.data.samples.batch import IGNORE, Batch, Batches, BlendedBatches
 from shardwise.data.samples.causal import DocumentBatches, TokenBatches
@@ -68,8 +68,8 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 write(folder / f"{rows}.hdf5", found, compression="gzip" if rows == 1 else None)
                 for rows, found in of.items()
             ]
-            shards = [Hdf5Shard.open(Path(path), 16) for path in paths]
-            yield lambda seed: ShardBatches(Hdf5ShardRows(shards, 300, 2), 0, sum(of), seed)
+            shards = [HDF5Shard.open(Path(path), 16) for path in paths]
+            yield lambda seed: ShardBatches(HDF5ShardRows(shards, 300, 2), 0, sum(of), seed)
 
 
 def in_turn(ranks: list[list[Batch]]) -> list[Batch]:
