@@ -11,7 +11,8 @@ set -euo pipefail
 python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"$python" -m pip install -q --no-deps --target "$work/added" mergekit==0.1.5 immutables==0.21
+"$python" -m pip install -q --no-deps --target "$work/added" mergekit==0.1.5 immutables==0.21 peft==0.21.2 accelerate==1.15.0
+"$python" -m pip install -q --target "$work/more" click==8.5.1 psutil==7.2.2 pydantic==2.14.3 scipy==1.17.1
 cat > "$work/run.py" <<'PROGRAM'
 import subprocess
 import sys
@@ -54,4 +55,4 @@ for family, more in (("llama", {}), ("qwen3_moe", EXPERTS), ("mixtral", EXPERTS)
     assert (fused in written) is (family != "llama") and fused not in read, "this has changed"
 PROGRAM
 cd "$work"
-PYTHONPATH="$work/added" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$python" -W ignore run.py 2>log || { tail -5 log; exit 1; }
+PYTHONPATH="$work/added:$work/more" HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 "$python" -W ignore run.py 2>log || { tail -5 log; exit 1; }
