@@ -233,7 +233,7 @@ def _join() -> Rank | None:
 
 def _prepare_output(rank: Rank | None) -> None:
     """Let the output take any character, and that of rank 0, which a program may close, outlive its reader."""
-    from shardwise.cli.entry import take_any_character
+    from shardwise.base.terminal import take_any_character
 
     take_any_character()
     if rank is None or rank.rank == 0:

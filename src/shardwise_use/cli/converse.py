@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from multiprocessing.connection import Client
 
 from shardwise.base.errors import ConfigError, keys_renamed
-from shardwise.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 from shardwise.launch.environment import is_launched
 from shardwise.launch.rank_process import as_rank, enter_job
 from shardwise_use.cli.generate import KEYS, prepare_generation
+from shardwise_use.cli.model_argument import ARGUMENTS, launch_command, open_model_folder, parse_overrides
 
 _LONGEST_WINDOW = 4096
 """Tokens for which the cache of keys and values has room, where the model reads more."""

@@ -24,11 +24,12 @@ from shardwise.base.errors import ConfigError, keys_renamed
 from shardwise.base.hardware import accelerators
 from shardwise.base.mesh_axes import layout_text
 from shardwise.base.units import count
-from shardwise.cli import model_argument, output
-from shardwise.cli.model_argument import LAYOUT_KEYS, ModelFolder
+from shardwise.cli import output
 from shardwise.config import Config, Layout, check_layout
 from shardwise.launch.environment import Rank, is_launched
 from shardwise.launch.rank_process import as_rank, check_accelerators, enter_job
+from shardwise_use.cli import model_argument
+from shardwise_use.cli.model_argument import LAYOUT_KEYS, ModelFolder
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part

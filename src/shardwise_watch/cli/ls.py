@@ -20,6 +20,7 @@ from typing import Any
 from shardwise.base import units
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.registered import provided
+from shardwise.base.terminal import printable
 from shardwise.cli import output
 from shardwise.runs import local_devices
 from shardwise.runs.events import number
@@ -136,7 +137,7 @@ def _table(rows: Sequence[Sequence[str]], head: Sequence[str], right: Sequence[i
         output.table(rows, head, right=right)
         return
     kept = [i for i in range(len(head)) if any(line[i] for line in rows)]
-    lines = [[output.printable(line[i]) for i in kept] for line in (head, *rows)]
+    lines = [[printable(line[i]) for i in kept] for line in (head, *rows)]
     # A column without any text is left out, and then the first one gives way.
     at = kept.index(widest) if widest in kept else 0
     width = shutil.get_terminal_size().columns
