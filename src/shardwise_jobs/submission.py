@@ -14,13 +14,13 @@ from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
 from shardwise.base.hardware import device_memory
-from shardwise.base.parsing import record_instances
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
 from shardwise.estimates.memory import RESERVED, expected_memory, memory_copies_bytes, neediest_rank, too_large_text
 from shardwise.estimates.memory_choice import fitted_to_memory
 from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
+from shardwise.runs.json_records import record_instances
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
 

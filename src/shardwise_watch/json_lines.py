@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import event_bytes
+from shardwise.runs.json_records import record_of_json
 
 _START = b"{" + event_bytes("start")
 _STEP = b"{" + event_bytes("step")

@@ -23,6 +23,7 @@ from shardwise.base.errors import ConfigError
 from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
 from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_kept_step
+from shardwise.runs.json_records import read_record
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
 from shardwise.runs.local_devices import DeviceProcess, Owners
 from shardwise_watch.json_lines import GrowingFile, last_lines
@@ -102,7 +103,7 @@ class RunView:
             raise ConfigError(
                 f"RUN ({path}) must be readable: {unread} cannot be read: {files.reason_of(error)}"
             ) from None
-        identity = self._file(self.directory.identity, parsing.read_record)
+        identity = self._file(self.directory.identity, read_record)
         self.id: str | None = identity.get("id")
         if (identity.get("format") or 0) > FORMAT:
             raise ConfigError(
@@ -134,10 +135,10 @@ class RunView:
 
     def _read(self) -> bool:
         self.config = self._file(self.directory.config, parsing.read_mapping)
-        self.environment = self._file(self.directory.environment, parsing.read_record)
-        self.results = self._file(self.directory.results, parsing.read_record)
-        self.branch = self._file(self.directory.branch, parsing.read_record)
-        failure = self._file(self.directory.failure, parsing.read_record)
+        self.environment = self._file(self.directory.environment, read_record)
+        self.results = self._file(self.directory.results, read_record)
+        self.branch = self._file(self.directory.branch, read_record)
+        failure = self._file(self.directory.failure, read_record)
         is_new = self._metrics.was_replaced()
         if is_new:
             self._clear()
@@ -498,7 +499,7 @@ def branches_of(run: RunView) -> list[RunView]:
     branches = []
     for path in run_folders(run.path.resolve().parent):
         with contextlib.suppress(OSError, ValueError):
-            if run.id is not None and parsing.read_record(RunDirectory(path).branch).get("id") == run.id:
+            if run.id is not None and read_record(RunDirectory(path).branch).get("id") == run.id:
                 branches.append(RunView(path, all_steps=True))
     return sorted(branches, key=lambda branch: (branch.branch.get("step") or 0, branch.name))
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import user_path
+from shardwise.base.parsing import parse_value, parse_yaml
 from shardwise.config import hugging_face, recipe_files
 from shardwise.config.base_section import Origin, Section
 from shardwise.config.data import DataConfig
@@ -76,7 +77,7 @@ def load_config_of_program(recipe: str | Mapping[str, Any], overrides: Mapping[s
 
 def _sections(recipe: str, *, cached: bool = False) -> dict[str, Any]:
     """The sections of a shipped recipe's name, a YAML file or a model, as they are written there."""
-    values = recipe_files.parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
+    values = parse_yaml(recipe_files.recipe_text(recipe, cached=cached), recipe)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -199,7 +200,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         override.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"the override {override!r} must be UTF-8: rename what it names") from None
-    _set(values, path, recipe_files.parse_value(text, f"the override {override!r}"))
+    _set(values, path, parse_value(text, f"the override {override!r}"))
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from shardwise.base.parsing import yaml_scalar
+from shardwise.base.parsing import parse_value, yaml_scalar
 from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ABSENT, FORMULAS, NO, OTHER_NAMES, PROGRAMS, UNSURE, WITHOUT_KEY, WORDS
-from shardwise.config.recipe_files import parse_value
 
 _UNSET = (None, "", -1, "auto")
 """Values by which programs say that a setting is left out."""

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import DtypeName, parse_yaml
+from shardwise.base.parsing import parse_yaml
+from shardwise.config import DtypeName
 
 DEVICE_FILES = Path(__file__).parent / "devices"
 """Folder of a YAML file for each device, whose figures are `{value: NUMBER, source: TEXT}`."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.files import open_plain
-from shardwise.base.parsing import record_of_json
 from shardwise.runs.folder import RunDirectory, event_bytes
+from shardwise.runs.json_records import record_of_json
 
 NEXT_STAGE = "next stage"
 """Reason of a "stop" event of a run that goes on in the same processes, with the sizes of its next stage."""

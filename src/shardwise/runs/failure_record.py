@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import files, parsing, terminal, units
+from shardwise.base import files, terminal, units
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.redaction import redacted
 from shardwise.runs.events import seconds_of
 from shardwise.runs.folder import RunDirectory, json_text, read_config
+from shardwise.runs.json_records import record_instance
 
 HEADING = "FAILED "
 _ADDRESS = r" \(`(shardwise explain [^()`]+)`\)"
@@ -115,7 +116,7 @@ def failure_of(facts: Mapping[str, Any], last_start: Mapping[str, Any]) -> Failu
         last_start: last "start" event of the run; {} without one.
     """
     try:
-        record = parsing.record_instance(FailureRecord, facts)
+        record = record_instance(FailureRecord, facts)
     except ValueError:
         return None
     time = seconds_of(asdict(record))

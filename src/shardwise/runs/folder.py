@@ -58,9 +58,10 @@ from shardwise.base.files import (
     require_trusted,
     write_atomic,
 )
-from shardwise.base.parsing import count_of, read_mapping, read_record, record_of_json
+from shardwise.base.parsing import count_of, read_mapping
 from shardwise.base.redaction import recorded_variables, redacted_arguments
 from shardwise.base.units import size
+from shardwise.runs.json_records import read_record, record_of_json
 
 RUNS = Path("runs")
 EVENTS = (

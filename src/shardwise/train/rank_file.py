@@ -12,11 +12,11 @@ import psutil
 
 from shardwise.base.files import open_plain
 from shardwise.base.hardware import cpu_count
-from shardwise.base.parsing import record_of_json
 from shardwise.config import Layout
 from shardwise.distributed import devices
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import JsonLines, RunDirectory, now
+from shardwise.runs.json_records import record_of_json
 from shardwise.train.step_record import StepRecord
 
 

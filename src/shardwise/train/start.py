@@ -13,12 +13,13 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.hardware import cpu_count
 from shardwise.base.hub import is_url
+from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, resumed_companions
 from shardwise.checkpoint.storage.checkpoint_choice import FoundCheckpoints
 from shardwise.checkpoint.storage.checkpoint_folders import load_location
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.checkpoint.storage.run_identity import RunOwner, continued_checkpoint, earlier_run, record_owner
-from shardwise.config import CheckpointConfig, Config, Layout, dump_yaml, kept_batch_note, resume_changes
+from shardwise.config import CheckpointConfig, Config, Layout, kept_batch_note, resume_changes
 from shardwise.data import EvaluationSets, PreparedData, prepare_evaluation_sets
 from shardwise.data.open_data import prepare_data
 from shardwise.distributed import collectives, devices

@@ -15,7 +15,8 @@ from typing import Any
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
-from shardwise.config import Config, Layout, ModelConfig, Precision, dump_yaml, size_stages_of, tokens_of_run
+from shardwise.base.parsing import dump_yaml
+from shardwise.config import Config, Layout, ModelConfig, Precision, size_stages_of, tokens_of_run
 from shardwise.config.layout import Stage
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.estimates.device_peaks import peak_flops

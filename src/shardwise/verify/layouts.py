@@ -10,9 +10,9 @@ from typing import Any, get_args
 
 from shardwise.base.errors import ConfigError, divisors, listing, nearest_name
 from shardwise.base.mesh_axes import layout_text
+from shardwise.base.parsing import parse_value
 from shardwise.config import Config, Recompute, Schedule
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
-from shardwise.config.recipe_files import parse_value
 
 ALL = "all"
 AXES: Mapping[str, tuple[Any, ...]] = {

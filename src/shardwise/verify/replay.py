@@ -15,9 +15,10 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, RunError, listing
 from shardwise.base.files import read_plain
+from shardwise.base.parsing import dump_yaml
 from shardwise.checkpoint.storage.checkpoint_folders import step_name, summarize_checkpoints
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import CheckpointConfig, Config, dump_yaml
+from shardwise.config import CheckpointConfig, Config
 from shardwise.config.load import apply_overrides, config_from_sections
 from shardwise.config.resume_rules import fixed_changes
 from shardwise.launch.environment import REPLAY

@@ -28,12 +28,12 @@ from shardwise.base import hub, units
 from shardwise.base.errors import ConfigError, keys_renamed, listing
 from shardwise.base.files import user_path, write_atomic
 from shardwise.base.hub import is_url
+from shardwise.base.parsing import dump_yaml, parse_value
 from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.root import answering_root
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
 from shardwise.cli.help import add_json, count
-from shardwise.config.recipe_files import dump_yaml, parse_value
 from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardwise.base import files, parsing
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
+from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
 from shardwise_use.importing.torch_dcp import LazyTensor
@@ -51,7 +52,7 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         note = f"{folder} has no {OPTIMIZER}, so the weights alone are imported, without step and optimizer"
         return replace(opened, notes=(*opened.notes, note))
     try:
-        saved = parsing.read_record(folder / _STATE)
+        saved = read_record(folder / _STATE)
     except (OSError, ValueError) as error:
         reason = files.reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -84,7 +85,7 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
-    model = parsing.read_record(folder / CONFIG)
+    model = read_record(folder / CONFIG)
     if model.get("output_router_logits"):
         keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
         notes.append(

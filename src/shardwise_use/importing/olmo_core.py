@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.parsing import read_record
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.model_files import validated_model
 from shardwise.config import FamilyConfig
 from shardwise.config.hugging_face import from_hugging_face
+from shardwise.runs.json_records import read_record
 from shardwise_use.importing import dcp_models, pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_points
 from shardwise_use.importing.torch_dcp import DcpFolder, LazyTensor

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import PrecisionConfig, apply_overrides, config_from_sections, dump_yaml, load_config
-from shardwise.config.recipe_files import parse_yaml
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import PrecisionConfig, apply_overrides, config_from_sections, load_config
 from tests.unit.config.refusals import layout_of, problem, problems
 
 

@@ -8,11 +8,12 @@ import torch
 import transformers
 
 from shardwise.base.errors import ConfigError
+from shardwise.base.parsing import parse_yaml
 from shardwise.cli.entry import main
 from shardwise.config import Config, config_from_sections, load_config
 from shardwise.config.learning_rate_specs import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
-from shardwise.config.recipe_files import parse_yaml, recipe_text
+from shardwise.config.recipe_files import recipe_text
 from shardwise.optim.learning_rate import learning_rate, moved_end_text, steps_without_rate
 from tests.arch.source import ROOT
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.config import dump_yaml, load_config
+from shardwise.base.parsing import dump_yaml
+from shardwise.config import load_config
 from shardwise.runs.folder import RunDirectory
 from shardwise.runs.state_records import RecordedHash, StateRecords
 from shardwise.verify.replay import ReplayedStretch, compare_replay, read_replay_config
