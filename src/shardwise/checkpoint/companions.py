@@ -17,7 +17,7 @@ import torch
 
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
-from shardwise.base.hub import GENERATION, TOKENIZER
+from shardwise.base.hub import TOKENIZER
 from shardwise.base.parsing import json_value
 from shardwise.checkpoint.format.model_files import (
     BEGIN_ID,
@@ -26,6 +26,7 @@ from shardwise.checkpoint.format.model_files import (
     special_ids,
     with_readable_tokenizer,
 )
+from shardwise.checkpoint.format.weight_files import GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import ConfigError, listing, see
-from shardwise.base.hub import check_weights
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.collective_reading import CheckpointReader, ReadRequest, read_tensors
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.model_files import model_differences
 from shardwise.checkpoint.format.stored_tensors import StoredTensors, differing_tied_copies, find_sources
+from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.format.writing import STREAM_BYTES
 from shardwise.checkpoint.restore import facts_of_all_tensors, local_pieces, read_manifest, tied_ends
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError

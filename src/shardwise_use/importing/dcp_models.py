@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import has_weights
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
 from shardwise.checkpoint.format.manifest import MODEL
 from shardwise.checkpoint.format.stored_tensors import lines_of_layers, tensor_mismatches
+from shardwise.checkpoint.format.weight_files import has_weights
 from shardwise.checkpoint.format.writing import StreamedWeight
 from shardwise.config import FamilyConfig
 from shardwise_use.importing.hugging_face import ForeignProgress

@@ -29,8 +29,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.foreign_folders import conversion_hint
 from shardwise.base.parsing import whole_number
+from shardwise.checkpoint.format.foreign_folders import conversion_hint
 from shardwise_use.importing import megatron_dist, megatron_model, pickled
 from shardwise_use.importing.hugging_face import ForeignModel
 from shardwise_use.importing.megatron_arguments import SIZES, is_count

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any
 
 from shardwise.base.errors import ConfigError, RunError, listing, see
-from shardwise.base.hub import INDEX
 from shardwise.base.parsing import json_value
 from shardwise.base.tensor_box import box_segments
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest
@@ -20,6 +19,7 @@ from shardwise.checkpoint.format.model_card import MODEL_CARD, model_card
 from shardwise.checkpoint.format.model_files import validated_model, with_readable_tokenizer
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, FLOATS, cast_overflows, cast_values
 from shardwise.checkpoint.format.stored_tensors import StoredTensors
+from shardwise.checkpoint.format.weight_files import INDEX
 from shardwise.checkpoint.format.writing import (
     CONFIG,
     MAX_SHARD_BYTES,

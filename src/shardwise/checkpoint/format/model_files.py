@@ -12,8 +12,9 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
-from shardwise.base.hub import BESIDE_WEIGHTS, CHAT_TEMPLATES, GENERATION, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
+from shardwise.base.hub import CHAT_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
 from shardwise.base.parsing import json_object, json_value
+from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, rope_scaling, shapes_of

@@ -13,12 +13,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
-from shardwise.base.hub import INDEX, SHARDS, SINGLE, absent_parts_problem, indexed_weight_files, unconsolidated_files
 from shardwise.base.tensor_box import Box
 from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
+from shardwise.checkpoint.format.weight_files import (
+    INDEX,
+    SHARDS,
+    SINGLE,
+    absent_parts_problem,
+    indexed_weight_files,
+    unconsolidated_files,
+)
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError
 from shardwise.config import weight_names

@@ -503,3 +503,8 @@ def _sync_and_drop(descriptor: int, start: int, length: int) -> None:
     # Pages that are not on the disk yet cannot go.
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
+
+
+def is_url(load: str) -> bool:
+    """True if `checkpoint.load` names a checkpoint by a URL, such as s3://bucket/run/step-00000100."""
+    return "://" in load

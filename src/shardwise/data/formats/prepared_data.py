@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardwise.base import hub, units
+from shardwise.base import units
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.config import Config, DataConfig
 from shardwise.data import cache
@@ -18,6 +18,7 @@ from shardwise.data.request import DataRequest
 from shardwise.data.rows import PART_NAMES, PairTokens, Part, Sentences
 from shardwise.data.samples import batch, causal
 from shardwise.data.tokens.tokenizer import Tokenizer, export_user_tokenizer, open_user_tokenizer, user_tokenizer_digest
+from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 
 if TYPE_CHECKING:
     from shardwise.data.samples import packing
@@ -266,7 +267,7 @@ def other_tokenizer_problems(tokenizer: Tokenizer, named: str, manifests: Iterab
 
 def _digest_of(name: str) -> str | None:
     try:
-        return Tokenizer.load(hub.resolve_tokenizer(name, cached=True)).digest
+        return Tokenizer.load(resolve_tokenizer(name, cached=True)).digest
     except ConfigError:
         return None
 

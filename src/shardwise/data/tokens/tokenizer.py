@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from shardwise.base import hub
 from shardwise.base.errors import ConfigError, DataError, listing, see
 from shardwise.base.hub import TOKENIZER, TOKENIZER_CONFIG
 from shardwise.data.rows import PairTokens
@@ -31,6 +30,7 @@ from shardwise.data.tokens.tokenizer_files import (
     TokenizerFiles,
     read_tokenizer_file,
     read_tokenizer_json,
+    resolve_tokenizer,
     tokenizers_library_errors,
 )
 
@@ -397,6 +397,6 @@ def keep_user_tokenizer(
 
 def _files(path: str) -> TokenizerFiles:
     try:
-        return TokenizerFiles.find(hub.resolve_tokenizer(path, cached=True))
+        return TokenizerFiles.find(resolve_tokenizer(path, cached=True))
     except ConfigError as error:
         raise DataError(error.problems) from None

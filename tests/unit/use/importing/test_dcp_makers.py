@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.base.hub import check_weights
+from shardwise.checkpoint.format.weight_files import check_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
