@@ -13,7 +13,6 @@ from pathlib import Path
 from shardwise.base import units
 from shardwise.base.errors import ConfigError, listing, see
 from shardwise.base.files import write_atomic
-from shardwise.base.hardware import device_memory
 from shardwise.base.redaction import hosts_alone, redacted
 from shardwise.config import Config, Layout, check_layout
 from shardwise.config.launch import LaunchConfig
@@ -23,6 +22,7 @@ from shardwise.runs.folder import JsonLines, RunDirectory, RunLock, git_state
 from shardwise.runs.json_records import record_instances
 from shardwise_jobs import slurm_commands
 from shardwise_jobs.script import _REPLACED, JobPlan, in_one_line, operand
+from shardwise_jobs.slurm_commands import device_memory
 
 RECIPE = "recipe.yaml"
 SCRIPT = "job.sh"

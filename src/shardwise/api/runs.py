@@ -197,9 +197,9 @@ def train(
         RunError: training failed.
         StoppedError: the run was asked to stop, and its state is saved; the same call with its `run_dir` continues it.
     """
-    from shardwise.cli.recipe_argument import run_folder
     from shardwise.cli.run_preparation import is_finished_run, prepare_run
     from shardwise.cli.train import check_user_code, with_batch
+    from shardwise.runs.folder import run_folder
     from shardwise.train.rank_agreement import require_same_run_dir
     from shardwise.train.run import run
 

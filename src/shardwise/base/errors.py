@@ -149,38 +149,6 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
-def refuse_unknown_arguments(
-    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
-) -> None:
-    """Refuse the keyword arguments that a function or class does not take, all of them in one sentence.
-
-    Args:
-        replaced: what to do instead of arguments that another library's function or class of this name takes.
-
-    Raises:
-        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
-    """
-    known = list(known)
-    replaced = replaced or {}
-    unknown = []
-    every_name_has_hint = True
-    for name in given:
-        if name in known:
-            continue
-        near = nearest_name(name, known, cutoff=0.75)
-        if name in replaced:
-            unknown.append(f"{name} ({replaced[name]})")
-        elif near is not None:
-            unknown.append(f"{name} (did you mean {near}?)")
-        else:
-            unknown.append(name)
-            every_name_has_hint = False
-    if not unknown:
-        return
-    takes = "" if every_name_has_hint else f"; it takes {listing(known)}"
-    raise ArgumentError(f"{owner} does not take {listing(unknown, 'or')}{takes}")
-
-
 def listing(items: Iterable[object], conjunction: str = "and", most: int | None = None) -> str:
     """`a, b and c`; of more than `most` items the first ones, and how many more there are: `a, b and 7 more`."""
     words = [str(item) for item in items]
@@ -267,19 +235,3 @@ def _is_pythons(file: Path) -> bool:
     standard = Path(sysconfig.get_path("stdlib"))
     installed = ("site-packages", "dist-packages")
     return file.is_relative_to(standard) and file.relative_to(standard).parts[0] not in installed
-
-
-REMOVED = {
-    "submit --kubernetes": "give each pod of Kubernetes the torchrun line of docs/cluster.md",
-    "compile --retry-failed": "a graph that failed is compiled again, without an option",
-}
-"""Options as `COMMAND --option`, keys as `section.key`, values as `section.key=value` → one plain sentence.
-
-A reader of input asks `removed_text` before it says that a name or a value is unknown.
-"""
-
-
-def removed_text(spelling: str) -> str | None:
-    """The sentence on an option, a key or a value that was removed, with what to use instead; None for others."""
-    sentence = REMOVED.get(spelling)
-    return None if sentence is None else f"{spelling} was removed: {sentence}"

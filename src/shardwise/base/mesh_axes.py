@@ -64,11 +64,6 @@ def names_axis(axis: Axis, degrees: Mapping[str, int]) -> bool:
     return not axis.is_optional or degrees.get(axis.degree, 1) > 1
 
 
-def has_degrees(recorded: Mapping[str, object]) -> bool:
-    """Return whether a file of a run has recorded the degrees of its layout."""
-    return all(axis.is_optional or isinstance(recorded.get(axis.degree), int) for axis in AXES)
-
-
 def replicas_name(data: int, context: int) -> str:
     """The name of the group of ranks that have the same part of the model: those of data and context parallelism."""
     if context == 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from shardwise.cli import output
 from shardwise.config import Config, load_config
@@ -24,9 +23,3 @@ def load_recipe(recipe: str, overrides: Sequence[str]) -> Config:
 
         output.progress(model_remark(recipe, config))
     return config
-
-
-def run_folder(text: str) -> Path:
-    """The run's folder of an option, that to which `runs/latest` leads now: a run that starts changes the link."""
-    path = Path(text)
-    return path.parent / path.readlink() if path.is_symlink() else path

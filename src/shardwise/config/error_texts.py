@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from shardwise.base.errors import ConfigError, listing, removed_text
+from shardwise.base.errors import ConfigError, listing
 from shardwise.config.base_section import PROBLEMS, Section
 from shardwise.config.evaluation import as_keys_of_set
 from shardwise.config.model import FAMILIES, UserModelConfig
@@ -108,7 +108,7 @@ def _list_rule(field: FieldInfo) -> str:
 def _unknown(path: str, value: Any, keys: Mapping[str, FieldInfo], *, is_own_model: bool) -> list[str]:
     """The messages for an unknown key; those of an unknown section are about its keys, unless its name is a slip."""
     # Reads the names of other programs from a file.
-    from shardwise.config.suggestions import reason_without_key, section_suggestion, suggestions
+    from shardwise.config.suggestions import reason_without_key, removed_text, section_suggestion, suggestions
 
     if is_own_model:
         # Its class has keys of its own, and those that other models have are no advice.

@@ -17,9 +17,9 @@ from shardwise.base import hub
 from shardwise.base.errors import ConfigError
 from shardwise.base.files import user_path
 from shardwise.base.parsing import json_value
-from shardwise.base.units import parse_tokens, tokens_text
 from shardwise.config.hugging_face import UnsupportedError, read_hugging_face
 from shardwise.config.run_config import Config
+from shardwise.config.token_counts import parse_tokens, tokens_text
 
 CONFIG = "config.json"
 _SHOWN = (

@@ -12,7 +12,6 @@ from pydantic import Field, PrivateAttr
 from shardwise.base import units
 from shardwise.base.errors import ConfigError
 from shardwise.base.redaction import without_secrets
-from shardwise.base.units import tokens_text
 from shardwise.config.base_section import Section
 from shardwise.config.data import DataConfig
 from shardwise.config.evaluation import EvaluationConfig
@@ -32,7 +31,7 @@ from shardwise.config.sections import (
     Recompute,
     TrainConfig,
 )
-from shardwise.config.token_counts import Path, replace_at_place, step_places, steps_of_tokens, token_keys
+from shardwise.config.token_counts import Path, replace_at_place, step_places, steps_of_tokens, token_keys, tokens_text
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ Legend: see `estimates/rank_workload.py`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
-from shardwise.base import hardware, units
+from shardwise.base import units
 from shardwise.base.errors import see
+from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
 from shardwise.config.layout import Stage, pipeline_rank_of
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
@@ -315,7 +318,7 @@ def _frees_onwards() -> bool:
 
     torch 2.15 waits for such a send when the micro-batch's backward pass has gone through the stage.
     """
-    return hardware.torch_release() >= (2, 15)
+    return _torch_release() >= (2, 15)
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
@@ -542,3 +545,9 @@ def too_large_text(needed: float, memory: float, device: str) -> str:
         f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
         f"train.recompute=full{see('runs#model-does-not-fit')}"
     )
+
+
+@cache
+def _torch_release() -> tuple[int, ...]:
+    """The first two numbers of the installed torch's version."""
+    return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from shardwise.base.errors import ArgumentError, refuse_unknown_arguments
+from shardwise.base.errors import ArgumentError, listing, nearest_name
 from shardwise.distributed.mesh import Group, Ranks, job_rank, job_size
 
 _warned: list[str] = []
@@ -94,3 +94,35 @@ def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
             f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
         )
     return kv_size * multiplier // ranks
+
+
+def refuse_unknown_arguments(
+    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
+) -> None:
+    """Refuse the keyword arguments that a layer or loss does not take, all of them in one sentence.
+
+    Args:
+        replaced: what to do instead of arguments that another library's function or class of this name takes.
+
+    Raises:
+        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
+    """
+    known = list(known)
+    replaced = replaced or {}
+    unknown = []
+    every_name_has_hint = True
+    for name in given:
+        if name in known:
+            continue
+        near = nearest_name(name, known, cutoff=0.75)
+        if name in replaced:
+            unknown.append(f"{name} ({replaced[name]})")
+        elif near is not None:
+            unknown.append(f"{name} (did you mean {near}?)")
+        else:
+            unknown.append(name)
+            every_name_has_hint = False
+    if not unknown:
+        return
+    takes = "" if every_name_has_hint else f"; it takes {listing(known)}"
+    raise ArgumentError(f"{owner} does not take {listing(unknown, 'or')}{takes}")

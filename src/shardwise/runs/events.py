@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+import platform
 from collections.abc import Mapping
 from datetime import datetime
 from mmap import ACCESS_READ, mmap
@@ -118,3 +119,13 @@ def _end(lines: mmap, until: float) -> int:
     lines.seek(bisect.bisect(range(len(lines)), until, key=time_of_the_next))
     lines.readline()
     return lines.tell()
+
+
+def local_ranks(run: RunDirectory) -> int | None:
+    """Return the number of ranks of the run's last start; None if it is unknown, or other machines had some of them."""
+    ranks = (last_event(run.path, "start") or {}).get("ranks")
+    if not isinstance(ranks, int) or ranks < 1:
+        return None
+    # A machine has neighbouring ranks: the first and the last one tell of all.
+    starts = [last_line(run.rank_metrics(rank), "start") or {} for rank in (0, ranks - 1)]
+    return ranks if all(start.get("host") == platform.node() for start in starts) else None

@@ -583,3 +583,9 @@ def _is_at(status: os.stat_result, path: Path) -> bool:
         return os.path.samestat(status, path.lstat())
     except OSError:
         return False
+
+
+def run_folder(text: str) -> Path:
+    """The run's folder of an option, that to which `runs/latest` leads now: a run that starts changes the link."""
+    path = Path(text)
+    return path.parent / path.readlink() if path.is_symlink() else path

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.checkpoint.format.manifest import MANIFEST, ManifestError
 from shardwise.checkpoint.save import KeptCheckpoints, Saver
-from shardwise.checkpoint.storage.checkpoint_choice import memory_copy_interval, recorded_return
+from shardwise.checkpoint.storage.checkpoint_choice import recorded_return
 from shardwise.checkpoint.storage.root import Root, StoreError
 from shardwise.config import Config, Layout, ModelConfig, OptimizerConfig, Precision, check_layout
 from shardwise.config.sections import HooksConfig
@@ -43,6 +43,7 @@ from shardwise.train.resume import Resumed
 from shardwise.train.start import OpenedRun
 from shardwise.train.step_record import Progress
 from shardwise.train.trainer import Trainer
+from shardwise.train.training import memory_copy_interval
 
 if TYPE_CHECKING:
     from shardwise.pipeline.schedule import Pipeline

@@ -26,13 +26,12 @@ from shardwise.base.errors import ConfigError, Problems, RunError, listing
 from shardwise.base.redaction import redacted
 from shardwise.cli import output
 from shardwise.cli.help import add_json
-from shardwise.cli.recipe_argument import run_folder
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
 from shardwise.config.recipe_files import is_model
 from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.runs.events import last_step, newest_checkpoint
-from shardwise.runs.folder import RUNS, RunDirectory, new_run_path
+from shardwise.runs.folder import RUNS, RunDirectory, new_run_path, run_folder
 from shardwise_jobs import slurm_commands, submission
 from shardwise_jobs.cli.jobs import follow
 from shardwise_jobs.script import JobPlan, compile_script, job_log, job_script, ranks_per_node

@@ -21,13 +21,13 @@ from shardwise.base import files, units
 from shardwise.base.errors import ConfigError
 from shardwise.base.parsing import dump_yaml
 from shardwise.base.prices import Price
-from shardwise.base.units import parse_tokens
 from shardwise.cli import output
 from shardwise.cli.help import RECIPE_HELP
 from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import largest_size_stage, recipe_name
 from shardwise.config.recipe_files import carried_comments, is_model, own_data
 from shardwise.config.stand_in import config_as_given
+from shardwise.config.token_counts import parse_tokens
 from shardwise_plan.cli.against_run import compare_with_run
 from shardwise_plan.cli.devices import compare_devices, parse_devices, parse_prices
 from shardwise_plan.cli.layout_list import answer_facts, print_layouts

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.canonical_tensors import canonical_tensors
-from shardwise.checkpoint.format.model_files import differ_in_tokens, model_differences
+from shardwise.checkpoint.format.model_files import model_differences
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import FamilyConfig, UserModelConfig, checked_model_section, config_from_sections, load_config
 from shardwise.config.load import load_config_of_program
+from shardwise.data.tokens.tokenizer_files import differ_in_tokens
 from shardwise.distributed.mesh import Mesh
 from shardwise.models.build import build_model
 from tests.hugging_face import CASES, described, export_hugging_face, save

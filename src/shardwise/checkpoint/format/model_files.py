@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.base.errors import ConfigError, DataError, see
 from shardwise.base.files import write_files
 from shardwise.base.hub import CHAT_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, holds_tokenizer
-from shardwise.base.parsing import json_object, json_value
+from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
@@ -123,26 +123,6 @@ def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int
             values = value if isinstance(value, Sequence) else [value]
             ids += [number for number in values if isinstance(number, int)]
     return ids
-
-
-def differ_in_tokens(folder: Path, other_folder: Path) -> bool:
-    """True if two folders hold a `tokenizer.json` each, and one token has another id in the one than in the other."""
-    vocabularies = []
-    try:
-        for path in (folder, other_folder):
-            vocabularies.append(_vocabulary(json_value((path / "tokenizer.json").read_text(encoding="utf-8"))))
-        return bool(vocabularies[0] != vocabularies[1])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    """Token → id of a `tokenizer.json`: its model has a mapping of them, or a list of (token, score) in their order."""
-    vocabulary = tokenizer["model"]["vocab"]
-    if not isinstance(vocabulary, dict):
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    # Tokens that were added after the training of the tokenizer stand apart.
-    return {**vocabulary, **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
 
 
 _LONGEST = "max_position_embeddings"

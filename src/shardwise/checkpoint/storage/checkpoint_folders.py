@@ -26,9 +26,8 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
-from shardwise.base.hub import FOUND, find_on_hub
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.format.weight_files import has_weights, place_of_weights
+from shardwise.checkpoint.format.weight_files import has_weights
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root, is_url
 
@@ -380,21 +379,6 @@ def companions_folder(companions: str) -> Root:
         f"checkpoint.companions ({companions}) must be a Hugging Face folder or its config.json, and there is none of "
         "that name: set it to where they are now, or to a checkpoint of the run"
     )
-
-
-def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
-    """A dry run's text on `checkpoint.load`, and the folder of the weights unless it is a hub id; nothing is fetched.
-
-    Raises:
-        ConfigError: there are no such weights.
-    """
-    location = load_location(load)
-    if is_url(location):
-        return location, Root.of(location)
-    place = place_of_weights(location, revision)
-    if isinstance(place, Path):
-        return location, Root.of(place)
-    return f"{location}: {FOUND[find_on_hub(place)]}", None
 
 
 def _checkpoint_path(run: Root) -> str | None:

@@ -1,0 +1,23 @@
+"""Arguments that a layer does not take are refused."""
+
+import pytest
+
+from shardwise.base.errors import ArgumentError, ConfigError
+from shardwise.layers.arguments import refuse_unknown_arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["groupe"], "Layer does not take groupe (did you mean group?)"),
+        (["pin", "groups", "seed"], "Layer does not take pin (leave it out) or groups (give group=)"),
+        (["pin", "zzz"], "Layer does not take pin (leave it out) or zzz; it takes group and seed"),
+    ],
+)
+def test_unknown_arguments_are_refused_in_one_sentence_with_what_replaces_each(given: list[str], message: str) -> None:
+    replaced = {"pin": "leave it out", "groups": "give group="}
+    with pytest.raises(ArgumentError) as raised:
+        refuse_unknown_arguments("Layer", given, ["group", "seed"], replaced)
+    assert str(raised.value) == message
+    assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ConfigError)
