@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from shardwise.base.errors import ConfigError, RunError
 from shardwise.base.redaction import redacted
 from shardwise.config import Config, ParallelConfig
-from shardwise.config.layout import pipeline_rank_of
 from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.distributed import collectives, devices
@@ -30,6 +29,7 @@ from shardwise.distributed.mesh import Mesh
 from shardwise.layers.units import unit_roots
 from shardwise.models.blocks import KeyValueCache, gives_losses
 from shardwise.models.causal import CausalLM
+from shardwise.pipeline.partition import pipeline_rank_of
 from shardwise.pipeline.stages import Stages, relay
 from shardwise.train.rank_agreement import agree_to_stop
 

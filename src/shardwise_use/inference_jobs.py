@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.base.errors import ConfigError, DataError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST
-from shardwise.checkpoint.load_weights import load_checkpoint, load_hugging_face
+from shardwise.checkpoint.load_weights import load_checkpoint_weights, load_hugging_face
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import Config, ParallelConfig, check_layout
 from shardwise.data.evaluation_sets import vocabulary_byte_counts
@@ -106,7 +106,7 @@ def _load_model(config: Config, weights: Root, mesh: Mesh) -> nn.Module:
     dtype: torch.dtype = getattr(torch, precision.parameter)
     model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=dtype)
     if collectives.broadcast_object((weights / MANIFEST).exists(), mesh.world):
-        load_checkpoint(model, config.model.family, mesh, weights)
+        load_checkpoint_weights(model, config.model.family, mesh, weights)
     else:
         load_hugging_face(model, config.model, mesh, weights.local())
     return model.eval()

@@ -172,7 +172,7 @@ def train(
     optimizer: type | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Run:
-    """Train in this process, as one rank, and return when all steps are done.
+    """Train from Python, in this process as one rank, and return when all steps are done.
 
     Without a launcher, the process is the only rank. Under `torchrun --nproc_per_node=N program.py`, srun or mpirun
     each process is a rank: all of them call this function with the same configuration, which says how the model is cut;

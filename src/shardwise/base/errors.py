@@ -132,12 +132,12 @@ class DataError(ConfigError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A call has keyword arguments that its function or class does not take; a TypeError, as Python's own error is."""
+    """The error of a call whose arguments its function or class does not take; a TypeError, as Python's own is."""
 
 
 @contextmanager
 def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a ConfigError names what the user gave instead of keys of a recipe."""
+    """A context in which every ConfigError names what the user gave instead of keys of a recipe."""
     try:
         yield
     except ConfigError as error:
@@ -145,7 +145,7 @@ def keys_renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """An error's message with what the user gave in place of each key of `names`."""
+    """The text of a ConfigError with what the user gave in place of each key of `names`."""
     return re.sub("|".join(map(re.escape, names)), lambda key: names[key[0]], text)
 
 
@@ -160,7 +160,7 @@ def listing(items: Iterable[object], conjunction: str = "and", most: int | None 
 
 
 def count_problems(values: Mapping[str, object]) -> list[str]:
-    """The problems of a program's arguments, by name, that count something; numpy's whole numbers are valid."""
+    """The texts of errors on counts, by name, that are no whole number of at least 1; numpy's numbers are valid."""
     # Costly for every command.
     from numbers import Integral
 
@@ -172,26 +172,26 @@ def count_problems(values: Mapping[str, object]) -> list[str]:
 
 
 def nearest_numbers(value: int, valid: Iterable[int]) -> list[int]:
-    """The valid numbers nearest to a wrong `value`, for a message: the closest at or below it, the closest above it."""
+    """The valid numbers nearest to a wrong `value`, for an error: the closest at or below it, the closest above it."""
     numbers = sorted(set(valid))
     place = bisect_right(numbers, value)
     return numbers[max(place - 1, 0) : place + 1]
 
 
 def divisors(number: int) -> set[int]:
-    """All divisors of a number above 0, in as many steps as its square root."""
+    """All divisors of a number above 0, of which errors name the nearest; in as many steps as its square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return {*small, *(number // n for n in small)}
 
 
 def nearest_multiples(value: int, step: int) -> list[int]:
-    """The closest positive multiples of `step` around a wrong `value`, for a message."""
+    """The closest positive multiples of `step` around a wrong `value`, for an error."""
     below = value // step * step
     return [number for number in (below, below + step) if number > 0]
 
 
 def nearest_name(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name that is most similar to an unknown `name`, for a message; None if none is similar."""
+    """The valid name that is most similar to an unknown `name`, for an error; None if none is similar."""
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 

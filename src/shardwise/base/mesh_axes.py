@@ -72,7 +72,7 @@ def replicas_name(data: int, context: int) -> str:
 
 
 def layout_text(degrees: Mapping[str, int], *, sequence: bool = False, ones: bool = True) -> str:
-    """A layout as every text writes it: `TP 2 + SP × PP 2 × DP 2`.
+    """The mesh's axes and degrees as every text writes them: `TP 2 + SP × PP 2 × DP 2`.
 
     Args:
         degrees: ranks along each axis, by the name of the degree, and the expert-parallel degree, which divides those

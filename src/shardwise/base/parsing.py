@@ -86,7 +86,7 @@ class NotReadError(ValueError):
 
 
 def yaml_value(text: str, origin: str) -> Any:
-    """The value of a YAML text, `origin` in errors; NotReadError: it is none, is too deep or large, or repeats keys."""
+    """The value of any YAML text, `origin` in errors; NotReadError: it is none, too deep or large, or repeats keys."""
     # Costly to import, for readers of JSON.
     import yaml
 

@@ -30,7 +30,7 @@ from shardwise.checkpoint.format.weight_files import GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.checkpoint_folders import companions_folder
 from shardwise.checkpoint.storage.root import Root, StoreError
-from shardwise.config import Config, FamilyConfig, ModelConfig, shapes_of
+from shardwise.config import Config, FamilyConfig, ModelConfig, family_config
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import Tokenizer, special_token_ids
 
@@ -56,7 +56,7 @@ def model_files(
         tokenizer_files = {name: (tokenizer / name).read_bytes() for name in Root.of(tokenizer).files()}
         if config.causal:
             ids = special_token_ids(tokenizer)
-    family = shapes_of(config)
+    family = family_config(config)
     if family is None:
         fields = config.model_dump(mode="json")
         ids |= {name: value for name, value in companions.ids.items() if name in ids}

@@ -78,7 +78,7 @@ def _claim(locks: ExitStack, run_path: Path) -> None:
 
 
 def is_finished_run(locks: ExitStack, config: Config, run_path: Path, place: Rank | None) -> bool:
-    """Claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
+    """For a command, claim a folder that exists; True where its run has taken all its steps, which rank 0 then prints.
 
     Where `checkpoint.resume` names a step it is False: the checkpoints alone tell whether the run went back already.
 
@@ -123,7 +123,7 @@ def prepare_run(
 
 
 def fetch_inputs(config: Config, run_path: Path | None, announce: Callable[[str], None] | None) -> None:
-    """Fetch what keys name by a hub id and tokenize the data; of processes that share a cache, one does the work.
+    """For a command, fetch what keys name by a hub id and tokenize the data; of processes with one cache, one does it.
 
     A run that continues has its own weights and tokenizer, so that those of `checkpoint.load` may be gone.
 

@@ -481,7 +481,7 @@ def number_of_ranks(parallel: ParallelConfig, nproc: int | None) -> int:
 
 
 def with_batch(config: Config, world: int, run_path: Path | None) -> Config:
-    """`config` with a number where its batch is a rule: the number of the run in the folder if it began so."""
+    """The configuration of a command with a number where its batch is a rule: that of the run in the folder, if any."""
     if config.train.rule is None:
         return config
     from shardwise.checkpoint.storage.run_identity import earlier_run

@@ -12,8 +12,8 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing, nearest_name
 from shardwise.base.parsing import parse_yaml
-from shardwise.config.error_texts import known_paths
 from shardwise.config.other_names import ACTIONS, COMMANDS, UNSURE
+from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.recipe_files import recipe_names, recipe_text
 from shardwise.config.suggestions import (
     is_key_or_option,

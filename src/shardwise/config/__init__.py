@@ -14,7 +14,7 @@ from shardwise.config.load import (
     load_config,
     load_config_of_program,
 )
-from shardwise.config.model import ModelConfig, UserModelConfig, shapes_of, weight_names
+from shardwise.config.model import ModelConfig, UserModelConfig, family_config, weight_names
 from shardwise.config.optimizer import Frequency, OptimizerConfig
 from shardwise.config.pipeline_schedule_specs import Schedule
 from shardwise.config.precision import DTYPE_BYTES, DtypeName, Matmul, Precision, PrecisionConfig, Rounding
@@ -57,8 +57,8 @@ __all__ = [
     "ModelConfig", "OptimizerConfig", "ParallelConfig", "Precision", "PrecisionConfig", "Recompute", "Rounding",
     "Schedule", "TrainConfig", "UserModelConfig", "apply_overrides", "changed_size_stages", "check_changes",
     "check_layout", "checked_data_section", "checked_model_section", "config_from_sections", "data_position_after",
-    "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config", "load_config_of_program",
-    "names_chat", "recipe_name", "recipe_names", "recipe_text", "require_data", "resume_changes", "resume_problems",
-    "samples_between", "shapes_of", "size_stage_after", "size_stage_of_step", "size_stages_of", "tokens_of_run",
-    "values_at_step", "weight_names",
+    "family_config", "fixed_changes", "kept_batch", "kept_batch_note", "largest_size_stage", "load_config",
+    "load_config_of_program", "names_chat", "recipe_name", "recipe_names", "recipe_text", "require_data",
+    "resume_changes", "resume_problems", "samples_between", "size_stage_after", "size_stage_of_step",
+    "size_stages_of", "tokens_of_run", "values_at_step", "weight_names",
 ]  # fmt: skip

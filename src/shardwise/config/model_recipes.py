@@ -94,8 +94,8 @@ def comment_and_sections(
     return comment, _values(file, section, tokenizer)
 
 
-def model_remark(named: str, config: Config) -> str:
-    """The line that a command prints on a model in place of a recipe: what it takes of it, and the defaults."""
+def model_recipe_remark(named: str, config: Config) -> str:
+    """The remark on the recipe that a model stands for: what is taken of the model, and the defaults."""
     values = config.model_dump(mode="json")
     keys = (key.partition(".") for key in _SHOWN)
     shown = " ".join(f"{section}.{key}={values[section][key]:.10g}" for section, _, key in keys)

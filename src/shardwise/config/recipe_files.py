@@ -30,8 +30,8 @@ def recipe_names() -> list[str]:
     return sorted(_shipped())
 
 
-def is_model(recipe: str) -> bool:
-    """Return whether a model stands in place of a recipe: a `config.json`, a folder that holds one, or a hub id."""
+def is_model_recipe(recipe: str) -> bool:
+    """Return whether a recipe's name is that of a model: a `config.json`, a folder that holds one, or a hub id."""
     if not recipe or recipe.endswith(_SUFFIXES) or recipe in _shipped():
         return False
     path = user_path(recipe)
@@ -51,7 +51,7 @@ def recipe_text(recipe: str, *, cached: bool = False) -> str:
     Raises:
         ConfigError: the recipe is unknown, or its file cannot be read.
     """
-    if is_model(recipe):
+    if is_model_recipe(recipe):
         # Costly to import, for a model alone.
         from shardwise.config.model_recipes import comment_and_sections
 
@@ -118,7 +118,7 @@ def carried_comments(recipe: str, config: Config) -> str:
 
 
 def require_data(config: Config, recipe: str) -> None:
-    """Raises ConfigError, with the comments of the recipe that name data for it, where nothing names data."""
+    """Raises ConfigError for a recipe that names no data, with its comments that name some."""
     if config.names_no_data:
         lines = re.findall(_DATA_COMMENT, recipe_text(recipe)) or ["For a trial:  data.dataset=python"]
         shown = "\n".join(f"  {line}" for line in lines)

@@ -337,7 +337,7 @@ class TrainConfig(Section):
 
 
 def gradient_groups(data_grain: int | None, micro_batches: int) -> int:
-    """Return the groups in which the gradients of a step's micro-batches are added."""
+    """Return `train.data_grain`, or its default: the groups in which a step's gradients are added."""
     return math.gcd(micro_batches, _MOST_GRADIENT_GROUPS) if data_grain is None else data_grain
 
 

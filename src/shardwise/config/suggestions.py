@@ -90,7 +90,7 @@ def suggestions(
 
 
 def is_key_or_option(target: str, keys: Collection[str], options: Collection[str] | None) -> bool:
-    """Return whether a target of the record is a key or an option that a command has."""
+    """Return whether a suggestion from the record of other programs' names is a key or an option of a command."""
     if target.startswith("--"):
         return options is None or target in options
     # A Hugging Face file stands in place of a model's keys.
@@ -138,6 +138,6 @@ A reader of input asks `removed_text` before it says that a name or a value is u
 
 
 def removed_text(spelling: str) -> str | None:
-    """The sentence on an option, a key or a value that was removed, with what to use instead; None for others."""
+    """The suggestion for an option, a key or a value that was removed: what to use instead; None for others."""
     sentence = REMOVED.get(spelling)
     return None if sentence is None else f"{spelling} was removed: {sentence}"

@@ -15,7 +15,7 @@ from shardwise.base import units
 from shardwise.base.errors import see
 from shardwise.base.hardware import torch_version
 from shardwise.config import DTYPE_BYTES, Config, Layout
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.estimates.activations import (
     activation_stack,
@@ -41,6 +41,7 @@ from shardwise.models.parameter_counts import (
 )
 from shardwise.optim.bucket_layout import matrix_chunk_elements, rounding_chunk_elements
 from shardwise.pipeline.action_order import action_order
+from shardwise.pipeline.partition import pipeline_rank_of
 
 _FLOAT32 = 4
 _BUCKETS_ON_THEIR_WAY = 3

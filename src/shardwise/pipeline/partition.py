@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from shardwise.config import Config, FamilyConfig, Layout, ParallelConfig, Schedule
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
+from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.models.flops import block_work, head_work
 from shardwise.models.parameter_counts import LocalWidths, elements_by_ranks
 
@@ -95,3 +96,15 @@ def balanced(layers: int, stages: int, head: float) -> tuple[int, ...]:
     fewest, larger_stages = divmod(layers - last_blocks, other_stages)
     sizes = [fewest + (stage >= other_stages - larger_stages) for stage in range(other_stages)]
     return (*sizes, last_blocks)
+
+
+def pipeline_rank_of(parallel: ParallelConfig, stage: int) -> int:
+    """Return the pipeline rank that holds a stage, given by its index in the order of the model.
+
+    Stages are dealt out in rounds, one to each rank. In a V-shaped schedule every second round goes from the last rank
+    to the first, so that rank r of p holds the stages r and 2p-1-r.
+    """
+    round_number, place = divmod(stage, parallel.pipeline)
+    if SCHEDULES[parallel.schedule].is_v_shaped and round_number % 2 == 1:
+        return parallel.pipeline - 1 - place
+    return place

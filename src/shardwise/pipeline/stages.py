@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Layout, ParallelConfig
-from shardwise.config.layout import Stage, pipeline_rank_of
+from shardwise.config.layout import Stage
 from shardwise.config.pipeline_schedule_specs import SCHEDULES
 from shardwise.distributed import collectives
 from shardwise.distributed.mesh import Group, Mesh
@@ -17,7 +17,7 @@ from shardwise.layers.embedding import ParallelEmbedding
 from shardwise.layers.execution import Compiler
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_balance, build_model
-from shardwise.pipeline.partition import stage_plan
+from shardwise.pipeline.partition import pipeline_rank_of, stage_plan
 
 
 class Stages(nn.ModuleList):

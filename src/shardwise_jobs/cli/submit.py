@@ -28,7 +28,7 @@ from shardwise.cli import output
 from shardwise.cli.help import add_json
 from shardwise.cli.train import glance_at_inputs, with_batch
 from shardwise.config import Config, Layout, check_layout, load_config, recipe_name, recipe_text, require_data
-from shardwise.config.recipe_files import is_model
+from shardwise.config.recipe_files import is_model_recipe
 from shardwise.estimates.memory import checkpoint_bytes
 from shardwise.runs.events import last_step, newest_checkpoint
 from shardwise.runs.folder import RUNS, RunDirectory, new_run_path, run_folder
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     """Raise a ConfigError where options exclude each other, or something that submitting needs is missing."""
-    if is_model(arguments.recipe):
+    if is_model_recipe(arguments.recipe):
         # The files of a model, such as the hub's cache, need not be on the machines of the job.
         raise ConfigError(
             f"RECIPE ({arguments.recipe}) must be a recipe, and it is a model: `shardwise recipes {arguments.recipe} "

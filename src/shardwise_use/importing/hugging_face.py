@@ -22,7 +22,7 @@ from shardwise.checkpoint.format.manifest import IMPORTED, MODEL, Manifest, Tens
 from shardwise.checkpoint.format.model_files import (
     config_token_ids,
     files_beside_weights,
-    read_model,
+    model_beside_weights,
     with_readable_tokenizer,
 )
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING
@@ -42,11 +42,11 @@ from shardwise.optim.learning_rate import RateAtStep, rate_at
 
 
 def model_of_config_file(config_file: Path, ignore: Collection[str]) -> tuple[Path, FamilyConfig]:
-    """The config.json that `checkpoint import --config` names, and the model in it; `ignore` as of `read_model`."""
+    """The config.json that `checkpoint import --config` names, and the model in it; `ignore`: as there."""
     path = config_file / writing.CONFIG if config_file.is_dir() else config_file
     if not path.is_file():
         raise ConfigError(f"--config ({config_file}) must be a Hugging Face config.json or its folder: there is none")
-    return path, read_model(Root.of(path), ignore)
+    return path, model_beside_weights(Root.of(path), ignore)
 
 
 def schedule_keys(
@@ -222,7 +222,7 @@ def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ForeignMode
     """
     if not (folder / writing.CONFIG).exists():
         raise ConfigError(f"{folder} must hold a {writing.CONFIG} that describes the model: it has none")
-    config = read_model(folder / writing.CONFIG, ignore)
+    config = model_beside_weights(folder / writing.CONFIG, ignore)
     tensors = StoredTensors.of(folder)
     stored = tensors.states[MODEL]
     shapes = canonical_shapes(config)

@@ -20,8 +20,7 @@ from typing import Any
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.canonical_tensors import canonical_shapes
-from shardwise.checkpoint.format.model_files import validated_model
-from shardwise.config import FamilyConfig
+from shardwise.config import FamilyConfig, checked_model_section
 from shardwise.config.hugging_face import from_hugging_face
 from shardwise.runs.json_records import read_record
 from shardwise_use.importing import dcp_models, pickled
@@ -160,7 +159,7 @@ def _model_of(described: Mapping[str, Any], where: str) -> tuple[FamilyConfig, b
     if any(windows):
         types = ("full_attention", "sliding_attention")
         fields |= {"sliding_window": max(windows), "layer_types": [types[bool(window)] for window in windows]}
-    return validated_model(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
+    return checked_model_section(from_hugging_face(fields, where), where), heads["rope"]["name"] == "complex"
 
 
 def _block(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from shardwise.base.errors import ConfigError, DataError, listing
 from shardwise.base.files import read_small, reason_of, user_path
 from shardwise.base.parsing import NotReadError, json_value, yaml_value
 from shardwise.config import Config, apply_overrides, config_from_sections
-from shardwise.config.error_texts import known_paths
 from shardwise.config.layout_rules import length_problems
 from shardwise.config.other_names import FACT_WORDS, FACTS, FAMILY_FACTS, OTHER_NAMES, PROGRAMS, WITHOUT_KEY, WORDS
+from shardwise.config.pydantic_errors import known_paths
 from shardwise.config.suggestions import is_key_or_option
 from shardwise.config.translation import Setting, is_integer_key, translate_settings
 from shardwise_use.porting.python_configs import UnknownPythonValue, python_settings

@@ -17,7 +17,7 @@ from shardwise.base.parsing import json_object
 from shardwise.checkpoint.format.weight_files import BESIDE_WEIGHTS, GENERATION
 from shardwise.checkpoint.format.writing import CONFIG, to_json
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, rope_scaling, shapes_of
+from shardwise.config import FamilyConfig, ModelConfig, checked_model_section, family_config, rope_scaling
 from shardwise.config.hugging_face import parse_hugging_face
 from shardwise.data.tokens.tokenizer import PLAIN_CLASS, Tokenizer, plain_tokenizer_config
 
@@ -109,13 +109,13 @@ def with_readable_tokenizer(files: Mapping[str, bytes], *, pairs: bool) -> dict[
 
 
 def config_token_ids(config_file: Root) -> dict[str, Any]:
-    """The ids of special tokens in a `config.json` beside weights; a copy without one has the same default."""
+    """The fields of a `config.json` beside weights that name ids of special tokens; copies have the same defaults."""
     fields = json_object(config_file.read(), str(config_file))
     return {key: value for key, value in fields.items() if key.endswith(_ID_SUFFIX)}
 
 
 def special_ids(fields: Mapping[str, Any], suffix: str = _ID_SUFFIX) -> list[int]:
-    """The ids of special tokens in the fields of `config.json` whose names end in `suffix`."""
+    """The ids of special tokens in the files beside weights, of the `fields` whose names end in `suffix`."""
     # A model may end a text by any of several tokens: the field is then a list.
     ids: list[int] = []
     for key, value in fields.items():
@@ -162,10 +162,10 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
         weights then say nothing more.
     """
     path = folder / "config.json"
-    config = shapes_of(model)
+    config = family_config(model)
     if config is None or not path.exists():
         return _ModelDifferences()
-    stored = read_model(path, config.ignore)
+    stored = model_beside_weights(path, config.ignore)
     if stored.family != config.family:
         raise ConfigError(
             f"model.family ({config.family}) must be that of {path} ({stored.family}){see('checkpoints#other-model')}"
@@ -192,22 +192,13 @@ def model_differences(model: ModelConfig, folder: Root) -> _ModelDifferences:
     return _ModelDifferences(tuple(problems), tuple(changes))
 
 
-def read_model(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
-    """The model that a `config.json` beside weights describes; `ignore`: fields that change nothing, as the user says.
+def model_beside_weights(path: Root, ignore: Collection[str] = ()) -> FamilyConfig:
+    """The model of stored weights, by the `config.json` beside them; `ignore`: fields without effect, as users say.
 
     Raises:
         ConfigError: the model is not supported, or the file cannot be read: every problem.
     """
-    return validated_model(parse_hugging_face(path.read(), str(path), ignore), str(path))
-
-
-def validated_model(section: Mapping[str, Any], where: str) -> FamilyConfig:
-    """The model of a stored `model` section; ConfigError, with every problem, where `where` describes none."""
-    try:
-        return checked_model_section(section)
-    except ConfigError as error:
-        reasons = error.problems
-    raise ConfigError([f"{where} describes no model that can be built: {reason}" for reason in reasons])
+    return checked_model_section(parse_hugging_face(path.read(), str(path), ignore), str(path))
 
 
 def _free_keys(config: FamilyConfig) -> frozenset[str]:

@@ -303,7 +303,7 @@ def tensor_mismatches(
 def differing_tied_copies(
     where: str, tensors: StoredTensors, sources: Mapping[str, Sequence[str]], boxes: Iterable[tuple[str, Box]]
 ) -> list[str]:
-    """Second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
+    """Stored second copies of a tied weight that differ from the first in one of the boxes (canonical name, box).
 
     Raises:
         StoreError: the weights cannot be read.
@@ -320,7 +320,7 @@ def differing_tied_copies(
 
 
 def lines_of_layers(where: str, text: str, facts: Iterable[tuple[str, object]], prefix: str = "") -> Iterator[str]:
-    """Lines `where` + `text`, one for all layers with the same fact.
+    """Lines `where` + `text` on stored tensors, one for all layers with the same fact.
 
     Args:
         where: subject of the lines.

@@ -160,7 +160,7 @@ def goes_back(config: Config, manifest: Manifest) -> bool:
 
 
 def recorded_return(config: Config, manifest: Manifest | None) -> dict[str, Any]:
-    """The last return to an earlier checkpoint, for `schedule` in manifests of a run that continues from this."""
+    """The entry in later manifests' `schedule` on the checkpoint to which a run last returned."""
     if config.checkpoint.resume != "auto":
         # With another value of either, the user asks for another return.
         return {_WENT_BACK: {"step": config.checkpoint.resume, "skip_batches": config.train.skip_batches}}

@@ -91,7 +91,7 @@ def put_checkpoint_in_place(partial: Root, final: Root) -> None:
 
 
 def summarize_checkpoint(folder: Root, step: int | None = None) -> StepFolder:
-    """One checkpoint, by its manifest and the sizes of its files."""
+    """The `StepFolder` of one checkpoint, by its manifest and the sizes of its files."""
     lengths: dict[str, int] = {}
     manifest: Manifest | None = None
     problem: str | None = None
@@ -121,7 +121,7 @@ def require_step(manifest: Manifest, folder: Root, step: int) -> None:
 
 
 def list_checkpoints(root: Root) -> Iterator[StepFolder]:
-    """The checkpoints in a folder, newest first. A large manifest takes many seconds: each is read when it is needed.
+    """Yield the `StepFolder` of each checkpoint, newest first. A large manifest takes seconds: it is read when needed.
 
     Saves that were not finished locally, and checkpoints that were set aside, are left out.
     """

@@ -68,7 +68,7 @@ _Result = TypeVar("_Result")
 
 
 class StoreError(RunError):
-    """A place of checkpoints cannot be read or written.
+    """Checkpoint storage cannot be read or written.
 
     Attributes:
         missing: there is nothing of that name.
@@ -87,7 +87,7 @@ class StoreError(RunError):
 
 
 class DamageError(StoreError):
-    """Bytes of a checkpoint are not those that were written."""
+    """Checkpoint storage gives other bytes than those that were written."""
 
 
 @dataclass(frozen=True)

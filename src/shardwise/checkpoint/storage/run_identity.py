@@ -91,7 +91,7 @@ def record_owner(root: Root, run: RunOwner) -> None:
 
 
 def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | None:
-    """The stored configuration of the run that `config` continues in `directory`; None where none took a step.
+    """The identity of the run that `config` continues in `directory`, its stored configuration; None: none took a step.
 
     A run that took steps can only be continued with the same model and data.
 
@@ -117,7 +117,7 @@ def earlier_run(directory: RunDirectory, config: Config) -> Mapping[str, Any] | 
 
 
 def continued_checkpoint(checkpoint: CheckpointConfig, run_path: Path | None) -> Root | None:
-    """The newest checkpoint that the run in a folder has, by its names; it has the weights and the tokenizer.
+    """The newest checkpoint of the run that is continued in a folder, by names; it has weights and tokenizer.
 
     Args:
         run_path: the folder of a run; None where it is to be made.

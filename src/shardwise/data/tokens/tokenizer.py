@@ -378,7 +378,7 @@ def special_token_ids(folder: Path) -> dict[str, int | None]:
 
 
 def export_user_tokenizer(path: str, tokenizer: Tokenizer, folder: Path) -> None:
-    """Copies the user's tokenizer into `folder`, and adds the files that transformers needs and that are missing.
+    """Copies the tokenizer of `data.tokenizer` into `folder`, with the files that transformers needs besides.
 
     Whatever its kind is, `folder` then has a `tokenizer.json` that gives the same ids.
     """

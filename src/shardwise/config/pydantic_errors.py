@@ -22,18 +22,18 @@ def refusal(error: ValidationError, section: str, family: str = "") -> ConfigErr
     """The error for a section that is read by itself, from what pydantic says."""
     problems = []
     for details in error.errors(include_url=False):
-        problems += error_texts({**details, "loc": (section, *details["loc"])}, family)
+        problems += error_messages({**details, "loc": (section, *details["loc"])}, family)
     return ConfigError(list(dict.fromkeys(problems)))
 
 
-def error_texts(details: Any, family: str = "") -> list[str]:
+def error_messages(details: Any, family: str = "") -> list[str]:
     """The messages of one pydantic error. `family`: family of the `model` section, whose keys may be suggested."""
     kind = details["type"]
     context = details.get("ctx", {})
     location = details["loc"]
     # A set has the keys of the section data, and what is wrong with one of them is told as of that section.
     if location[:2] == ("evaluation", "sets") and (len(location) > 3 or (len(location) == 3 and kind == PROBLEMS)):
-        texts = error_texts({**details, "loc": ("data", *location[3:])}, family)
+        texts = error_messages({**details, "loc": ("data", *location[3:])}, family)
         # The first word is a key, known or not.
         prefix = f"evaluation.sets.{location[2]}."
         return [as_keys_of_set(re.sub(r"^data\.", prefix, text), location[2]) for text in texts]
