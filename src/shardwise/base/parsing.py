@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,16 +77,12 @@ TAG = "tag:yaml.org,2002:"
 _STANDARD_TAGS = {TAG + "str", TAG + "map", TAG + "seq"}
 
 
-class NotReadError(ValueError):
-    """A text is no YAML of plain values."""
+def parse_yaml(text: str, origin: str) -> Any:
+    """The value of a YAML text of any origin, which errors name.
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = list(problems)
-
-
-def yaml_value(text: str, origin: str) -> Any:
-    """The value of any YAML text, `origin` in errors; NotReadError: it is none, too deep or large, or repeats keys."""
+    Raises:
+        ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
+    """
     # Costly to import, for readers of JSON.
     import yaml
 
@@ -96,25 +92,25 @@ def yaml_value(text: str, origin: str) -> Any:
     try:
         root = yaml.compose(text, Loader=loader)
     except RecursionError:
-        raise NotReadError([_too_deep(origin)]) from None
+        raise ConfigError(_too_deep(origin)) from None
     except yaml.YAMLError as error:
         # libyaml has a limit of its own.
         invalid = f"{origin} is not valid YAML: {_reason(error)}"
-        raise NotReadError([_too_deep(origin) if "nesting depth" in invalid else invalid]) from None
+        raise ConfigError(_too_deep(origin) if "nesting depth" in invalid else invalid) from None
     except UnicodeError:  # bytes of the command line
-        raise NotReadError([f"{origin} must be UTF-8 where its value is in brackets or quotes"]) from None
+        raise ConfigError(f"{origin} must be UTF-8 where its value is in brackets or quotes") from None
     if root is None:
         return None
     conversion = _Conversion(origin)
     value = conversion.value(root, ())
     if conversion.problems:
-        raise NotReadError(conversion.problems)
+        raise ConfigError(conversion.problems)
     return value
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping that a YAML file holds; OSError if it cannot be read, ValueError if it holds none."""
-    value = yaml_value(read_plain(path).decode(), "it")
+    value = parse_yaml(read_plain(path).decode(), "it")
     if not isinstance(value, dict):
         raise ValueError("it is no mapping")
     return value
@@ -150,10 +146,10 @@ class _Conversion:
         # An alias counts as what it repeats: a short text can describe more values than the memory takes.
         self._values += 1
         if len(path) > MOST_LEVELS:
-            raise NotReadError([_too_deep(self._origin)])
+            raise ConfigError(_too_deep(self._origin))
         if self._values > MOST_VALUES:
             too_many = f"must have at most {MOST_VALUES:,} values, those that aliases repeat included, and it has more"
-            raise NotReadError([f"{self._origin} {too_many}"])
+            raise ConfigError(f"{self._origin} {too_many}")
         if node.tag not in _STANDARD_TAGS:
             self._add(node, f"{'.'.join(path)} has the tag {node.tag}; only plain values are read")
             return None
@@ -194,18 +190,6 @@ def count_of(value: Any) -> int | None:
 def whole_number(text: str) -> int | None:
     """The whole number from 0 on that a text of digits gives; None for anything else."""
     return count_of(int(text)) if text.isdecimal() and len(text) < _MOST_DIGITS else None
-
-
-def parse_yaml(text: str, origin: str) -> Any:
-    """The value of a YAML text of a user's; `origin` names it in errors.
-
-    Raises:
-        ConfigError: the text is no YAML, has too many levels or values, or keys are given twice; with every such key.
-    """
-    try:
-        return yaml_value(text, origin)
-    except NotReadError as error:
-        raise ConfigError(error.problems) from None
 
 
 def parse_value(text: str, origin: str) -> Any:

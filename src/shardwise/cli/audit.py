@@ -20,7 +20,7 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.cli import output
-from shardwise.cli.help import add_json, add_overrides, option_count
+from shardwise.cli.help import add_json, add_overrides, count
 from shardwise.config import BITWISE
 from shardwise.launch.environment import joined
 from shardwise.runs.folder import RunDirectory
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--to", dest="last", metavar="STEP", type=int, help="last step (default: the last recorded)")
     parser.add_argument(
-        "--nproc", metavar="N", type=option_count, help="number of local ranks (default: as many as the run had)"
+        "--nproc", metavar="N", type=count, help="number of local ranks (default: as many as the run had)"
     )
     add_json(parser)
 

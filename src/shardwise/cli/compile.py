@@ -25,7 +25,7 @@ from shardwise.base.hardware import accelerators, cpu_count, torch_type
 from shardwise.base.parsing import whole_number
 from shardwise.base.progress import progress
 from shardwise.cli import output
-from shardwise.cli.help import add_overrides, add_recipe, option_count
+from shardwise.cli.help import add_overrides, add_recipe, count
 from shardwise.config import Config, Layout, check_layout, load_config, size_stages_of
 from shardwise.train.compile.graph_cache import Facts, GraphCache, graph_key, graph_label
 
@@ -40,20 +40,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cache-dir", metavar="DIR", type=Path, help="folder of graphs, instead of the recipe's compile.cache_dir"
     )
     parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=option_count,
-        help="graphs that are compiled at once (default: one per processor core)",
+        "--workers", metavar="N", type=count, help="graphs that are compiled at once (default: one per processor core)"
     )
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=option_count,
+        type=count,
         help="threads of each rank of the training (default: OMP_NUM_THREADS, or what `train` gives its ranks here)",
     )
-    parser.add_argument(
-        "--nproc", metavar="N", type=option_count, help="ranks of the training on one machine, as for `train`"
-    )
+    parser.add_argument("--nproc", metavar="N", type=count, help="ranks of the training on one machine, as for `train`")
     parser.add_argument(
         "--device", metavar="KIND", help="kind of device, such as cpu or cuda (default: this machine's)"
     )

@@ -112,7 +112,7 @@ def _filled(paragraph: str, width: int, indent: str = "") -> str:
 # ---- arguments that several commands have
 
 
-def option_count(text: str) -> int:
+def count(text: str) -> int:
     """The type, for argparse, of options of the command line that count: a whole number of at least 1."""
     # Costly to import, which a list of the commands does without.
     from shardwise.base.parsing import whole_number

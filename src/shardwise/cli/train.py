@@ -45,8 +45,6 @@ from shardwise.launch.environment import is_launched, joined, launches_node
 from shardwise.runs.folder import RunDirectory, run_folder
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.storage.root import Root
-
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
     from shardwise.estimates.cluster import Cluster
@@ -400,6 +398,7 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
     Rows tell the changes of their model by the recipe. A run that continues loads none.
     """
     from shardwise.checkpoint.format.model_files import model_differences
+    from shardwise.checkpoint.storage.checkpoint_folders import loaded_weights_text
     from shardwise.checkpoint.storage.model_tokenizer import other_tokenizer_text, with_loaded_tokenizer
     from shardwise.checkpoint.storage.root import StoreError
     from shardwise.checkpoint.storage.run_identity import continued_checkpoint
@@ -410,7 +409,7 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
         try:
             if (continued := continued_checkpoint(config.checkpoint, run_path)) is not None:
                 return with_loaded_tokenizer(config, continued), rows, []
-            text, folder = _loaded_weights_text(load, config.checkpoint.revision)
+            text, folder = loaded_weights_text(load, config.checkpoint.revision)
             rows.append(("weights", text))
             if folder is None:
                 revision = config.checkpoint.revision
@@ -425,27 +424,6 @@ def _glance_at_weights(load: str, config: Config, run_path: Path | None) -> tupl
         except StoreError as error:
             problems.texts.append(f"checkpoint.load: {error}")
     return config, rows, problems.texts
-
-
-def _loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
-    """A dry run's text on `checkpoint.load`, and the folder of the weights unless it is a hub id; nothing is fetched.
-
-    Raises:
-        ConfigError: there are no such weights.
-    """
-    # Costly to import, for a run that loads weights.
-    from shardwise.base.hub import FOUND, find_on_hub
-    from shardwise.checkpoint.format.weight_files import place_of_weights
-    from shardwise.checkpoint.storage.checkpoint_folders import load_location
-    from shardwise.checkpoint.storage.root import Root, is_url
-
-    location = load_location(load)
-    if is_url(location):
-        return location, Root.of(location)
-    place = place_of_weights(location, revision)
-    if isinstance(place, Path):
-        return location, Root.of(place)
-    return f"{location}: {FOUND[find_on_hub(place)]}", None
 
 
 def _local_ranks(arguments: argparse.Namespace, parallel: ParallelConfig) -> int:

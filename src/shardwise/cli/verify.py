@@ -29,7 +29,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.progress import progress
 from shardwise.base.registered import imported
 from shardwise.cli import output
-from shardwise.cli.help import add_json, add_overrides, add_recipe, option_count
+from shardwise.cli.help import add_json, add_overrides, add_recipe, count
 from shardwise.cli.recipe_argument import load_recipe
 from shardwise.config import BITWISE, Config, ModelConfig, recipe_name
 from shardwise.launch.environment import joined
@@ -67,7 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc",
         metavar="N",
-        type=option_count,
+        type=count,
         help=f"ranks of each layout (default: one per accelerator, and {_CPU_RANKS} on CPU)",
     )
     parser.add_argument(

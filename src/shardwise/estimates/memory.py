@@ -314,12 +314,13 @@ def messages_of_a_micro_batch(workload: RankWorkload) -> int:
     return workload.x_bytes * sum(back + (onwards and not _frees_onwards()) for onwards, back in sends)
 
 
+@cache
 def _frees_onwards() -> bool:
     """Return whether a rank with several stages frees what it sends to a next stage before the end of the step.
 
     torch 2.15 waits for such a send when the micro-batch's backward pass has gone through the stage.
     """
-    return _torch_release() >= (2, 15)
+    return tuple(map(int, re.findall(r"\d+", torch_version())[:2])) >= (2, 15)
 
 
 def checkpoint_bytes(config: Config, accelerator: bool = False) -> int | None:
@@ -546,9 +547,3 @@ def too_large_text(needed: float, memory: float, device: str) -> str:
         f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
         f"train.recompute=full{see('runs#model-does-not-fit')}"
     )
-
-
-@cache
-def _torch_release() -> tuple[int, ...]:
-    """The first two numbers of the installed torch's version."""
-    return tuple(map(int, re.findall(r"\d+", torch_version())[:2]))

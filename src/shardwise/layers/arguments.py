@@ -75,7 +75,14 @@ def refuse_unknown(
 
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     named = [argument.name for argument in inspect.signature(owner).parameters.values() if argument.kind in kinds]
-    refuse_unknown_arguments(owner.__name__, unknown, dict.fromkeys([*named, *known]), ARGUMENTS[kind])
+    takes = dict.fromkeys([*named, *known])
+    hints: dict[str, str | None] = {}
+    for name in unknown:
+        near = nearest_name(name, takes, cutoff=0.75)
+        hints[name] = ARGUMENTS[kind].get(name) or (near and f"did you mean {near}?")
+    shown = [f"{name} ({hint})" if hint else name for name, hint in hints.items()]
+    known_names = "" if all(hints.values()) else f"; it takes {listing(takes)}"
+    raise ArgumentError(f"{owner.__name__} does not take {listing(shown, 'or')}{known_names}")
 
 
 def sizes_of(given: object, count: int, problem: str) -> tuple[int, ...]:
@@ -94,35 +101,3 @@ def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
             f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
         )
     return kv_size * multiplier // ranks
-
-
-def refuse_unknown_arguments(
-    owner: str, given: Iterable[str], known: Iterable[str], replaced: Mapping[str, str] | None = None
-) -> None:
-    """Refuse the keyword arguments that a layer or loss does not take, all of them in one sentence.
-
-    Args:
-        replaced: what to do instead of arguments that another library's function or class of this name takes.
-
-    Raises:
-        ArgumentError: some are unknown; for each, what replaces it or the known name that is nearest.
-    """
-    known = list(known)
-    replaced = replaced or {}
-    unknown = []
-    every_name_has_hint = True
-    for name in given:
-        if name in known:
-            continue
-        near = nearest_name(name, known, cutoff=0.75)
-        if name in replaced:
-            unknown.append(f"{name} ({replaced[name]})")
-        elif near is not None:
-            unknown.append(f"{name} (did you mean {near}?)")
-        else:
-            unknown.append(name)
-            every_name_has_hint = False
-    if not unknown:
-        return
-    takes = "" if every_name_has_hint else f"; it takes {listing(known)}"
-    raise ArgumentError(f"{owner} does not take {listing(unknown, 'or')}{takes}")

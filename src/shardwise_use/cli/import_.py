@@ -33,7 +33,7 @@ from shardwise.checkpoint.format.weight_files import resolve_weights
 from shardwise.checkpoint.storage.root import answering_root, is_url
 from shardwise.cli import output
 from shardwise.cli.checkpoint.export import add_max_shard_size, shard_bytes
-from shardwise.cli.help import add_json, option_count
+from shardwise.cli.help import add_json, count
 from shardwise.data.tokens.tokenizer_files import resolve_tokenizer
 from shardwise.runs.folder import RunDirectory
 
@@ -85,7 +85,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vocab-size",
         metavar="N",
-        type=option_count,
+        type=count,
         help=f"{_MEGATRON}, {_NEMO}: tokens without the embedding's padding (default: from the checkpoint or "
         "--tokenizer)",
     )
@@ -122,7 +122,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _from_0(text: str) -> int:
-    return 0 if text == "0" else option_count(text)
+    return 0 if text == "0" else count(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

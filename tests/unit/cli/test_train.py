@@ -188,6 +188,7 @@ def test_a_dry_run_refuses_weights_that_are_not_there(monkeypatch: pytest.Monkey
     awaited = "runs/bert-large/checkpoints/step-00028125"
     assert f"\n# weights        {awaited}: not there yet; the run that" in loaded("", 0, "bert-large-phase2")
     assert "memory://none/run must be a folder with weights" in loaded("memory://none/run", 2)
+    monkeypatch.setattr("shardwise.checkpoint.storage.checkpoint_folders.find_on_hub", lambda wanted: "hub")
     monkeypatch.setattr("shardwise.base.hub.find_on_hub", lambda wanted: "hub")
     shown = loaded("owner/name", 0)
     assert "\n# weights        owner/name: on the hub, fetched when the run starts\n" in shown

@@ -14,16 +14,13 @@ import numpy as np
 
 from shardwise.base.errors import ConfigError, listing
 from shardwise.base.tensor_box import Box
-from shardwise.base.units import size
 from shardwise.checkpoint.format.expert_weights import NUMBER_IN_BLOCK, differing_expert_blocks, unfused_experts
 from shardwise.checkpoint.format.manifest import MANIFEST, MODEL, Manifest, PieceEntry, TensorEntry
 from shardwise.checkpoint.format.safetensors import DTYPES, FLOATING, Values, cast_values, read_header
 from shardwise.checkpoint.format.weight_files import (
-    INDEX,
     SHARDS,
-    SINGLE,
     absent_parts_problem,
-    indexed_weight_files,
+    find_weight_files,
     unconsolidated_files,
 )
 from shardwise.checkpoint.storage.chunks import READ_BYTES, ChunkedReader, chunk_numbers_text, read_range
@@ -34,8 +31,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Canonical name → shape."""
 TRAINABLE = "float64, float32, float16 or bfloat16"
 """The dtypes that a weight may have, for messages."""
-MAX_INDEX_BYTES = 2**26
-"""Enough for 600,000 tensors of 100 bytes each: a longer file is no index, and is not read into memory."""
 _DIGITS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 """The part of a name that is a number; the first one is the layer's."""
@@ -64,7 +59,7 @@ class StoredTensors:
         if (folder / MANIFEST).exists():
             manifest = Manifest.read(folder)
             return StoredTensors(folder, manifest.tensors, manifest)
-        files = _weight_files(folder)
+        files = find_weight_files(folder)
         weights: dict[str, TensorEntry] = {}
         parts: dict[tuple[str, str, int], list[PieceEntry]] = {}
         damage: list[str] = []
@@ -161,29 +156,6 @@ def _whole(folder: Root, parts: Mapping[tuple[str, str, int], list[PieceEntry]])
             "are missing, or there twice"
         )
     return tensors
-
-
-def _weight_files(folder: Root) -> tuple[str, ...]:
-    """The safetensors files of a folder; ConfigError if there are none, or the index names what is not there."""
-    if (folder / SINGLE).exists():
-        return (SINGLE,)
-    index = folder / INDEX
-    if not index.exists():
-        if files := unconsolidated_files(folder.names()):
-            if problems := absent_parts_problem(folder, files):
-                raise ConfigError(problems)
-            return tuple(files)
-        names = listing(folder.names()[:6]) or "nothing"
-        raise ConfigError(
-            f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
-            f"it has {names}"
-        )
-    length = index.size()
-    if length > MAX_INDEX_BYTES:
-        raise ConfigError(
-            f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
-        )
-    return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))
 
 
 # ---- the order of states and names, and cuts of a tensor

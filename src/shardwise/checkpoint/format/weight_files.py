@@ -15,7 +15,10 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.base.files import name_problem, reason_of, user_path
 from shardwise.base.hub import LICENCES, TOKENIZER_FILES, HubFiles, fetch_or_open, require_hub_id
 from shardwise.base.parsing import json_value
+from shardwise.base.units import size
 from shardwise.checkpoint.format.foreign_folders import conversion_hint
+from shardwise.checkpoint.format.manifest import MANIFEST
+from shardwise.checkpoint.storage.root import Root
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -27,6 +30,8 @@ BESIDE_WEIGHTS = (GENERATION, *TOKENIZER_FILES, *LICENCES)
 """Patterns of the files that a model's folder holds in addition to its weights and config.json."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of files of weights that are pickled, which are never opened."""
+MAX_INDEX_BYTES = 2**26
+"""Enough for 600,000 tensors of 100 bytes each: a longer file is no index, and is not read into memory."""
 _SHOWN = 6
 
 
@@ -38,10 +43,7 @@ def resolve_weights(
 
 
 def place_of_weights(load: str, revision: str | None = None) -> Path | HubFiles:
-    """The folder with weights that `checkpoint.load` names, else its files on the hub; no request is sent.
-
-    Raises ConfigError if it is neither a folder with weights nor a hub id.
-    """
+    """The folder with weights that `checkpoint.load` names, else its files on the hub; ConfigError if it is neither."""
     folder = user_path(load)
     if folder.is_dir():
         if revision is not None:
@@ -144,3 +146,26 @@ def indexed_weight_files(index: bytes, folder: object, is_there: Callable[[str],
     if absent := [name for name in names if not is_there(name)]:
         raise ConfigError(f"{folder} lacks {listing(absent, most=3)}: its index says that they hold weights: copy them")
     return names
+
+
+def find_weight_files(folder: Root) -> tuple[str, ...]:
+    """The safetensors files of a folder; ConfigError if there are none, or the index names what is not there."""
+    if (folder / SINGLE).exists():
+        return (SINGLE,)
+    index = folder / INDEX
+    if not index.exists():
+        if files := unconsolidated_files(folder.names()):
+            if problems := absent_parts_problem(folder, files):
+                raise ConfigError(problems)
+            return tuple(files)
+        names = listing(folder.names()[:6]) or "nothing"
+        raise ConfigError(
+            f"{folder} must be a checkpoint (with {MANIFEST}) or have safetensors weights ({SINGLE} or {INDEX}): "
+            f"it has {names}"
+        )
+    length = index.size()
+    if length > MAX_INDEX_BYTES:
+        raise ConfigError(
+            f"{index} ({size(length)}) must be an index of safetensors files, which has at most {size(MAX_INDEX_BYTES)}"
+        )
+    return tuple(indexed_weight_files(index.read(), folder, lambda name: (folder / name).exists()))

@@ -26,8 +26,9 @@ from pathlib import Path
 
 from shardwise.base.errors import ConfigError, see
 from shardwise.base.files import MOST_BYTES, user_path
+from shardwise.base.hub import FOUND, find_on_hub
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
-from shardwise.checkpoint.format.weight_files import has_weights
+from shardwise.checkpoint.format.weight_files import has_weights, place_of_weights
 from shardwise.checkpoint.storage.chunks import require_length
 from shardwise.checkpoint.storage.root import DamageError, Root, StoreError, answering_root, is_url
 
@@ -381,13 +382,28 @@ def companions_folder(companions: str) -> Root:
     )
 
 
+def loaded_weights_text(load: str, revision: str | None) -> tuple[str, Root | None]:
+    """The stored weights that `checkpoint.load` names, as text, and their folder unless on the hub; nothing is fetched.
+
+    Raises:
+        ConfigError: there are no such weights.
+    """
+    location = load_location(load)
+    if is_url(location):
+        return location, Root.of(location)
+    place = place_of_weights(location, revision)
+    if isinstance(place, Path):
+        return location, Root.of(place)
+    return f"{location}: {FOUND[find_on_hub(place)]}", None
+
+
 def _checkpoint_path(run: Root) -> str | None:
     """The `checkpoint.path` of a run's configuration; None where it is not set or cannot be read."""
     # Costly to import, and only needed for a run's folder.
-    from shardwise.base.parsing import yaml_value
+    from shardwise.base.parsing import parse_yaml
 
     try:
-        path = yaml_value((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
+        path = parse_yaml((run / _RUN_CONFIG).read(0, MOST_BYTES).decode(), _RUN_CONFIG)["checkpoint"]["path"]
     except (ValueError, KeyError, TypeError):
         return None
     return path if isinstance(path, str) and path else None

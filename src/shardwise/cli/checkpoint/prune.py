@@ -15,7 +15,7 @@ from shardwise.base.units import counted, size
 from shardwise.checkpoint.storage.checkpoint_folders import NamedFolder, checkpoint_folder
 from shardwise.cli import output
 from shardwise.cli.checkpoint import add_path
-from shardwise.cli.help import option_count
+from shardwise.cli.help import count
 from shardwise.runs.folder import RunDirectory, RunLock
 
 
@@ -24,12 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         metavar="N",
-        type=option_count,
+        type=count,
         required=True,
         help="number of newest intact checkpoints that stay (at least 1)",
     )
     parser.add_argument(
-        "--keep-every", metavar="M", type=option_count, help="checkpoints whose step is a multiple of M stay too"
+        "--keep-every", metavar="M", type=count, help="checkpoints whose step is a multiple of M stay too"
     )
     parser.add_argument(
         "--abandoned",
