@@ -72,10 +72,10 @@ def reserved(launch: LaunchConfig) -> str | None:
     return slurm_commands.accelerators_per_node(launch.partition)
 
 
-def check_counts(
+def check_node_counts(
     config: Config, nodes: tuple[int, int], ranks: int, with_batch: Callable[[Config, int], Config]
 ) -> tuple[Layout, list[str]]:
-    """Return the layout on the most nodes of a job, and notes on numbers of nodes that cannot be filled.
+    """Check the numbers of nodes of a job before it is submitted; returns the layout on the most nodes, and notes.
 
     Raises:
         ConfigError: the layout fills no number of the nodes, or none up to the fewest.

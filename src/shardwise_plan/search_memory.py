@@ -13,7 +13,7 @@ from shardwise.estimates.memory import MemoryEstimate, estimated_memory, message
 from shardwise.estimates.memory_choice import memory_candidates
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.step_peak import blocks_in_flight
-from shardwise.models.parameter_counts import LocalWidths, elements_of_block, kinds_of_blocks, owned_elements
+from shardwise.models.parameter_counts import LocalWidths, count_blocks, elements_of_block, owned_elements
 from shardwise.pipeline.partition import stage_plan
 from shardwise_plan.device_specs import Cluster
 from shardwise_plan.layout_choices import LayoutChoice, with_compiled_blocks
@@ -56,7 +56,7 @@ class LeastMemory:
         precision = self._precision
         model = self._config.known_shapes
         block = partial(elements_of_block, model, layout.tensor, LocalWidths.on(layout, model))
-        kinds = [routing for routing, _ in kinds_of_blocks(model, range(model.num_hidden_layers))]
+        kinds = [routing for routing, _ in count_blocks(model, range(model.num_hidden_layers))]
         smallest = min(kinds, key=lambda routing: block(routing).total())
         counted = block(smallest), block(smallest, True)
         owned, owned_matrices = (int(layers * owned_elements(counts, shards)) for counts in counted)

@@ -19,8 +19,8 @@ from shardwise.config.layout import Stage
 from shardwise.models.parameter_counts import (
     LocalWidths,
     block_matrix_shapes,
+    count_blocks,
     elements_by_ranks,
-    kinds_of_blocks,
     owned_elements,
 )
 from shardwise.optim.bucket_layout import bucket_bytes
@@ -254,7 +254,7 @@ def stage_works(
     works: list[_StageWork] = []
     alike: dict[tuple[object, ...], _StageWork] = {}
     for stage in stage_plan(config, layout):
-        kinds = kinds_of_blocks(model, stage.layers)
+        kinds = count_blocks(model, stage.layers)
         key = (stage.is_first, stage.is_last, kinds)
         if key not in alike:
             blocks = [

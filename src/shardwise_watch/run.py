@@ -511,8 +511,8 @@ def _modification_time(path: Path) -> float | None:
         return None
 
 
-def ranks_by_process(runs: Iterable[RunView]) -> Owners:
-    """Return the ranks of the live runs on this machine, by their processes, for the list of devices."""
+def live_ranks_by_process(runs: Iterable[RunView]) -> Owners:
+    """Return the ranks of the live runs that are watched on this machine, by their processes."""
     host = platform.node()
     ranks: Owners = {}
     for run in runs:

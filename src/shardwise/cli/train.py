@@ -509,7 +509,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
-    from shardwise.runs.events import what_is_saved
+    from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
@@ -519,5 +519,5 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
+        raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0

@@ -95,7 +95,7 @@ class Pending:
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """Return the sum of `[n, …]` over its first dim, n a power of two: neighbours are added, then their sums.
+    """Return the sum of `[n, …]` over dim 0, as a reduction over ranks adds n parts in a tree; n is a power of two.
 
     The sum of each aligned run of 2^k parts is a node of this tree: ranks that hold such runs can add up theirs alone,
     and the result is the same to the last bit for any number of ranks.
@@ -534,7 +534,7 @@ def scatter_sum_sequence(x: Tensor, group: Group) -> Tensor:
 
 
 def enter_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """x for a layer whose ranks each use all of it: `gather_sequence` or `copy_to_group`."""
+    """The collective before a layer whose ranks each use all of x: `gather_sequence` or `copy_to_group`."""
     return _apply("gather" if sequence_parallel else "copy", x, group)
 
 
@@ -562,7 +562,7 @@ _Item = TypeVar("_Item")
 
 
 def union(items: Iterable[_Item], group: Group) -> list[_Item]:
-    """Gather the items of a group's ranks, each item once, in the same order on every rank.
+    """All-gather the items of a group's ranks, each item once, in the same order on every rank.
 
     Where no rank has one, as in a healthy job, the ranks exchange a flag and no more.
     """
@@ -575,6 +575,6 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
 
 
 def raise_on_all_ranks(problems: list[str], group: Group) -> None:
-    """Gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
+    """All-gather the problems of a group's ranks, and raise them on every rank as one ConfigError, or none."""
     if all_problems := union(problems, group):
         raise ConfigError(all_problems)

@@ -98,8 +98,8 @@ def begin_use(device: torch.device) -> None:
     torch.empty(1, device=device)
 
 
-def show_one_core(device: torch.device) -> None:
-    """Leave this rank one of the NeuronCores that all ranks are shown; ConfigError if there are too few."""
+def choose_neuron_core(device: torch.device) -> None:
+    """Take one of the visible NeuronCores as this rank's device; ConfigError if there are too few for all ranks."""
     cores = visible_neuron_cores() if device.type != "cpu" else []
     if 1 < len(cores) <= device.index:
         raise ConfigError(
@@ -211,7 +211,7 @@ def add_in_one_order(device: torch.device, threads: int) -> None:
 
 
 def use_flash_attention_3(device: torch.device) -> None:
-    """Let a CUDA device compute attention by FlashAttention 3 (arXiv:2407.08608); ConfigError if it is not there."""
+    """Switch a device's attention kernels to FlashAttention 3 (arXiv:2407.08608); ConfigError if it has none."""
     if device.type == "cuda":
         if torch.cuda.is_available() and (found := torch.cuda.get_device_capability(device)) != (9, 0):
             where = f"compute capability {found[0]}.{found[1]}: its kernels are for 9.0, such as an H100"
@@ -335,7 +335,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def allocator_bytes(device: torch.device) -> dict[str, int]:
-    """Bytes of an accelerator's allocator: `allocated` by tensors, `reserved` for them, and the most of each so far.
+    """Ask a device's allocator for its bytes: `allocated` by tensors, `reserved` for them, and the most of each.
 
     Empty on the CPU. The host does not wait.
     """
@@ -351,7 +351,7 @@ def allocator_bytes(device: torch.device) -> dict[str, int]:
 
 
 def utilization() -> float | None:
-    """The utilization of this rank's device, a GPU, 0 to 1; None where no library tells it."""
+    """Ask this rank's device, a GPU, for its utilization, 0 to 1; None where no library tells it."""
     try:
         return torch.cuda.utilization() / 100
     except Exception:  # noqa: BLE001  no library, no driver, or a device that NVML does not see
@@ -440,7 +440,7 @@ def has_wide_integers(device: torch.device) -> bool:
 
 
 def shares_memory(device: torch.device, ranks: int) -> bool:
-    """True if so many neighbouring ranks are on CUDA devices of one machine that read each other's memory."""
+    """True if the devices of so many neighbouring ranks are GPUs with access to each other's memory (CUDA peers)."""
     if device.type != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) % ranks:
         return False
     first = (device.index or 0) // ranks * ranks
@@ -464,7 +464,7 @@ def compiles_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def cpu_prefers_onednn() -> bool:
-    """True if float32 matmuls run faster by oneDNN than by MKL: on x86 processors that are not Intel's."""
+    """True if this rank's device, a CPU that is not Intel's, runs float32 matmuls faster by oneDNN than by MKL."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     cpuinfo = Path("/proc/cpuinfo")

@@ -413,7 +413,7 @@ def add_further_gradients(parameter: nn.Parameter, count: int) -> None:
 
 
 def further_gradients(parameter: Tensor) -> list[FurtherGradient]:
-    """Return the gradients that `add_further_gradients` gave a parameter."""
+    """Return the further gradients of a placed parameter, which `add_further_gradients` gave it."""
     gradients: list[FurtherGradient] = getattr(parameter, "further_gradients", [])
     return gradients
 
@@ -459,7 +459,7 @@ Pieces = dict[nn.Parameter, tuple[Piece, ...]]
 
 
 def named_pieces(groups: Iterable[dict[str, Any]], stage: int) -> Pieces:
-    """The placement's pieces of each parameter of an optimizer's groups, by names that are full and unique.
+    """The pieces of the placement of each parameter of `groups`, by names that are full and unique.
 
     A name that is not full is completed by the parameter's number among those of its name and shape, and by the
     pipeline stage: every layout without a pipeline gives the same.

@@ -109,7 +109,7 @@ def expected_memory(
 
 
 def memory_stand_in(config: Config, own_shapes: OwnShapes, accelerator: bool) -> Config:
-    """Return `config` with a Llama in place of the user's own model, whose estimated memory is that of the own one."""
+    """Return `config` with a Llama in place of the user's own model, for which the memory estimates are the same."""
     alone = config.with_keys(parallel={"tensor": 1, "pipeline": 1}, train={"recompute": "none"})
     memory = expected_memory(alone.model_copy(update={"model": own_shapes.like}), Layout(1), accelerator)
     assert memory is not None, "the shapes of a family are known"
@@ -131,7 +131,7 @@ def neediest_stage(stages: Sequence[Config], layout: Layout, accelerator: bool =
 
 
 def memory_of_machine(config: Config, layout: Layout, ranks: Iterable[int]) -> tuple[int, int] | None:
-    """Return bytes of the state and bytes at the peak, summed over ranks of one machine that compute on its CPU.
+    """Estimate the bytes of state and at the peak of a step, summed over ranks of one machine that compute on its CPU.
 
     None for a model of your own. `ranks` are their numbers in the job.
     """
@@ -512,7 +512,7 @@ def _rounding(workload: RankWorkload) -> tuple[int, int]:
 
 
 def leaves_to_memory(config: Config, layout: Layout, accelerator: bool) -> bool:
-    """Return whether a key leaves something to the estimated memory of a rank.
+    """Return whether the estimate of a rank's memory decides on a key of the configuration.
 
     Ranks on CPUs share the memory of their machine, so that null means false, and gather, there.
     """

@@ -272,7 +272,7 @@ def _first_host(variables: Mapping[str, str]) -> str:
 
 
 def address_of(name: str) -> str:
-    """Return the address of a node of SLURM, by which the ranks of the other nodes reach it.
+    """Return MASTER_ADDR for ranks that `srun` starts: the address of a node, by which other nodes reach it.
 
     Raises:
         ConfigError: it is not known. It is never guessed: a job that meets on a wrong machine hangs.

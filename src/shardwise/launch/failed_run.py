@@ -19,7 +19,7 @@ from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
 from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
 from shardwise.launch.stop_requests import is_installed, signal_name
-from shardwise.runs.events import first_step, last_event, newest_checkpoint, seconds_of, what_is_saved
+from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
 from shardwise.runs.failure_record import FailureRecord, checkpoint_intervals, failure_of, recorded_sections, will_recur
 from shardwise.runs.folder import RunDirectory, now, open_log
 
@@ -45,7 +45,7 @@ def failure_of_error(error: BaseException, rank: int, run_path: Path | None, log
     if isinstance(error, KeyboardInterrupt):
         stopped = f"stopped by {str(error) or signal_name(signal.SIGINT)}"
         if run_path is not None:
-            text = f"the run was {stopped}; {what_is_saved(run_path)}"
+            text = f"the run was {stopped}; {newest_checkpoint_text(run_path)}"
             # Nothing is lost at the start: the same command continues, as after a stop with a checkpoint.
             code = RunError.exit_code if is_installed() else StoppedError.exit_code
             return Failure(rank, text, code)
@@ -80,8 +80,8 @@ def _write_traceback(error: BaseException, log: Path | None) -> bool:
     return False
 
 
-def tell_in_turn(failure: Failure, run: Path, began: float) -> None:
-    """Tell of the failure of a rank of a program, once for all ranks: rank 0 is first to tell what all have met."""
+def send_failure_notice(failure: Failure, run: Path, began: float) -> None:
+    """Send the notice of a failed run from one of its ranks: rank 0 is first, the others wait."""
     time.sleep((2.0 + 0.01 * (failure.rank % 100)) * (failure.rank > 0))
     mark = run / ".failure-told"
     with contextlib.suppress(OSError):  # the folder may be gone; file systems round times
@@ -138,7 +138,7 @@ def failure_text(
 
 
 def resume_command(run: Path) -> str | None:
-    """Return the command line of this process with the run's folder, as a user types it.
+    """Return the command that resumes a failed run: that of this process with the run's folder.
 
     None of a program, and of a replay, whose folder is removed.
     """

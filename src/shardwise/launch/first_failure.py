@@ -86,7 +86,7 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
     """
     is_late = False
     if place is not None:
-        if report_failure(replace(failure, text=redaction.redacted(failure.text))):
+        if report_first_failure(replace(failure, text=redaction.redacted(failure.text))):
             return
         if place.rank != 0 and not failure.waited:
             # The launcher ends every rank when the first one exits. So rank 0 goes first, for an error that all ranks
@@ -104,8 +104,8 @@ def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure]
     print_error(text)
 
 
-def report_failure(failure: Failure) -> bool:
-    """Record the failure of a rank, unless another was first; True if a launcher reads and shows the record."""
+def report_first_failure(failure: Failure) -> bool:
+    """Write a rank's failure to the launcher's file, unless another was first; True if a launcher reads it."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -118,8 +118,8 @@ def report_failure(failure: Failure) -> bool:
     return True
 
 
-def read_rank_failure(path: Path) -> Failure | None:
-    """Read the failure that a rank recorded for its launcher; None without one, or if it was killed as it wrote."""
+def read_first_failure(path: Path) -> Failure | None:
+    """Read the first failure of a job from the file of its launcher; None without one, or one that is cut short."""
     try:
         return Failure(**parsing.json_value(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):

@@ -162,7 +162,7 @@ def failure_recorded(place: Rank | None, run_path: Path | None) -> Iterator[None
             failure = failed_run.failure_of_error(error, rank, run_path, folder.RunDirectory(run_path).log(rank))
             failed_run.failure_text(failure, run_path, began, None, tells=False)
             if notices.targets:
-                failed_run.tell_in_turn(failure, run_path, began)
+                failed_run.send_failure_notice(failure, run_path, began)
         raise
 
 

@@ -78,8 +78,8 @@ def refuse_unknown(
     refuse_unknown_arguments(owner.__name__, unknown, dict.fromkeys([*named, *known]), ARGUMENTS[kind])
 
 
-def sizes_of(given: object, count: int, problem: str) -> tuple[int, ...]:
-    """Return `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they are others."""
+def layer_sizes(given: object, count: int, problem: str) -> tuple[int, ...]:
+    """Return a layer's `count` sizes, of which one may stand alone; raise `problem` as ArgumentError if they differ."""
     sizes = tuple(given) if isinstance(given, Sequence) else (given,)
     if len(sizes) != count or not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
         raise ArgumentError(problem)

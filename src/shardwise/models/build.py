@@ -53,7 +53,7 @@ def build_model(
     """Build this rank's shard of the model that `config.model` describes; weights depend on (seed, canonical name).
 
     Args:
-        group, sequence_parallel, device, dtype, part, deferred: as in `Family`.
+        group, sequence_parallel, device, dtype, part, deferred: as in `FamilyModel`.
         mesh: the ranks that share samples, and those that divide the experts of a block; None: there are none.
         balance: objectives of routers in training.
         loss, compiler: as in `Execution`.
@@ -124,7 +124,7 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
 
 
 def products_add(config: Config, device: torch.device) -> bool:
-    """True if linear layers of a built model add the products of their gradients in float32, or return them so.
+    """True if a model is built with linear layers that add products to float32 gradients, or return them in float32.
 
     Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
     gradients of weights, as split backward passes do.

@@ -41,7 +41,7 @@ ROUNDING_CHUNK_ELEMENTS_ACCELERATOR = 2**22
 
 
 class UnitPlace(NamedTuple):
-    """The place of a parameter in the model; `unit`: number of its embedding, block or head."""
+    """The place of a parameter by which buckets are laid out; `unit`: number of its embedding, block or head."""
 
     stage: int
     unit: int
@@ -51,7 +51,7 @@ FIRST_PLACE = UnitPlace(0, 0)
 
 
 def bucket_bytes(gradients: float, ranks: int, *, accelerator: bool) -> float:
-    """Return the bytes of a bucket that hide most of the reductions behind the backward pass.
+    """Return the size of the optimizer's buckets in bytes, which hides most of the reductions behind the backward pass.
 
     A ring over n ranks reduces b bytes in `(n - 1)·(l + b / (n·w))`: n - 1 messages of latency l, and bandwidth w. The
     last bucket of a backward pass of G bytes hides behind nothing, and its bytes cost `(n - 1)·b / (n·w)`. The latency
@@ -121,8 +121,8 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return tuple(next(by_stride) if size != 1 else dim for dim, size in enumerate(shape))
 
 
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the inverse of `memory_order`: the place of each dimension in `order`."""
+def inverse_order(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the inverse of a bucket's `memory_order`: the place of each dimension in `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 

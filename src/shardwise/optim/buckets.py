@@ -22,8 +22,8 @@ from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
-from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse, memory_order, offsets_and_length
-from shardwise.optim.sharding import Cut, Dtypes
+from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse_order, memory_order, offsets_and_length
+from shardwise.optim.sharding import Cut, OptimizerDtypes
 
 Leaf = Tensor | placement.FurtherGradient
 """The owner of a gradient in a bucket."""
@@ -62,7 +62,7 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         cut: Cut,
         *,
-        dtypes: Dtypes,
+        dtypes: OptimizerDtypes,
         place: UnitPlace = FIRST_PLACE,
         on_host: bool = False,
     ) -> None:
@@ -393,7 +393,7 @@ class Bucket:
             the fastest in memory, and the run's start in the owned part.
         """
         order_in_memory = self.orders[index]
-        dimension_places = inverse(order_in_memory)
+        dimension_places = inverse_order(order_in_memory)
         for piece in pieces:
             # A transposed piece is a matrix, whose dimensions 0 and 1 change places.
             order = tuple(1 - dim for dim in order_in_memory) if piece.transposed else order_in_memory
@@ -444,7 +444,7 @@ class GroupSums:
 
 def in_order(run: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
     """Return a view `[*shape]` of a bucket's run `[N]` in which dimensions lie in `order`, the slowest first."""
-    return run.view([shape[dim] for dim in order]).permute(inverse(order))
+    return run.view([shape[dim] for dim in order]).permute(inverse_order(order))
 
 
 def weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

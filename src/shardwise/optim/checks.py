@@ -146,7 +146,7 @@ def _uncut_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
 
 
 def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
-    """Give uncut parameters the values of the first tensor-parallel rank; one rank warns where this changed some.
+    """Give an optimizer's uncut parameters the first tensor-parallel rank's values; one rank warns of changes.
 
     Collective over tensor parallelism. Data parallelism spreads the values of its own first rank afterwards.
 

@@ -19,7 +19,7 @@ from shardwise.distributed.collectives import Pending
 from shardwise.distributed.torch_private import call_without_overrides
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, packed
 from shardwise.optim.buckets import Bucket, has_matrices
-from shardwise.optim.sharding import Cut, Dtypes, Sharding
+from shardwise.optim.sharding import Cut, OptimizerDtypes, Sharding
 
 # ---- memory of flat tensors, whose views stay, and are valid while it is there
 
@@ -40,7 +40,7 @@ def release(flat: Tensor) -> None:
 
 @torch.no_grad()
 def draw_in_place(parameter: nn.Parameter) -> None:
-    """Give a parameter memory of its own, and its values, if it was made without (`placement.make_parameter`)."""
+    """Give a parameter that no bucket has freed memory and values, if it was made without (`make_parameter`)."""
     if not _has_memory(parameter):
         allocate(parameter)
         placement.draw_deferred(parameter, parameter.zero_())
@@ -263,7 +263,7 @@ def make_buckets(
     parameters: Sequence[nn.Parameter],
     sharding: Sharding,
     cut: Cut,
-    dtypes: Dtypes,
+    dtypes: OptimizerDtypes,
     places: Mapping[nn.Parameter, UnitPlace],
 ) -> list[Bucket]:
     """Make buckets of at most `bucket_mib` of gradients (None: `bucket_bytes`), packed by `bucket_layout.packed`.

@@ -65,7 +65,7 @@ def _warmup(settings: OptimizerConfig) -> list[RateAtStep]:
 
 
 def rate_at(points: Sequence[RateAtStep], step: int) -> float:
-    """Return the rate of a step by the points of a curve.
+    """Return the learning rate of a step by the points of its curve.
 
     With part p of the way between two points, from 0 to 1, the rate is `end + (start - end) · f(p)`: `f` is `1 - p`
     linear, `(1 + cos πp) / 2` cosine, `1 - √p` sqrt (arXiv:2405.18392).
@@ -98,7 +98,7 @@ def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
 
 
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
-    """Return a note if the schedule of learning rates ends at another step than before the resume; else None.
+    """Return a note on the learning rate, if its schedule ends at another step than before the resume; else None.
 
     Args:
         former_steps: `train.steps` before the run was resumed.

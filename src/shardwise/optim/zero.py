@@ -29,7 +29,7 @@ from shardwise.optim.buckets import Bucket, weak_hook
 from shardwise.optim.freed_buckets import draw_in_place, make_buckets
 from shardwise.optim.gradient_norms import ElementRun, ModelNorms, clipping_factor, require_max_norm
 from shardwise.optim.master_update import HostUpdate, Update, options_of
-from shardwise.optim.sharding import Cut, Dtypes, Ranks, Sharding, by_replicas
+from shardwise.optim.sharding import Cut, OptimizerDtypes, Ranks, Sharding, by_replicas
 from shardwise.optim.unit_weights import UnitWeights, places_in
 from shardwise.optim.wrapped_class import ModelSlices, SliceOptimizer
 
@@ -145,7 +145,7 @@ class ZeroRedundancyOptimizer(WithoutCompiler):
         if grad_clipping:
             require_max_norm(max_norm)
         self._sharding = Sharding(stage, replicate, reduce, gather, prefetch, offload, bucket_mib)
-        self._dtypes = Dtypes(
+        self._dtypes = OptimizerDtypes(
             gradient_dtype, reduce_dtype, optimizer_dtype or torch.float32, state_dtype, rounding, rounding_seed
         )
         checks.require_known_options(ZeroRedundancyOptimizer, optimizer_class, defaults)

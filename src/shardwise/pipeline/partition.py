@@ -35,8 +35,8 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
-def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """Partition a model: the stages of each pipeline rank, and the elements of their parameters with padding, or None."""
     plan = stage_plan(config, layout)
     model = config.shapes
     by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]

@@ -41,16 +41,16 @@ def number(value: Any, default: float = math.nan) -> float:
         return default
 
 
-def how_it_ended(run_path: Path) -> str:
-    """Return the words to add to a message on a run that is over; empty if no event is known of its end."""
+def ending_text(run_path: Path) -> str:
+    """Return the words on a run's last events, to add to a message that it is over; empty if none is of its end."""
     stop = last_event(run_path, "stop")
-    saved = what_is_saved(run_path, "")
+    saved = newest_checkpoint_text(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
     return f"{ending}; {saved or 'no checkpoint is recorded'}" if ending or saved else ""
 
 
-def what_is_saved(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
-    """Name the newest checkpoint of a run: until a resumed run saves its first, the one that it was resumed from.
+def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
+    """Return the words on the last checkpoint event of a run: until a resumed run saves, the one it was resumed from.
 
     Args:
         nothing: text to return if there is none.
@@ -64,8 +64,8 @@ def newest_checkpoint(run_path: Path) -> int:
     return _last_step(run_path, "checkpoint", "resume")
 
 
-def last_step(run_path: Path) -> int:
-    """Return the last step that a run has recorded; 0 without one."""
+def last_recorded_step(run_path: Path) -> int:
+    """Return the step of a run's last event; 0 without one."""
     return _last_step(run_path, "step", "checkpoint", "resume")
 
 

@@ -170,7 +170,7 @@ class AppendedFile:
 
 
 def open_log(path: Path) -> TextIO:
-    """A run's log, to which lines are appended; its folder is made; ConfigError: it cannot be opened, or is a link."""
+    """Open a log in a run's folder, which is made, to append lines; ConfigError: it cannot be opened, or is a link."""
     with _making(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(open_to_append(path), "a", encoding="utf-8", errors="replace", buffering=1)
@@ -524,7 +524,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 class FollowedFolder:
-    """A run's folder, found again after it is renamed.
+    """The folder of a run under way, which its ranks find again after it is renamed.
 
     Attributes:
         renamed_to: present path of the folder if it was renamed; else None.

@@ -55,7 +55,7 @@ def _allocator_line(device: torch.device) -> str:
 
 
 def memory_for_steps(device: torch.device, ranks: int) -> int | None:
-    """Return the bytes that each rank on this machine may use on such a device to train; None if nobody knows.
+    """Check how many bytes each rank of this machine may use to train on a device; None if nobody knows.
 
     Ranks on the CPU share what the machine has available.
     """
@@ -149,7 +149,7 @@ def _require_state_fits(state: int, step: int, limit: int, limit_text: str, whos
 
 
 def require_matmul_support(matmul: str | None, device: torch.device) -> None:
-    """Check before a training that a device multiplies as `precision.matmul` says; ConfigError if it does not."""
+    """Check that this rank's device can train with `precision.matmul`; ConfigError if it does not multiply so."""
     if matmul is not None and not devices.multiplies_fp8(device):
         raise ConfigError(
             f"precision.matmul (fp8) must be left out on {devices.name(device)}, for which shardwise has no products "

@@ -101,7 +101,7 @@ def mean_text(model: ModelConfig, loss: str | None, first_loss: float) -> str | 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, mesh: Mesh, step: int, optimizer: ZeroRedundancyOptimizer | None = None) -> None:
-    """Compare every parameter over data parallelism, and every copied piece over its copies. Collective.
+    """Check a training's model for drift: every parameter over data parallelism, and every copied piece. Collective.
 
     Of parameters that ZeRO-3 frees, copies of their parts are compared.
 

@@ -31,7 +31,7 @@ _LONGEST_POLL_SECONDS = 5.0
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """The versions of the packages that decide what a run computes and writes."""
+    """The versions of packages on which the ranks of a training must agree."""
     packages = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "pydantic")
     return {"shardwise": __version__} | {package: importlib.metadata.version(package) for package in packages}
 

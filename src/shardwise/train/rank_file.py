@@ -99,7 +99,7 @@ class RankFile:
 
 
 def place_of_rank(run: RunDirectory, rank: int) -> str:
-    """The node, device and stage of a rank, by its `ranks/rank-NNNN.jsonl`; empty where it cannot be read."""
+    """The node, device and stage of a training's rank, by the file that it writes; empty where it cannot be read."""
     try:
         with open_plain(run.rank_metrics(rank)) as file:
             start = record_of_json(file.readline())

@@ -44,7 +44,7 @@ from shardwise.train.summary import start_rows
 if TYPE_CHECKING:
     from shardwise.optim.state_digest import StateHash
     from shardwise.train.compile.compiled_units import CapturedGraph
-    from shardwise.train.evaluation_losses import Evaluation
+    from shardwise.train.evaluation_losses import EvaluationLosses
 
 _SPIKE = 6.0
 """Standard deviations from which on a loss is reported as a spike: normal noise gives one in about 10^9 steps."""
@@ -335,7 +335,7 @@ class Reporter:
                 f"own fastest {STRAGGLER_STEPS} steps took{see('training#slow-rank')}"
             )
 
-    def evaluation(self, step: int, result: Evaluation, name: str | None = None) -> None:
+    def evaluation(self, step: int, result: EvaluationLosses, name: str | None = None) -> None:
         """Record an evaluation made after `step` steps: of the held-out part, or of a further set by its name."""
         losses = result.losses if len(result.losses) > 1 else {}
         # Of the held-out part it is that of the first objective, which predicts tokens, whatever tokens these are.

@@ -67,7 +67,7 @@ def last_step_of_run(train: TrainConfig, steps_before: int) -> int:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The slowest rank.
+    """The slowest rank of a training's step.
 
     Attributes:
         relative: work of this rank divided by that of the fastest rank of its stage.

@@ -34,7 +34,7 @@ from shardwise.models import parameter_counts
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import OwnShapes
 from shardwise.optim.learning_rate import learning_rate
-from shardwise.pipeline.partition import compute_shares, stages_of_ranks
+from shardwise.pipeline.partition import compute_shares, partition_by_rank
 from shardwise.runs.folder import json_text
 
 _CURVE_WIDTH, _CURVE_HEIGHT = 64, 5
@@ -49,7 +49,7 @@ _Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The planner's prediction of a step, which the summary of a dry run prints for machines that need not be here.
+    """The planner's part of a dry run's summary, for machines that need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.
@@ -264,7 +264,7 @@ class _Summary:
         if counts is not None:
             shown_parameters = f"{units.count(counts.parameters)} ({counts.parameters:,}), built without data"
         if parameters is not None:
-            most = units.count(max(count or 0 for _, count in stages_of_ranks(config, self.layout)))
+            most = units.count(max(count or 0 for _, count in partition_by_rank(config, self.layout)))
             share = "held by each rank" if self.layout.pipeline == 1 else "held by a rank at most"
             shown_parameters = f"{_parameters_text(config.model)}, {most} {share}"
         # stop_after ends one run of a training that several jobs share.
@@ -310,7 +310,7 @@ class _Summary:
             return []
         shares = compute_shares(self.config, self.layout)
         rows = [("pipeline", self._schedule())]
-        by_rank = zip(memory, stages_of_ranks(self.config, self.layout), strict=True)
+        by_rank = zip(memory, partition_by_rank(self.config, self.layout), strict=True)
         for rank, (needed, (stages, count)) in enumerate(by_rank):
             text = (
                 f"{self.layout.ranks_of(rank)}, {_named(stages)}: {units.count(count or 0)} parameters, "

@@ -25,7 +25,7 @@ from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
 from shardwise_use.sparse_models import place_in_fused_experts
 
@@ -43,7 +43,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """The state of a parameter, by the number that the groups give it."""
 
 
-def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
+def with_trainer_progress(opened: ImportedModel, folder: Path) -> ImportedModel:
     """A model with the progress that a Hugging Face Trainer saved, if any; ConfigError: its files do not fit."""
     if not (folder / OPTIMIZER).exists():
         if not (folder / _STATE).exists():
@@ -66,13 +66,13 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
 
 
 def _progress(
-    opened: ForeignModel,
+    opened: ImportedModel,
     saved: Mapping[str, Any],
     groups: Groups,
     states: States,
     arguments: Mapping[str, Any],
     folder: Path,
-) -> tuple[ForeignProgress, list[str]]:
+) -> tuple[ImportedProgress, list[str]]:
     step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
     if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
         raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
@@ -106,7 +106,7 @@ def _progress(
         )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
-    progress = ForeignProgress(
+    progress = ImportedProgress(
         step,
         streamed,
         samples=samples,
@@ -154,7 +154,7 @@ class _Parameter:
 
 
 def _by_name(
-    opened: ForeignModel, groups: Groups, states: States, path: Path
+    opened: ImportedModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
     numbers = [number for group in groups for number in group["params"]]
@@ -311,4 +311,4 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
-    return schedule_points(first, warmup, stop, end, least, shape)
+    return imported_points(first, warmup, stop, end, least, shape)

@@ -130,7 +130,7 @@ def follow_reference(value: Any, path: Path) -> Any:
 
 @contextlib.contextmanager
 def content_errors(problem: str, fix: str = "") -> Iterator[None]:
-    """Inside, what unexpected content of an imported file raises is a ConfigError: the `problem`, reason and fix."""
+    """Import a file inside: what its unexpected content raises is a ConfigError of the `problem`, reason and fix."""
     try:
         yield
     except ConfigError:

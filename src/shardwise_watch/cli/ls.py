@@ -25,7 +25,7 @@ from shardwise.runs import local_devices
 from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_watch import run_snapshot
-from shardwise_watch.run import RunView, UnreadableRun, ranks_by_process, runs_at
+from shardwise_watch.run import RunView, UnreadableRun, live_ranks_by_process, runs_at
 
 _DEVICES = ("device", "memory", "busy", "links", "process")
 RUN_COLUMNS = ("run", "state", "step", "loss", "tok/s", "MFU", "ETA", "goodput", "heard", "parent")
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     listed_runs = runs_at(arguments.folder)
-    ranks = ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
+    ranks = live_ranks_by_process(run for run in listed_runs if isinstance(run, RunView))
     machine_devices = local_devices.devices_of_machine(ranks)
     jobs: list[Any] = []
     problems = [problem for run in listed_runs for problem in run.problems] + machine_devices.problems

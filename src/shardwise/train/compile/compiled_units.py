@@ -36,7 +36,7 @@ from shardwise.distributed.torch_private import (
 from shardwise.layers.dropout import DropoutKey, Place, define_dropout
 from shardwise.layers.loss import ChunkLosses, VocabularyShard, chunk_losses
 from shardwise.layers.matmul import define_add_product, define_linear, graph_gradients
-from shardwise.models.blocks import Context
+from shardwise.models.blocks import BlockContext
 
 BLOCK = "block"
 HEAD = "loss of the head"
@@ -125,7 +125,7 @@ class Compilation:
         traced = self._traced(type(block).forward)
 
         def forward(block: nn.Module, *args: Any, **options: Any) -> Any:
-            if len(args) == 2 and isinstance(context := args[1], Context):
+            if len(args) == 2 and isinstance(context := args[1], BlockContext):
                 # A prompt has any length, and a graph is for one length.
                 if context.cache is not None:
                     return eager(*args)
