@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from shardwise.base import units
+from shardwise.base.errors import see
 from shardwise.config import Config, Layout, tokens_of_run
-from shardwise.estimates.memory import RESERVED, too_large_text
+from shardwise.estimates.memory import RESERVED
 from shardwise.train.summary import PredictedStep
 from shardwise_plan.device_specs import Cluster, pipeline_warnings
 from shardwise_plan.plan import Plan, predict_layout
@@ -79,3 +80,12 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "currency": None if price is None else price.currency,
         "kilowatt_hours": plan.kilowatt_hours,
     }
+
+
+def too_large_text(needed: float, memory: float, device: str) -> str:
+    """The message where the estimate of a rank's memory exceeds that of its device."""
+    return (
+        f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
+        f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "
+        f"train.recompute=full{see('runs#model-does-not-fit')}"
+    )

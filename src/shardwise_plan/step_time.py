@@ -16,13 +16,8 @@ from typing import NamedTuple
 
 from shardwise.config import DTYPE_BYTES, Config, FamilyConfig, Layout, OptimizerConfig, Precision
 from shardwise.config.layout import Stage
-from shardwise.models.parameter_counts import (
-    LocalWidths,
-    block_matrix_shapes,
-    count_blocks,
-    elements_by_ranks,
-    owned_elements,
-)
+from shardwise.estimates.sharding import owned_elements
+from shardwise.models.parameter_counts import LocalWidths, block_matrix_shapes, count_blocks, elements_by_ranks
 from shardwise.optim.bucket_layout import bucket_bytes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import StageTimes, Timeline, timeline

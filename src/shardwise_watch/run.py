@@ -20,11 +20,11 @@ import psutil
 
 from shardwise.base import files, parsing, redaction
 from shardwise.base.errors import ConfigError
+from shardwise.base.local_devices import DeviceProcess, Owners
 from shardwise.runs.events import NEXT_STAGE, last_line, number, seconds_of
 from shardwise.runs.failure_record import failure_of
 from shardwise.runs.folder import FORMAT, RUNS, RunDirectory, RunLock, last_kept_step
 from shardwise.runs.layout_spans import LayoutSpan, layout_spans, short_layout
-from shardwise.runs.local_devices import DeviceProcess, Owners
 from shardwise_watch.json_lines import GrowingFile, last_lines
 from shardwise_watch.lost_time import LostTime
 from shardwise_watch.rank_views import SILENT_SECONDS, SILENT_STEPS, NodeView, RankView, node_views, with_relative_work

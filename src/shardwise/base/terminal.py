@@ -45,3 +45,8 @@ def fit_to_terminal(text: str, stream: TextIO) -> str:
         is_command = line.startswith((f"{COMMAND}shardwise ", f"{COMMAND}sbatch "))
         lines += [line] if len(line) <= width or is_command else wrap_words(line, width, margin)
     return "\n".join(lines)
+
+
+def printable_line(text: str) -> str:
+    """Return `text` in one line, without characters that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -47,8 +47,8 @@ from shardwise.runs.folder import RunDirectory
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.estimates.cluster import Cluster
     from shardwise.models.parameter_counts import OwnShapes
+    from shardwise.train.summary import Cluster
 
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -299,7 +299,7 @@ def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
         return
     # Costly to import, and the only way to learn it.
     from shardwise.distributed import devices
-    from shardwise.train.device_memory import require_matmul_support
+    from shardwise.train.device_checks import require_matmul_support
 
     require_matmul_support(matmul, devices.local_device())
 
@@ -332,7 +332,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     else:
         import torch
 
-        from shardwise.train.device_memory import memory_for_steps
+        from shardwise.train.device_checks import memory_for_steps
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.base.errors import ConfigError
 from shardwise.distributed.devices import mark
@@ -572,6 +572,18 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
     by_rank = all_gather_objects(local_items, group)
     # Not a set, whose order may differ from rank to rank.
     return list(dict.fromkeys(chain.from_iterable(by_rank)))
+
+
+def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
+    """Give a parameter the value of the group's first rank, whatever its dtype and memory format."""
+    if group.size == 1 or not parameter.numel():
+        return
+    value = parameter.detach()
+    contiguous = value.contiguous()
+    # As bytes: backends lack broadcasts of some dtypes.
+    broadcast_(contiguous.view(-1).view(torch.uint8), group)
+    if contiguous is not value:
+        value.copy_(contiguous)
 
 
 def raise_on_all_ranks(problems: list[str], group: Group) -> None:

@@ -367,26 +367,6 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
     _change_pieces(parameter, marked)
 
 
-def add_head_leaf(parameter: nn.Parameter) -> Tensor:
-    """Give a placed embedding weight a leaf with its own gradient, by which the output head uses it.
-
-    Over a pipeline the embedding and the head are on two ranks, whose gradients are added once a step. With a leaf,
-    they are added in the same order where one rank has both.
-    """
-    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-    cast(Any, parameter).head_leaf = leaf
-    return leaf
-
-
-def head_leaf(parameter: nn.Parameter) -> Tensor | None:
-    """The leaf that `add_head_leaf` gave a parameter, on its present memory; None for a parameter without one."""
-    leaf: Tensor | None = getattr(parameter, "head_leaf", None)
-    # The memory of a released parameter is not there, and has not moved.
-    if leaf is not None and not getattr(parameter, "is_released", False):
-        leaf.data = parameter.data
-    return leaf
-
-
 @dataclass(eq=False)
 class FurtherGradient:
     """A gradient of a parameter that adds up by itself, and that the optimizer adds to the parameter's once a step.

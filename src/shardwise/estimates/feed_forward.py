@@ -10,8 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shardwise.base import units
-from shardwise.config import FamilyConfig, Layout
 from shardwise.config.routing import SUMS, Routing
 from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.transfer import Transfer, gather_transfer, sum_transfer
@@ -263,13 +261,3 @@ def load_reading_transfers(workload: RankWorkload) -> Transfer:
     rules = workload.model.routings.values()
     numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
-
-
-def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
-    """The experts of a model as a row of a dry run; none for a dense model."""
-    rule = model.any_routing
-    if rule is None:
-        return []
-    local_experts = "all" if layout.expert == 1 else rule.experts // layout.expert
-    blocks = units.counted(len(model.routings), "block")
-    return [("experts", f"{rule.per_token} of {rule.experts} for each token in {blocks}, {local_experts} on each rank")]

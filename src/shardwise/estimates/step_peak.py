@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from shardwise.config import ParallelConfig, Schedule
-from shardwise.pipeline.action_order import Action, action_order
+from shardwise.pipeline.action_order import Action
 
 
 @dataclass(frozen=True)
@@ -88,20 +86,6 @@ def step_peak(
         if frees_onwards and action.kind in ("input", "backward"):
             ledger.sent -= needs.onwards
     return ledger.peak()
-
-
-@cache
-def blocks_in_flight(schedule: Schedule, pipeline: int, stages: tuple[int, ...], micro_batches: int) -> int:
-    """Return the most blocks of the first pipeline rank that keep a micro-batch at a time; `stages`: blocks of each."""
-    parallel = ParallelConfig.model_construct(pipeline=pipeline, schedule=schedule, virtual_stages=len(stages))
-    # Halves of backward passes keep blocks for longer, so that whole ones are a bound for both.
-    order = action_order(parallel, micro_batches, 0, "full")
-    numbers = sorted({action.stage for action in order})
-    passes = {
-        number: PassBytes(kept=blocks, loss=0, loss_kept=0, backward=0, last=0, waiting=0, reduction=0)
-        for number, blocks in zip(numbers, stages, strict=True)
-    }
-    return step_peak(order, passes, micro_batches).activations
 
 
 class _Ledger:

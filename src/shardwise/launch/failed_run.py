@@ -9,18 +9,20 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from shardwise.base import errors
-from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError
+from shardwise.base.errors import ConfigError, LostPeerError, RunError, ShardwiseError, StoppedError, see, text_of_error
 from shardwise.base.redaction import redacted, redacted_arguments
 from shardwise.launch import notices
 from shardwise.launch.environment import REPLAY, Rank, may_restart
-from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure, text_of_error
+from shardwise.launch.first_failure import TRACEBACK, Failure, show_failure
 from shardwise.launch.stop_requests import is_installed, signal_name
 from shardwise.runs.events import first_step, last_event, newest_checkpoint, newest_checkpoint_text, seconds_of
-from shardwise.runs.failure_record import FailureRecord, checkpoint_intervals, failure_of, recorded_sections, will_recur
+from shardwise.runs.failure_record import FailureRecord, failure_of, recorded_sections
 from shardwise.runs.folder import RunDirectory, now, open_log
 
 
@@ -128,8 +130,8 @@ def failure_text(
         log=_log(run, failure),
         step=_steps_done(run, began, steps),
         checkpoint=checkpoint,
-        **checkpoint_intervals(sections),
-        resume=None if will_recur(failure.text, sections, checkpoint) else resume,
+        **_checkpoint_intervals(sections),
+        resume=None if _will_recur(failure.text, sections, checkpoint) else resume,
     )
     # A full disk must not hide the failure.
     with contextlib.suppress(OSError):
@@ -152,6 +154,24 @@ def resume_command(run: Path) -> str | None:
     ]
     folder = [f"--run-dir={run}"] if str(run).startswith("-") else ["--run-dir", str(run)]
     return shlex.join(["shardwise", *kept, *folder])
+
+
+def _checkpoint_intervals(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `every` and `every_minutes` of a run's checkpoints; None for one that is unknown."""
+    checkpoint = sections.get("checkpoint", {})
+    every = checkpoint.get("every")
+    minutes = checkpoint.get("every_minutes")
+    return {
+        "every": every if isinstance(every, int) else None,
+        "every_minutes": minutes if isinstance(minutes, int | float) else None,
+    }
+
+
+def _will_recur(text: str, sections: Mapping[str, Mapping[str, Any]], checkpoint: int) -> bool:
+    """Return True if such a failure comes again: a drift by the run's own model; a loss, without a `checkpoint`."""
+    is_same_loss = not checkpoint and see("training#loss-not-finite") in text
+    is_own = ":" in str(sections.get("model", {}).get("family", ""))
+    return is_same_loss or (is_own and see("training#drifted-parameters") in text)
 
 
 def _has_begun(run: Path) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwise.base import files, parsing, redaction, terminal
-from shardwise.base.errors import ConfigError, RunError, ShardwiseError, see
+from shardwise.base.errors import ConfigError, RunError, see
 from shardwise.launch import rank_output
 from shardwise.launch.environment import ERROR_FILE, HEARTBEATS, Rank
 from shardwise.launch.stop_requests import signal_name
@@ -69,13 +69,6 @@ def _complaint(text: str) -> str:
     """Return the lines of an error. The block of a failed run stands by itself, and so does a warning."""
     program = "" if text.startswith((HEADING, "warning: ")) else "shardwise: "
     return f"{terminal.fit_to_terminal(f'{program}{redaction.redacted(text)}', sys.stderr)}\n"
-
-
-def text_of_error(error: ShardwiseError) -> str:
-    """Return the text of an error that ends a job, with the number of its problems above them if there are several."""
-    if isinstance(error, ConfigError) and len(error.problems) > 1:
-        return f"{len(error.problems)} errors\n{error}"
-    return str(error)
 
 
 def show_failure(failure: Failure, place: Rank | None, words: Callable[[Failure], str] | None = None) -> None:

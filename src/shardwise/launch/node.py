@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.base.errors import RunError, ShardwiseError, see
+from shardwise.base.errors import RunError, ShardwiseError, see, text_of_error
 from shardwise.base.parsing import json_value
 from shardwise.base.redaction import redacted
 from shardwise.launch import heartbeat, local, stop_requests
 from shardwise.launch.environment import NODE
-from shardwise.launch.first_failure import Failure, text_of_error
+from shardwise.launch.first_failure import Failure
 from shardwise.launch.local import run_ranks
 from shardwise.launch.stop_requests import signal_name
 

@@ -84,13 +84,3 @@ def layer_sizes(given: object, count: int, problem: str) -> tuple[int, ...]:
     if len(sizes) != count or not all(isinstance(size, Integral) and int(size) > 0 for size in sizes):
         raise ArgumentError(problem)
     return tuple(map(int, sizes))
-
-
-def features_per_head(kv_size: int, multiplier: object, ranks: int) -> int:
-    """The features of a rank's part of the keys, each of which `multiplier` ranks have; ValueError if none fits."""
-    if not isinstance(multiplier, int) or multiplier < 1 or ranks % multiplier or kv_size * multiplier % ranks:
-        raise ValueError(
-            f"kv_size_multiplier ({multiplier}) must divide the group's size ({ranks}), and the key/value size "
-            f"({kv_size}) must be divisible by their quotient: give head_dim=, the features of a head, instead"
-        )
-    return kv_size * multiplier // ranks

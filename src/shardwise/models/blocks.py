@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.config import FamilyConfig, Recompute
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import Init, of_or_whole, share
+from shardwise.distributed.placement import Init, share
 from shardwise.layers.arguments import sharing_group
 from shardwise.layers.dropout import AnyKey, Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
@@ -428,24 +428,6 @@ def gives_losses(model: nn.Module) -> bool:
     """Return whether a model's forward returns losses; a `ModelPart` without the head returns the next part's input."""
     part = getattr(model, "part", None)
     return part.is_last if isinstance(part, ModelPart) else True
-
-
-def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings.
-
-    A rank's stages are a list too, whose entries are no blocks.
-    """
-    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and part is not model]
-    embeddings = nn.Embedding, ParallelEmbedding, ReplicatedEmbedding, ParallelLMHead
-    matrices = (
-        parameter
-        for modules in lists
-        for module in modules.modules()
-        if not isinstance(module, embeddings)
-        for parameter in module.parameters(recurse=False)
-        if len(of_or_whole(parameter).pieces[0].shape) == 2
-    )
-    return list(dict.fromkeys(matrices))
 
 
 class KeyValueCache:

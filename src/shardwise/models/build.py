@@ -123,7 +123,7 @@ def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
     )
 
 
-def products_add(config: Config, device: torch.device) -> bool:
+def model_adds_products(config: Config, device: torch.device) -> bool:
     """True if a model is built with linear layers that add products to float32 gradients, or return them in float32.
 
     Those of a bit-equal training keep the roundings of its parts, and a model of the user's own may ask autograd for
@@ -134,9 +134,9 @@ def products_add(config: Config, device: torch.device) -> bool:
     return not is_plain and devices.adds_products(device)
 
 
-def products_add_in_graphs(config: Config, device: torch.device) -> bool:
+def model_adds_products_in_graphs(config: Config, device: torch.device) -> bool:
     """True if compiled blocks of a built model add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """
-    return config.optimizer.zero < 2 and not config.splits_backward and products_add(config, device)
+    return config.optimizer.zero < 2 and not config.splits_backward and model_adds_products(config, device)

@@ -9,7 +9,7 @@ kv = key/value heads · head_dim, t tensor-parallel degree. Shapes are those on 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -184,11 +184,6 @@ def elements_of_block(
 def count_blocks(model: FamilyConfig, layers: range) -> tuple[tuple[Routing | None, int], ...]:
     """Count a model's blocks by the router that they have, None for an MLP, in the order of the blocks."""
     return tuple(Counter(map(model.routing, layers)).items())
-
-
-def owned_elements(elements: Mapping[int, int], shards: int) -> float:
-    """Return the parameters, counted by `elements_by_ranks`, that a rank updates where ZeRO cuts over so many ranks."""
-    return sum(count / max(1, shards // divided) for divided, count in elements.items())
 
 
 def _whole_model(model: FamilyConfig) -> tuple[Stage, ...]:

@@ -22,6 +22,7 @@ from shardwise.distributed import collectives, devices, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.placement import Piece
 from shardwise.distributed.torch_private import version_of
+from shardwise.layers.embedding import head_leaf
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, inverse_order, memory_order, offsets_and_length
 from shardwise.optim.sharding import Cut, OptimizerDtypes
 
@@ -47,7 +48,7 @@ class Bucket:
         separate: True if the master has another dtype than the parameters; False if it has the same values.
         on_host: True if the master, and so the optimizer's state, is in pinned memory of the host; else a master that
             is not separate is the parameters' own memory.
-        head_gradients: flat buffer for the gradients of weights as those of an output head (`placement.head_leaf`);
+        head_gradients: flat buffer for the gradients of weights as those of an output head (`head_leaf`);
             None if the bucket has no such weight.
         reduced: True once this step's reduction has begun.
         ready: indices of the parameters whose gradients are complete in this step.
@@ -102,7 +103,7 @@ class Bucket:
         self._gradient_views = self._views(self.gradients)
         self.head_gradients: Tensor | None = None
         self._leaves: list[tuple[Leaf, Tensor]] = [*zip(self.parameters, self._gradient_views, strict=True)]
-        leaves = list(map(placement.head_leaf, self.parameters))
+        leaves = list(map(head_leaf, self.parameters))
         if any(leaf is not None for leaf in leaves):
             self.head_gradients = torch.zeros_like(self.gradients)
             for leaf, view in zip(leaves, self._views(self.head_gradients), strict=True):

@@ -17,6 +17,7 @@ from shardwise.base.errors import ConfigError, see
 from shardwise.distributed import collectives, placement
 from shardwise.distributed.collectives import Pending
 from shardwise.distributed.torch_private import call_without_overrides
+from shardwise.layers.embedding import head_leaf
 from shardwise.optim.bucket_layout import FIRST_PLACE, UnitPlace, bucket_bytes, packed
 from shardwise.optim.buckets import Bucket, has_matrices
 from shardwise.optim.sharding import Cut, OptimizerDtypes, Sharding
@@ -278,7 +279,7 @@ def make_buckets(
     sizes = []
     for i, p in enumerate(parameters):
         place = places.get(p, FIRST_PLACE)
-        is_alone = _is_held_elsewhere(p) or placement.head_leaf(p) is not None
+        is_alone = _is_held_elsewhere(p) or head_leaf(p) is not None
         kind = (p.dtype, p.device, place.stage, is_alone and i + 1)
         dtypes.of_master(p.dtype)  # it refuses some, while no parameter has moved
         sizes.append((kind, p.numel() * (dtypes.gradient or p.dtype).itemsize, place.unit))

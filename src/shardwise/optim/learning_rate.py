@@ -87,16 +87,6 @@ def rate_at(points: Sequence[RateAtStep], step: int) -> float:
     return end.rate + (start.rate - end.rate) * shape
 
 
-def steps_without_rate(settings: OptimizerConfig, steps: int) -> list[str]:
-    """Return a note if the learning rates of `optimizer.points` end at 0 before the run's last step."""
-    return [
-        f"steps {point.at:,} to {steps:,} (train.steps) have a learning rate of 0, as optimizer.points end: "
-        "lower train.steps, or move that point"
-        for point in settings.points[-1:]
-        if point.factor == 0 and point.at < steps
-    ]
-
-
 def moved_end_text(settings: OptimizerConfig, steps: int, former_steps: int, step: int) -> str | None:
     """Return a note on the learning rate, if its schedule ends at another step than before the resume; else None.
 

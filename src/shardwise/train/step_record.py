@@ -10,7 +10,6 @@ from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 from shardwise.base.step_detail import StepDetail
-from shardwise.config import TrainConfig
 
 if TYPE_CHECKING:
     from shardwise.pipeline.clock import StepTiming
@@ -58,11 +57,6 @@ class Progress:
             spike = (loss - mean) / deviation
         self.losses.append(loss)
         return spike
-
-
-def last_step_of_run(train: TrainConfig, steps_before: int) -> int:
-    """The last step of a run that begins after `steps_before` steps."""
-    return train.steps if train.stop_after is None else min(train.steps, steps_before + train.stop_after)
 
 
 @dataclass(frozen=True)

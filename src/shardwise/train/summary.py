@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from shardwise.base import hardware, units
 from shardwise.base.errors import listing
@@ -45,6 +45,33 @@ _PROCESS_BYTES = 300 * 2**20
 _PYTHON_AND_TORCH = f"about {units.size(_PROCESS_BYTES)} for Python and torch"
 
 _Rows = list[tuple[str, str]]
+
+
+class _ClusterDevice(Protocol):
+    """A device that a rank would compute with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def memory(self) -> float:
+        """Its bytes."""
+
+    @property
+    def is_accelerator(self) -> bool: ...
+
+    def require_fp8(self) -> float:
+        """Return its FLOP/s in fp8. Raises ConfigError if it has none."""
+
+
+class Cluster(Protocol):
+    """A cluster that need not be here, of which the planner knows the facts that a dry run's summary needs."""
+
+    @property
+    def device(self) -> _ClusterDevice: ...
+
+    @property
+    def world(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import place_in_fused_experts
+from shardwise_use.sparse_models import without_expert_number
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -202,7 +202,7 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = place_in_fused_experts(name, shapes[name])
+        key, shape, place = _place_in_fused_experts(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
@@ -312,3 +312,17 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
     return imported_points(first, warmup, stop, end, least, shape)
+
+
+def _place_in_fused_experts(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...], tuple[int | slice, ...]]:
+    """The fused parameter of transformers 5 that has an expert's weight: a name, its shape so far, the weight's place.
+
+    The experts of a layer are `[E, 2F, H]` with the gates above, and `[E, H, F]`.
+    """
+    plain, number = without_expert_number(name)
+    if number is None:
+        return name, shape, ()
+    layer_experts, leaf, _ = plain.rsplit(".", 2)
+    is_down = leaf in ("down_proj", "w2")
+    rows = slice(None) if is_down else slice(shape[0], None) if leaf in ("up_proj", "w3") else slice(shape[0])
+    return f"{layer_experts}.{is_down}", (number + 1, shape[0] * (2 - is_down), shape[1]), (number, rows)

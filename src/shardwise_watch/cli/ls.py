@@ -17,11 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwise.base import units
+from shardwise.base import local_devices, units
 from shardwise.base.errors import ShardwiseError
 from shardwise.base.registered import provided
 from shardwise.cli import output
-from shardwise.runs import local_devices
 from shardwise.runs.events import number
 from shardwise.runs.folder import RUNS, RunDirectory
 from shardwise_watch import run_snapshot

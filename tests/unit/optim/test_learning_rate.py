@@ -13,7 +13,7 @@ from shardwise.config import Config, config_from_sections, load_config
 from shardwise.config.learning_rate_specs import LEARNING_RATES, LearningRateSpec
 from shardwise.config.optimizer import OptimizerConfig
 from shardwise.config.recipe_files import parse_yaml, recipe_text
-from shardwise.optim.learning_rate import learning_rate, moved_end_text, steps_without_rate
+from shardwise.optim.learning_rate import learning_rate, moved_end_text
 from tests.arch.source import ROOT
 
 
@@ -228,6 +228,6 @@ def test_steps_after_the_last_point_are_told_if_they_learn_nothing(
     points = [] if factor is None else [{"at": 1, "factor": 1}, {"at": 20, "factor": factor}]
     schedule = {"schedule": "points", "points": points} if points else {"schedule": "constant"}
     settings = OptimizerConfig.model_validate({"lr": 1e-3, **schedule})
-    lines = steps_without_rate(settings, steps)
+    lines = settings.steps_without_rate(steps)
     assert len(lines) == told
     assert not told or lines[0].startswith(f"steps 20 to {steps} (train.steps) have a learning rate of 0, ")

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.runs.folder import RunDirectory
-from shardwise.runs.state_records import StateRecords, hash_difference
+from shardwise.runs.state_records import StateRecords
+from shardwise.verify.replay import hash_difference
 
 
 def records(folder: Path, *events: dict[str, Any]) -> StateRecords:

@@ -1,4 +1,4 @@
-"""Messages for a device with too little memory for a training: the check before the start, and the error afterwards."""
+"""Checks that a device can train: its memory and dtypes before the start, and the error where memory ran out."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.local_devices import DeviceProcess, LocalDevice, devices_of_machine
 from shardwise.runs.folder import RunLock
-from shardwise.runs.local_devices import DeviceProcess, LocalDevice, devices_of_machine
 from shardwise_watch.run import RunView, live_ranks_by_process
 from tests import monitor_runs
 from tests.monitor_runs import GIB, Mesh, Start, write_run
