@@ -114,7 +114,7 @@ def strided_passes(device: Device, c: DeviceConstants, elements: float, size: fl
 
 @dataclass(frozen=True)
 class LinkedRanks:
-    """Ranks whose collective takes predicted seconds: their number, and that of those inside a node."""
+    """Ranks of a collective whose seconds are predicted: their number, and that of those inside a node."""
 
     ranks: int
     inside: int

@@ -83,7 +83,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
 
 
 def too_large_text(needed: float, memory: float, device: str) -> str:
-    """The message where the estimate of a rank's memory exceeds that of its device."""
+    """The message where the planned memory of a rank exceeds that of its device."""
     return (
         f"the memory expected on each rank ({units.size(needed)}) must be at most that of {device} "
         f"({units.size(memory)}): raise parallel.tensor or parallel.pipeline, lower train.micro_batch, or set "

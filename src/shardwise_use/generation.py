@@ -193,7 +193,7 @@ class _Uncached:
 
 @contextmanager
 def token_by_token(model: nn.Module) -> Iterator[None]:
-    """Generate inside token by token, without sequence and context parallelism, which cut no single token."""
+    """Generate text inside token by token, without sequence and context parallelism: one token cannot be cut."""
     switches = [
         (module, name)
         for module in model.modules()

@@ -261,7 +261,7 @@ def error_text(error: BaseException) -> str:
 
 
 def text_of_error(error: ShardwiseError) -> str:
-    """Return the text of an error that ends a job, with the number of its problems above them if there are several."""
+    """Return the text of an error, with the number of its problems above them if there are several."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         return f"{len(error.problems)} errors\n{error}"
     return str(error)

@@ -575,7 +575,7 @@ def union(items: Iterable[_Item], group: Group) -> list[_Item]:
 
 
 def broadcast_value(parameter: nn.Parameter, group: Group) -> None:
-    """Give a parameter the value of the group's first rank, whatever its dtype and memory format."""
+    """Broadcast a parameter's value from the group's first rank, whatever its dtype and memory format."""
     if group.size == 1 or not parameter.numel():
         return
     value = parameter.detach()

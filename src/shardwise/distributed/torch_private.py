@@ -398,7 +398,7 @@ def prepare_compiler(threads: int) -> None:
 
 
 def kept_function(path: Path, traced: Any, args: tuple[Any, ...]) -> Any:
-    """Load what torch compiled by private names from a file, or compile it into the file; None if that fails.
+    """Load torch's compiled function from a file, or compile it into the file, by private names; None if that fails.
 
     `traced` is of `torch.compile`. The function is `fn` of what is returned; `guard_check` tells if arguments fit it.
     """

@@ -416,5 +416,5 @@ def whole_gradient_bytes(workload: RankWorkload, *, are_freed: bool = False) -> 
 
 
 def owned_elements(elements: Mapping[int, int], shards: int) -> float:
-    """Return the parameters, counted by `elements_by_ranks`, that a rank updates where ZeRO cuts over so many ranks."""
+    """Estimate how many parameters, of `elements_by_ranks`, a rank updates where ZeRO cuts over so many ranks."""
     return sum(count / max(1, shards // divided) for divided, count in elements.items())

@@ -11,7 +11,7 @@ from shardwise.pipeline.action_order import Action
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes that one micro-batch needs in one stage.
+    """Estimated bytes that one micro-batch needs in one stage.
 
     Attributes:
         kept: bytes from the forward pass until the gradients of the weights are computed.
@@ -42,7 +42,7 @@ class PassBytes:
 
 @dataclass(frozen=True)
 class StepPeak:
-    """The largest numbers of bytes in a step.
+    """The estimated peak of a step: its largest numbers of bytes.
 
     Attributes:
         activations: bytes kept for backward passes.
@@ -62,7 +62,7 @@ class StepPeak:
 def step_peak(
     order: Iterable[Action], passes: Mapping[int, PassBytes], micro_batches: int, *, frees_onwards: bool = False
 ) -> StepPeak:
-    """Return the peak of a rank that does its actions in this order.
+    """Return the estimated peak of a rank that does its actions in this order.
 
     Args:
         order: actions of the rank.

@@ -324,7 +324,7 @@ def add_head_leaf(parameter: nn.Parameter) -> Tensor:
 
 
 def head_leaf(parameter: nn.Parameter) -> Tensor | None:
-    """The leaf that `add_head_leaf` gave a parameter, on its present memory; None for a parameter without one."""
+    """The leaf that `add_head_leaf` gave an embedding weight, on its present memory; None for any other parameter."""
     leaf: Tensor | None = getattr(parameter, "head_leaf", None)
     # The memory of a released parameter is not there, and has not moved.
     if leaf is not None and not getattr(parameter, "is_released", False):

@@ -135,7 +135,7 @@ def model_adds_products(config: Config, device: torch.device) -> bool:
 
 
 def model_adds_products_in_graphs(config: Config, device: torch.device) -> bool:
-    """True if compiled blocks of a built model add products to gradients, which one graph takes as inputs.
+    """True if a model's compiled blocks are built to add products to gradients, which one graph takes as inputs.
 
     With ZeRO-2 and 3 gradients have no memory before the first one of a step.
     """

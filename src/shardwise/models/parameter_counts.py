@@ -67,7 +67,7 @@ OUTSIDE, EMBEDDING, HEAD = (UnitPlace(0, unit) for unit in (-1, -2, -3))
 
 
 class LocalParameter(NamedTuple):  # which is made in a fraction of the time of a dataclass: a model has thousands
-    """The elements that one rank has of one of a model's parameters, and what else is counted by them.
+    """One of a model's parameters on one rank, as its elements are counted.
 
     Attributes:
         elements: number of elements on this rank, padding included.

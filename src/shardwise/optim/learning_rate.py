@@ -20,7 +20,7 @@ from shardwise.config.optimizer import DecayShape, OptimizerConfig
 
 @dataclass(frozen=True)
 class RateAtStep:
-    """The rate at a step, and the shape of the way to it from the point before."""
+    """The learning rate at a step, and the shape of the way to it from the point before."""
 
     step: int
     rate: float
@@ -28,24 +28,24 @@ class RateAtStep:
 
 
 def learning_rate(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """Return the rate of optimizer step `step` (from 1) of a run of `steps` steps."""
+    """Return the learning rate of optimizer step `step` (from 1) of a run of `steps` steps."""
     return LEARNING_RATES[settings.schedule].rate(settings, steps, step)
 
 
 def decaying(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`linear` and `cosine`: the rate decays from the end of the warmup on."""
+    """The learning rate with `linear` and `cosine`: it decays from the end of the warmup on."""
     shape: DecayShape = "cosine" if settings.schedule == "cosine" else "linear"
     end = RateAtStep(steps - settings.constant_steps + 1, settings.min_lr, shape)
     return rate_at([*_warmup(settings), end], step)
 
 
 def constant(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`constant`: the rate stays at `lr`."""
+    """The learning rate with `constant`: it stays at `lr`."""
     return rate_at(_warmup(settings), step)
 
 
 def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`wsd`: the rate stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
+    """The learning rate with `wsd`: it stays at `lr`, and decays in the last `decay_steps` (arXiv:2404.06395)."""
     points = _warmup(settings)
     if settings.decay_steps:
         first_at_minimum = steps - settings.constant_steps + 1
@@ -55,7 +55,7 @@ def warmup_stable_decay(settings: OptimizerConfig, steps: int, step: int) -> flo
 
 
 def by_points(settings: OptimizerConfig, steps: int, step: int) -> float:
-    """`points`: the rate follows the user's curve."""
+    """The learning rate with `points`: it follows the user's curve."""
     return rate_at([RateAtStep(point.at, settings.lr * point.factor, point.shape) for point in settings.points], step)
 
 

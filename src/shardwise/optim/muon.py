@@ -235,7 +235,7 @@ def _negative_rate(group: dict[str, Any], shape: tuple[int, ...]) -> float:
 
 
 def block_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices of a model's blocks, which are the entries of its module lists, without embeddings.
+    """Return the matrices for Muon: those of a model's blocks, the entries of its module lists, but of embeddings.
 
     A rank's stages are a list too, whose entries are no blocks.
     """

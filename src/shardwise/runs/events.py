@@ -60,7 +60,7 @@ def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was sav
 
 
 def newest_checkpoint(run_path: Path) -> int:
-    """Return the step of the newest checkpoint that a run has recorded; 0 without one."""
+    """Return the step of the newest checkpoint among a run's events; 0 without one."""
     return _last_step(run_path, "checkpoint", "resume")
 
 
@@ -70,7 +70,7 @@ def last_recorded_step(run_path: Path) -> int:
 
 
 def first_step(run_path: Path) -> int:
-    """Return the number of steps that were done when the run was started last."""
+    """Return, by a run's last event of a start, the number of steps that were done then."""
     event = last_event(run_path, "start", "resume") or {}
     return int(event.get("step") or 0) if event.get("event") == "resume" else 0
 

@@ -24,7 +24,7 @@ _STEP = r"step ([\d,]+): (.*)"
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """The failure of a run.
+    """The recorded failure of a run.
 
     Attributes:
         time: time of the failure, as events have it.

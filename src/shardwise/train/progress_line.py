@@ -179,5 +179,5 @@ class NotebookProgress(ProgressLine):
 
 
 def parts_of_loss(losses: Mapping[str, float]) -> str:
-    """The loss of each objective as text: `MLM 6.2146, NSP 0.6931`."""
+    """The loss of each objective as text of the progress line: `MLM 6.2146, NSP 0.6931`."""
     return ", ".join(f"{name.upper()} {loss:.4f}" for name, loss in losses.items())

@@ -65,7 +65,7 @@ class _ClusterDevice(Protocol):
 
 
 class Cluster(Protocol):
-    """A cluster that need not be here, of which the planner knows the facts that a dry run's summary needs."""
+    """The facts that a dry run's summary asks of a cluster, which need not be here."""
 
     @property
     def device(self) -> _ClusterDevice: ...
@@ -76,7 +76,7 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The planner's part of a dry run's summary, for machines that need not be here.
+    """The rows of a dry run's summary on a step of a cluster, which need not be here.
 
     Attributes:
         rows: rows on the time of a step, its parts, and the memory that is left or lacks.

@@ -191,7 +191,7 @@ def _differences(recorded: StateRecords, replayed: StateRecords, step: int) -> l
 
 
 def hash_difference(a: RecordedHash, b: RecordedHash) -> str | None:
-    """The differing part of two runs' states, as a noun phrase; None where the recorded hashes are equal."""
+    """Name the part of the state in which a replay differs from its run; None where the recorded hashes are equal."""
     if a.text == b.text:
         return None
     tensors = differing_tensors(a, b)

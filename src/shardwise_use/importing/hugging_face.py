@@ -215,7 +215,7 @@ def _read_counting(weight: writing.StreamedWeight, not_finite: Counter[str]) -> 
 
 
 def open_hugging_face(folder: Root, ignore: Collection[str] = ()) -> ImportedModel:
-    """Import a Hugging Face folder with config.json and safetensors weights, without the fields to `ignore`.
+    """Open a Hugging Face folder to import, with config.json and safetensors weights, without fields to `ignore`.
 
     ConfigError: it is none that we have, or its weights are not the model's: every mismatch. StoreError: a file cannot
     be read.
