@@ -111,7 +111,7 @@ def _shorter_step(layout: Layout, micro_batches: int, schedule: Schedule) -> int
 
 
 def short_step_memory(config: Config, layout: Layout, cluster: Cluster, limit: float) -> MemoryEstimate:
-    """Return the memory of the pipeline rank that needs most, or of the first one that needs more than `limit` bytes.
+    """Return, for a search, the memory of the rank that needs most, or of the first that needs more than `limit` bytes.
 
     It is computed for a shorter step if the step is long; messages, which are held for all micro-batches, are added.
 

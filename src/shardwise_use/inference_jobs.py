@@ -31,7 +31,7 @@ from shardwise_use.generation import Continuation, GenerativeModel, Prompt, answ
 
 
 def run_evaluation(config: Config, weights: Root, part: Part, *, shown: bool = False) -> EvaluationLosses:
-    """Evaluate the model of a folder on one part of the data, on every rank."""
+    """Run `shardwise evaluate` on every rank: the model of a folder on one part of the data."""
     with inference_mesh(config.parallel, config.train.micro_batch) as mesh:
         # A part that is smaller than one training sample can be evaluated.
         data = prepare_data(config, any_size=True)

@@ -429,7 +429,7 @@ def open_run(path: Path | None, *, all_steps: bool) -> RunView:
 
 
 def run_folders(root: Path = RUNS) -> list[Path]:
-    """Return the folders of the runs to show in a folder, in the order of their names; unreadable ones are among them.
+    """Return the folders of the runs to watch in a folder, in the order of their names; unreadable ones are among them.
 
     Raises:
         ConfigError: `root` cannot be read.
@@ -490,7 +490,7 @@ def _run_at(path: Path) -> RunView | UnreadableRun:
 
 
 def branches_of(run: RunView) -> list[RunView]:
-    """Read the branches of a run whose folders lie beside its own, in the order of the steps at which they begin.
+    """Read the branches of a watched run whose folders lie beside its own, in the order of their first steps.
 
     Raises:
         ConfigError: one of them cannot be read.

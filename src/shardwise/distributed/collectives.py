@@ -350,7 +350,7 @@ def broadcast_(tensor: Tensor, group: Group, *, source: int = 0) -> Tensor:
 
 
 def reduce_numbers(values: Sequence[int], group: Group, *, op: str = "max") -> list[int]:
-    """The largest of the ranks' whole numbers, one by one, or with `op` sum their sums; the host waits for them.
+    """Reduce whole numbers over the ranks: the largest, one by one, or with `op` sum their sums; the host waits.
 
     For agreements, most of which find that all is well: what each rank sends and receives does not grow with the ranks,
     as all their objects do.
@@ -370,7 +370,7 @@ def any_rank(flag: bool, group: Group) -> bool:
 
 
 def all_gather_objects(value: _R, group: Group) -> list[_R]:
-    """Every rank's picklable value, in group order: for reports, never on the hot path.
+    """All-gather every rank's picklable value, in group order: for reports, never on the hot path.
 
     Over the world, only where ranks are known to have something to tell: each of them unpacks what all of them sent.
     """
@@ -393,7 +393,7 @@ def gather_objects(value: _R, group: Group) -> list[_R] | None:
 
 
 def broadcast_object(value: _R, group: Group) -> _R:
-    """The first rank's picklable value, on every rank."""
+    """Broadcast the first rank's picklable value to every rank."""
     if group.size == 1:
         return value
     values = [value]
@@ -539,7 +539,7 @@ def enter_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
 
 
 def leave_layer(x: Tensor, group: Group, *, sequence_parallel: bool) -> Tensor:
-    """The sum of what each rank of a layer has made of its part: `scatter_sum_sequence` or `reduce_from_group`."""
+    """The collective after a layer, whose ranks have parts of a sum: `scatter_sum_sequence` or `reduce_from_group`."""
     return _apply("scatter_sum" if sequence_parallel else "reduce", x, group)
 
 

@@ -178,7 +178,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy of a device's tensor in the host's pinned memory, from and to which the host need not wait for copies."""
+    """A device's tensor copied to the host's pinned memory, from and to which the host need not wait for copies."""
     host = tensor.cpu()
     return host.pin_memory() if has_data(host) else host
 
@@ -263,7 +263,7 @@ def least_flex_width(device: torch.device) -> int:
 
 @functools.cache
 def attends_by_document(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """True if a kernel of the device attends to documents of any length in one call (`varlen_attn`).
+    """True if the device has a kernel that attends to documents of any length in one call (`varlen_attn`).
 
     Kernels and releases of torch differ in the dtypes and widths that they take, in windows, in keys that queries share
     and in whether they have a backward pass. A small call answers for all.
@@ -317,14 +317,14 @@ _process = functools.cache(psutil.Process)
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes of a device's memory that this process holds now: allocated on an accelerator, resident on the CPU."""
+    """Ask a device for the bytes that this process holds now: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.memory_allocated(device))
     return int(_process(os.getpid()).memory_info().rss)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes of a device's memory since the process began: allocated on an accelerator, resident on the CPU."""
+    """Ask a device for the peak bytes of this process: allocated on an accelerator, resident on the CPU."""
     if device.type != "cpu":
         return int(torch.accelerator.max_memory_allocated(device))
     import resource
@@ -359,7 +359,7 @@ def utilization() -> float | None:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of an accelerator's memory; None for the CPU, and where the device does not tell."""
+    """Ask an accelerator for the bytes of its memory; None for the CPU, and where the device does not tell."""
     if device.type == "cpu":
         return None
     try:

@@ -369,7 +369,7 @@ def mark_heads(parameter: Tensor, head_dim: int | None, maps: int = 1) -> None:
 
 @dataclass(eq=False)
 class FurtherGradient:
-    """A gradient of a parameter that adds up by itself, and that the optimizer adds to the parameter's once a step.
+    """A gradient of a placed parameter that adds up by itself; the optimizer adds it to the parameter's once a step.
 
     Attributes:
         grad: the sum until now; None before the first term.
@@ -388,7 +388,7 @@ class FurtherGradient:
 
 
 def add_further_gradients(parameter: nn.Parameter, count: int) -> None:
-    """Give a parameter gradients of which its layer adds up each by itself; in pairs, they are added once a step."""
+    """Give a placed parameter gradients that its layer adds up each by itself; in pairs, they are added once a step."""
     cast(Any, parameter).further_gradients = [FurtherGradient() for _ in range(count)]
 
 

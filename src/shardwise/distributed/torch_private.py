@@ -233,7 +233,7 @@ class WithoutCompiler(torch.optim.Optimizer):
 
 
 def without_compiler(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass of a torch optimizer that is a `WithoutCompiler`: private decorators of torch are left out."""
+    """Make a torch optimizer a `WithoutCompiler`: a subclass without torch's private decorators."""
     module = {"__module__": optimizer_class.__module__, "__doc__": optimizer_class.__doc__}
     return types.new_class(
         optimizer_class.__name__, (optimizer_class, WithoutCompiler), exec_body=lambda body: body.update(module)

@@ -29,7 +29,7 @@ from shardwise.runs.folder import RunDirectory, now, open_log
 def show_error(
     error: BaseException, place: Rank | None, run_path: Path | None, log: Path | None, began: float
 ) -> Failure:
-    """Show the error that ends the work of a rank once for all ranks, and record it in the run's folder."""
+    """Show the error by which a launched rank fails once for all ranks, and record it in the run's folder."""
     failure = failure_of_error(error, 0 if place is None else place.rank, run_path, log)
     # A request of the user to end at once is no failure of the run.
     is_request = isinstance(error, KeyboardInterrupt)

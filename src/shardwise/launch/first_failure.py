@@ -120,7 +120,7 @@ def read_first_failure(path: Path) -> Failure | None:
 
 
 def report_stop(rank: int, text: str) -> bool:
-    """Record that the run stopped as it was asked to, and all is saved; returns True if a launcher shows it."""
+    """Tell the launcher that the run stopped as it was asked to, and all is saved; returns True if it shows that."""
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return False
@@ -155,7 +155,7 @@ def stop_record(logs: Path) -> Path:
 
 
 def exit_codes_file(logs: Path) -> Path:
-    """Path of the agent's file on the failed ranks of its node: rank → exit code, or minus the signal."""
+    """Path of the launcher's file on the failed ranks of its node: rank → exit code, or minus the signal."""
     return logs / "exit-codes.json"
 
 

@@ -43,7 +43,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class LaunchError(RunError):
-    """A failure of the launched ranks; `exit_code` is the one that the rank at fault asked for."""
+    """The launched ranks failed; `exit_code` is the one that the rank at fault asked for."""
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
         super().__init__(text)

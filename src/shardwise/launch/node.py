@@ -39,7 +39,7 @@ _JOIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LauncherFacts:
-    """The facts that a job's supervisor gives the launcher of each node.
+    """The facts that the launcher of a node gets from its job's supervisor.
 
     Attributes:
         address: address of the first node, where rank 0 and the supervisor are.

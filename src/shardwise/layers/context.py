@@ -22,7 +22,7 @@ from shardwise.distributed.mesh import Group
 
 
 def runs_of_places(length: int, rank: int, ranks: int, parts: int = 1) -> tuple[range, ...]:
-    """Return the places in the sequence of a rank's chunks, which have `length` tokens in all, two for each part."""
+    """Return a context-parallel rank's places in the sequence: chunks of `length` tokens in all, two for each part."""
     size = length // (2 * parts)
     cuts = ranks * parts
     numbers = range(rank * parts, (rank + 1) * parts)

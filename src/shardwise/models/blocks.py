@@ -425,7 +425,7 @@ class FamilyModel(nn.Module, Generic[_Config]):
 
 
 def gives_losses(model: nn.Module) -> bool:
-    """Return whether a model's forward returns losses; a `ModelPart` without the head returns the next part's input."""
+    """Return whether a model's forward returns losses; a `ModelPart` without the head gives the next part's input."""
     part = getattr(model, "part", None)
     return part.is_last if isinstance(part, ModelPart) else True
 

@@ -104,7 +104,7 @@ def _architecture(model: FamilyConfig) -> Callable[..., nn.Module]:
 
 
 def build_balance(config: Config, layout: Layout, mesh: Mesh) -> Balance | None:
-    """Build the objectives of a model's routers from its configuration; None if there are none."""
+    """Build a model's objectives of routers from its configuration; None if there are none."""
     coefficients: dict[str, Any] = {**config.optimizer.router_losses}
     if not coefficients or config.model.is_own:
         return None

@@ -38,7 +38,7 @@ def block_work(model: FamilyConfig, sequence_length: int, *, count_masked: bool 
 
 
 def head_work(model: FamilyConfig, sequence_length: int, predictions: int | None = None) -> float:
-    """Return the multiply-adds of a token after the last block: output head, BERT's pooler and its classifier.
+    """Return the multiply-adds (half the FLOPs) of a token after a model's last block: output head, pooler, classifier.
 
     BERT predicts P tokens of a sequence, so its masked-token head counts P / S of its matrices. Pooler and classifier
     see one token of a sequence and count 1 / S.

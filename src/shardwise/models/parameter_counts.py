@@ -212,7 +212,7 @@ def active_parameter_count(model: ModelConfig) -> int | None:
 
 
 def block_matrix_shapes(model: FamilyConfig, *, split_heads: bool = False) -> Counter[tuple[int, int]]:
-    """Return the shapes `[out, in]` of the matrices that Muon orthogonalizes in a block, with their numbers."""
+    """Count the matrices of a model's block that Muon orthogonalizes, by shape `[out, in]`."""
     hidden = model.hidden_size
     query = model.num_attention_heads * model.head_dim
     shapes = Counter([(hidden, query)])

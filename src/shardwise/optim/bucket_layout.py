@@ -96,13 +96,13 @@ def packed(sizes: Iterable[tuple[Hashable, int, int]], cap_bytes: float) -> list
 
 
 def offsets_and_length(elements: Sequence[int], slices: int) -> tuple[list[int], int]:
-    """Return the offset of each parameter in a bucket, and the bucket's length, a multiple of `slices`."""
+    """Return the offset of each parameter in an optimizer's bucket, and its length, a multiple of `slices`."""
     *offsets, end = accumulate((_aligned(size, ALIGNMENT) for size in elements), initial=0)
     return offsets, _aligned(end, ALIGNMENT * slices)
 
 
 def matrix_chunk_elements(elements: int, ranks: int) -> int:
-    """Return the elements of Muon's matrices that travel at once from each rank, of so many on all ranks of a stage."""
+    """Return the elements of matrices that Muon sends at once from each rank, of so many on all ranks of a stage."""
     return min(_CHUNK_ELEMENTS, -(-elements // (_CHUNKS * ranks)))
 
 

@@ -166,7 +166,7 @@ def take_first_values(groups: Sequence[dict[str, Any]], ranks: Ranks) -> None:
 
 
 class UncutGradients:
-    """The gradients of uncut parameters: in each step those of the first tensor-parallel rank.
+    """The gradients of an optimizer's uncut parameters: in each step those of the first tensor-parallel rank.
 
     In steps 1, 2, 4, 8, … the ranks compare them.
     """

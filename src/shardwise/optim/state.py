@@ -33,7 +33,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A box of a canonical tensor that is one run of a bucket's owned part.
+    """A slice of an optimizer's state: a box of a canonical tensor that is one run of a bucket's owned part.
 
     Attributes:
         piece: piece of the canonical tensor that has the elements.
@@ -234,7 +234,7 @@ def _like(template: Any, value: Number) -> Any:
 
 @torch.no_grad()
 def finish_restoring(optimizer: ZeroRedundancyOptimizer) -> None:
-    """Bring the optimizer's state and parameters to all ranks that keep them, from those that read them; collective."""
+    """Bring an optimizer's state and parameters to all ranks that keep them, from those that read them; collective."""
     restored = state_tensors(optimizer)
     for bucket in optimizer.buckets:
         if bucket.copies.size > 1:

@@ -56,7 +56,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the partition's order. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]

@@ -25,7 +25,7 @@ _LAST_SECOND = 1e11
 
 
 def seconds_of(event: Mapping[str, Any]) -> float:
-    """Return the time at which an event was recorded, in seconds since the epoch; NaN if it is unknown."""
+    """Return the time of a run's event, in seconds since the epoch; NaN if it is unknown."""
     try:
         seconds = datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -34,7 +34,7 @@ def seconds_of(event: Mapping[str, Any]) -> float:
 
 
 def number(value: Any, default: float = math.nan) -> float:
-    """Return a number of an event, in which "nan", "inf" and "-inf" are texts; `default` for a value that is none."""
+    """Return a number of a run's event, in which "nan", "inf" and "-inf" are texts; `default` for what is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -86,7 +86,7 @@ def last_event(run_path: Path, *kinds: str, until: float = math.inf) -> dict[str
 
 
 def last_line(path: Path, *kinds: str, until: float = math.inf) -> dict[str, Any] | None:
-    """Return the last event of these kinds. The file is searched from its end, because it may have gigabytes."""
+    """Return the last event of these kinds of a run. The file is searched from its end, as it may have gigabytes."""
     try:
         with open_plain(path) as file, mmap(file.fileno(), 0, access=ACCESS_READ) as lines:
             end = len(lines) if until == math.inf else _end(lines, until)

@@ -85,7 +85,7 @@ def now() -> str:
 
 
 def read_config(run: RunDirectory) -> dict[str, Any]:
-    """Return the configuration that a run's folder stores; ConfigError: it cannot be read."""
+    """Return the configuration in a run's folder; ConfigError: it cannot be read."""
     try:
         return read_mapping(run.config)
     except OSError as error:
@@ -177,7 +177,7 @@ def open_log(path: Path) -> TextIO:
 
 
 def event_bytes(kind: str) -> bytes:
-    """Return the bytes by which a line with an event of this kind is known without parsing it.
+    """Return the bytes by which a line of a run's files with an event of this kind is known without parsing it.
 
     So every writer of events puts the kind first, and `json_text` a blank after each colon.
     """
@@ -503,7 +503,7 @@ def _finite(value: Any) -> Any:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return the Git commit for `environment.json` of the run, and `modified`: True if tracked files differ from it.
+    """Return the Git commit for a run's `environment.json`, and `modified`: True if tracked files differ from it.
 
     None outside of a repository.
     """

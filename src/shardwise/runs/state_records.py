@@ -78,5 +78,5 @@ class StateRecords:
 
 
 def differing_tensors(a: RecordedHash, b: RecordedHash) -> list[str]:
-    """`STATE/NAME` of the tensors whose recorded digests differ, or that one of the two runs lacks."""
+    """`STATE/NAME` of the tensors whose recorded digests differ in two runs, or that one of the two lacks."""
     return [name for name in dict.fromkeys([*a.tensors, *b.tensors]) if a.tensors.get(name) != b.tensors.get(name)]

@@ -67,7 +67,7 @@ def memory_for_steps(device: torch.device, ranks: int) -> int | None:
 
 
 def config_for_device_memory(config: Config, layout: Layout, mesh: Mesh) -> tuple[Config, str | None]:
-    """Return the configuration with what its keys leave to the memory of the ranks' devices, and that as a text.
+    """Fit a training's configuration to its devices: return it with what its keys leave to their memory, and a text.
 
     Collective.
 

@@ -50,7 +50,7 @@ _KEYS_OF_MIXTURES = ("data.mixture", "data.stages")
 
 
 def checkpoints_at_start(config: Config, directory: RunDirectory, stored: Mapping[str, Any] | None) -> FoundCheckpoints:
-    """The checkpoints that exist when a training starts; checks that new ones can be written. On one rank.
+    """The checkpoints from which a training may resume at its start; checks that new ones can be written. On one rank.
 
     Args:
         stored: configuration of the earlier run in this folder; None where there is none.

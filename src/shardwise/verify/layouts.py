@@ -90,7 +90,7 @@ class Cell:
 
 
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
-    """The values of each key that `--layouts` names, None for `all`; ConfigError with every problem."""
+    """The layouts to verify by `--layouts`: the values of each key, None for `all`; ConfigError with every problem."""
     chosen: dict[str, list[Any] | None] = {}
     problems = []
     for text in given:

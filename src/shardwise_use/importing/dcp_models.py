@@ -107,7 +107,7 @@ def drop_tied_copy(where: str, stored: dict[str, LazyTensor], name: str, copy: s
 
 
 def pairs_to_halves(head: Tensor) -> Tensor:
-    """The rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
+    """Import rows of a head that is rotated in neighbouring pairs (0 with 1, …) as one that is rotated in halves."""
     return head.view(-1, 2, *head.shape[1:]).transpose(0, 1).flatten(0, 1)
 
 

@@ -43,7 +43,7 @@ HEAD = "loss of the head"
 
 
 def compiled_unit_of_block(model: FamilyConfig, layer: int) -> str:
-    """Return the compiled unit of a family's block: in some models a part has rotary positions or a window."""
+    """Return the unit to compile of a family's block: in some models a part has rotary positions or a window."""
     rotary = "" if not model.rotary_dim or model.rotates(layer) else " without rotary positions"
     return f"{BLOCK}{rotary}{'' if model.window(layer) is None else ' with a window'}"
 
