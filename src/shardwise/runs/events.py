@@ -42,7 +42,7 @@ def number(value: Any, default: float = math.nan) -> float:
 
 
 def ending_text(run_path: Path) -> str:
-    """Return the words on a run's last events, to add to a message that it is over; empty if none is of its end."""
+    """Return how a run ended by its events, in words to add to a message; empty if no event is of its end."""
     stop = last_event(run_path, "stop")
     saved = newest_checkpoint_text(run_path, "")
     ending = f": {stop.get('reason', 'ended')} after step {stop.get('step') or 0:,}" if stop is not None else ""
@@ -50,7 +50,7 @@ def ending_text(run_path: Path) -> str:
 
 
 def newest_checkpoint_text(run_path: Path, nothing: str = "no checkpoint was saved") -> str:
-    """Return the words on the last checkpoint event of a run: until a resumed run saves, the one it was resumed from.
+    """Name the newest checkpoint among a run's events: until a resumed run saves one, that from which it resumed.
 
     Args:
         nothing: text to return if there is none.
