@@ -228,6 +228,13 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}{text}{place}"
 
 
+def text_of_error(error: ShardwiseError) -> str:
+    """Return the text of an error, with the number of its problems above them if there are several."""
+    if isinstance(error, ConfigError) and len(error.problems) > 1:
+        return f"{len(error.problems)} errors\n{error}"
+    return str(error)
+
+
 def _is_pythons(file: Path) -> bool:
     """True if a file is of the standard library; installed packages lie below it, and may be the user's own."""
     import sysconfig

@@ -106,7 +106,8 @@ def _open_closed_streams() -> None:
 
 def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
     """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
-    from shardwise.launch.first_failure import Failure, show_failure, text_of_error
+    from shardwise.base.errors import text_of_error
+    from shardwise.launch.first_failure import Failure, show_failure
 
     place = joined()
     text = text_of_error(error)
