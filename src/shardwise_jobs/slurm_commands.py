@@ -228,7 +228,7 @@ def _run(command: Sequence[str], text: str | None = None, timeout: float = TIMEO
 
 @dataclass(frozen=True)
 class Allocation:
-    """The machines of the SLURM job that this process belongs to.
+    """The machines that SLURM has given to the job of this process.
 
     Attributes:
         job: number of the job in SLURM.
@@ -246,7 +246,7 @@ class Allocation:
 
 
 def allocation(variables: Mapping[str, str]) -> Allocation:
-    """Read the job from its environment; ConfigError: this process belongs to no job of SLURM."""
+    """Read the machines of this job of SLURM from its environment; ConfigError: this process belongs to none."""
     from shardwise.launch.external_launchers import first_name
 
     if "SLURM_JOB_ID" not in variables:

@@ -76,12 +76,12 @@ class GrowingFile:
 
 
 def last_lines(path: Path, byte_count: int) -> Iterator[dict[str, Any]]:
-    """Yield the complete lines among the last bytes of a file, the last one first."""
+    """Yield the complete JSON lines among the last bytes of a growing file, parsed, the last one first."""
     yield from _parsed(reversed(last_raw_lines(path, byte_count)))
 
 
 def last_raw_lines(path: Path, byte_count: int) -> list[bytes]:
-    """Return the complete lines among the last bytes of a file; [] without a file."""
+    """Return the complete JSON lines among the last bytes of a growing file, not parsed; [] without a file."""
     try:
         with open_plain(path) as file:
             begin = max(0, file.seek(0, 2) - byte_count)

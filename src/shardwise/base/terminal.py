@@ -60,3 +60,8 @@ def printable(text: object) -> str:
     """`text` with each character that a terminal would obey replaced by its code."""
     plain = str(text)
     return plain if plain.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in plain)
+
+
+def printable_line(text: str) -> str:
+    """Return `text` in one line, without characters that a terminal would obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -47,8 +47,8 @@ from shardwise.runs.folder import RunDirectory, run_folder
 if TYPE_CHECKING:
     # Costly to import, for the option --device alone.
     from shardwise.cli.run_preparation import PreparedFolder
-    from shardwise.estimates.cluster import Cluster
     from shardwise.models.parameter_counts import OwnShapes
+    from shardwise.train.summary import Cluster
 
 _Rows = list[tuple[str, str]]
 _BUILT_IN_VOCABULARIES = range(512, 1025)
@@ -299,7 +299,7 @@ def _check_products(matmul: Matmul | None, cluster: Cluster | None) -> None:
         return
     # Costly to import, and the only way to learn it.
     from shardwise.distributed import devices
-    from shardwise.train.device_memory import require_matmul_support
+    from shardwise.train.device_checks import require_matmul_support
 
     require_matmul_support(matmul, devices.local_device())
 
@@ -332,7 +332,7 @@ def _fitted(config: Config, layout: Layout, cluster: Cluster | None) -> tuple[Co
     else:
         import torch
 
-        from shardwise.train.device_memory import memory_for_steps
+        from shardwise.train.device_checks import memory_for_steps
 
         kind = torch.device(torch_type(accelerators()[0]), 0) if accelerator else torch.device("cpu")
         room = memory_for_steps(kind, layout.world)
@@ -509,7 +509,7 @@ def _command_of_rank(arguments: argparse.Namespace, world: int) -> list[str]:
 def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
     from shardwise.launch import notices
     from shardwise.launch.local import TRAINING, EndedError, agent_ahead, launch
-    from shardwise.runs.events import what_is_saved
+    from shardwise.runs.events import newest_checkpoint_text
 
     notices.set_up(config.log.notify)
     # Both import torch's compiler, which takes as long as torch.
@@ -519,5 +519,5 @@ def _launch(arguments: argparse.Namespace, world: int, config: Config) -> int:
         with agent_ahead(world, imports):
             launch(_command_of_rank(arguments, world), world, arguments.run_dir)
     except EndedError as error:
-        raise EndedError(f"{error}; {what_is_saved(arguments.run_dir)}", error.exit_code) from None
+        raise EndedError(f"{error}; {newest_checkpoint_text(arguments.run_dir)}", error.exit_code) from None
     return 0

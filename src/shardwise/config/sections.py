@@ -312,6 +312,10 @@ class TrainConfig(Section):
             reject([f"train.batch_rule ({value!r}) must be left out: train.global_batch='N per M ranks' gives a rule"])
         return value
 
+    def last_step(self, steps_before: int) -> int:
+        """The last step of a run that begins after `steps_before` steps."""
+        return self.steps if self.stop_after is None else min(self.steps, steps_before + self.stop_after)
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches of a step, over all ranks."""

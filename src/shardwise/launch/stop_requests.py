@@ -38,7 +38,7 @@ _ONE_REQUEST_SECONDS = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ends this process at once; the text names it."""
+    """A request to stop ends this process at once; the text names its signal."""
 
 
 class Requests:

@@ -36,8 +36,8 @@ def stage_plan(config: Config, layout: Layout) -> tuple[Stage, ...]:
     return _stages(sizes, config.parallel.pipeline, config.parallel.schedule)
 
 
-def stages_of_ranks(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
-    """The stages of each pipeline rank, and the elements of their parameters with padding; None if not known."""
+def partition_by_rank(config: Config, layout: Layout) -> list[tuple[list[Stage], int | None]]:
+    """Partition a model: the stages of each pipeline rank, and the padded elements of their parameters, or None."""
     plan = stage_plan(config, layout)
     model = config.shapes
     by_rank = [[stage for stage in plan if stage.rank == rank] for rank in range(layout.pipeline)]
@@ -57,7 +57,7 @@ def _stages(sizes: tuple[int, ...], pipeline: int, schedule: Schedule) -> tuple[
 
 
 def compute_shares(config: Config, layout: Layout) -> tuple[float, ...]:
-    """Return each pipeline stage's part of a step's work, in the order of the model. Not for a model of your own."""
+    """Return each pipeline stage's part of a step's work, in the partition's order. Not for a model of your own."""
     length = config.train.sequence_length
     head = _head_in_blocks(config.known_shapes, length, config.data.predictions(length))
     work = [len(stage.layers) + head * stage.is_last for stage in stage_plan(config, layout)]

@@ -49,7 +49,7 @@ def build_stages(
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     compiler: Compiler | None = None,
 ) -> nn.Module:
-    """Return this rank's part of the model: `Stages`, or without a pipeline the model itself.
+    """Return this rank's pipeline stages of the model, `Stages`; without a pipeline the model itself.
 
     A stage has the same weights as without a pipeline. Only this rank's stages are built.
 

@@ -105,7 +105,7 @@ def hours_text(plan: Plan) -> str:
 
 
 def price_text(plan: Plan) -> str:
-    """Return what the price of a plan is for; empty if it is unknown."""
+    """Return what the price of a plan is for, in words; empty if it is unknown."""
     machines = plan.cluster
     price = machines.device.price
     if price is None:

@@ -33,7 +33,7 @@ from shardwise_use.cli.model_argument import LAYOUT_KEYS, ModelFolder
 
 if TYPE_CHECKING:
     from shardwise.data.rows import Part
-    from shardwise.train.evaluation_losses import Evaluation
+    from shardwise.train.evaluation_losses import EvaluationLosses
 
 KEYS = (
     "data.", *LAYOUT_KEYS, "parallel.sequence", "parallel.context", "parallel.schedule", "parallel.virtual_stages",
@@ -198,7 +198,9 @@ def _part(chosen: Part | None, values: dict[str, Any], folder: ModelFolder) -> P
     return chosen or ("eval" if held_out else "all")
 
 
-def _facts(folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: Evaluation) -> dict[str, Any]:
+def _facts(
+    folder: ModelFolder, config: Config, layout: Layout, part: str, evaluation: EvaluationLosses
+) -> dict[str, Any]:
     return {
         "model": folder.name,
         "family": config.model.family,

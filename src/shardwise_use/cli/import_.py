@@ -39,7 +39,7 @@ from shardwise.runs.folder import RunDirectory
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.storage.root import Root
-    from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress
+    from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress
 
 _HUB = "hugging-face"
 _MEGATRON = "megatron"
@@ -180,7 +180,7 @@ def _place(dest: str, *, is_run: bool) -> tuple[Root, Path | None]:
     return answering_root(str(folder)), folder.parent if is_run else None
 
 
-def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) -> ForeignProgress | None:
+def _completed(progress: ImportedProgress | None, arguments: argparse.Namespace) -> ImportedProgress | None:
     """The progress with what the user tells of it; ConfigError: nobody says where the data go on."""
     samples, tokens = arguments.samples, arguments.tokens
     if progress is None or arguments.weights_only:
@@ -197,7 +197,7 @@ def _completed(progress: ForeignProgress | None, arguments: argparse.Namespace) 
 
 
 def _told_progress(
-    opened: ForeignModel, progress: ForeignProgress, folder: Root, run_folder: Path | None, lines: list[str]
+    opened: ImportedModel, progress: ImportedProgress, folder: Root, run_folder: Path | None, lines: list[str]
 ) -> dict[str, Any]:
     """Return how far the training came and the command that goes on, whose keys are written into the run's folder."""
     tokens = "tokens not known, counted from 0" if progress.tokens is None else counted(progress.tokens, "token")
@@ -238,7 +238,7 @@ def _require_fitting(arguments: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _open(arguments: argparse.Namespace) -> ForeignModel:
+def _open(arguments: argparse.Namespace) -> ImportedModel:
     from shardwise.checkpoint.storage.root import Root
     from shardwise_use.importing.hugging_face import open_hugging_face
     from shardwise_use.importing.hugging_face_trainer import with_trainer_progress
