@@ -18,8 +18,7 @@ from tests.dist import checkpoints
 from tests.dist.cells import DROPOUT
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random
-from tests.dist.test_lamb import MODELS
-from tests.dist.training import FAMILIES, make_config, make_data, sizes
+from tests.dist.training import FAMILIES, SMALL_MODELS, make_config, make_data, sizes
 
 STEPS, LONG = 3, 20
 LR, ADAMW_LR, DECAY = 1e-2, 4e-3, 0.1
@@ -54,7 +53,7 @@ def errors_of_weights(name: str, tensor: int, pipeline: int, keys: dict[str, Any
     """The largest difference from torch's Muon and AdamW, on every canonical tensor, after a few given gradients."""
     options = {"ns_dtype": "bfloat16", "adamw_lr": ADAMW_LR, "split_heads": split_heads}
     config = make_config(
-        model=MODELS[name],
+        model=SMALL_MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
         optimizer={"name": "muon", "lr": LR, "weight_decay": DECAY, "max_norm": None, "muon": options, **keys},
     )
@@ -111,7 +110,7 @@ OFTEN_CUT = (("llama", "tp4-heads"), ("llama tied, biases", ALWAYS))
 CELLS = [
     pytest.param(layout, name, marks=() if (name, layout) in OFTEN_CUT else pytest.mark.slow)
     for layout in LAYOUTS
-    for name in MODELS
+    for name in SMALL_MODELS
 ]
 
 
@@ -126,7 +125,7 @@ def test_canonical_matrices_move_as_by_torchs_muon(name: str, layout: str, ranks
 
 
 def test_one_process_moves_as_torchs_muon() -> None:
-    for name in MODELS:
+    for name in SMALL_MODELS:
         assert errors_of_weights(name, 1, 1, {}, False) <= 1e-6, name
 
 

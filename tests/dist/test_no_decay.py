@@ -11,7 +11,9 @@ from shardwise.distributed.placement import placements
 from shardwise.train.build import _parameter_groups, _require_matches
 from tests.dist.dense import mesh
 from tests.dist.dense import run as on_ranks
-from tests.dist.test_export import LLAMA, SIZES
+from tests.dist.training import FAMILIES, sizes
+
+MODEL = sizes(hidden=32, feed_forward=48, heads=4) | FAMILIES["llama"]
 
 
 def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
@@ -20,7 +22,7 @@ def decaying(tensor: int, no_decay: list[str] | None) -> dict[str, float]:
 
     config = config_from_sections(
         {
-            "model": SIZES | LLAMA | {"attention_bias": True},
+            "model": MODEL | {"attention_bias": True},
             "parallel": {"tensor": tensor},
             "train": {"steps": 1, "global_batch": 4, "sequence_length": 8},
             "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "no_decay": no_decay},
@@ -59,7 +61,7 @@ def refused(mesh_size: int, no_decay: list[str]) -> str:
     from shardwise.models.build import build_model
 
     values = {
-        "model": SIZES | LLAMA,
+        "model": MODEL,
         "parallel": {"tensor": mesh_size},
         "optimizer": {"lr": 1e-3, "no_decay": no_decay},
     }

@@ -1,12 +1,14 @@
 """Norms and partial gradients of a model that is cut, over every layout."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise import GQAQKVColumnParallelLinear, ZeroRedundancyOptimizer
+from shardwise import LAMB, ColumnParallelLinear, GQAQKVColumnParallelLinear, Mesh, ZeroRedundancyOptimizer
 from shardwise.train.build import build_trainer
 from shardwise.verify.canonical_values import canonical_gradients, canonical_weights
 from tests.dist.checkpoints import make_trainer
@@ -90,7 +92,31 @@ def short_copied_bias() -> list[float]:
     return [found, float(nn.utils.get_total_norm(list(canonical_gradients(layers, optimizer).values())))]
 
 
-def test_short_copies_count_once(ranks: Any) -> None:
-    pool: RankPool = ranks(4)
-    for found, wanted in pool.run(short_copied_bias):
+def plain_beside_cut() -> list[float]:
+    """A model with plain torch layers beside sharded ones."""
+    mesh = shared_mesh(2)
+    model = nn.ModuleList([ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="cut"), nn.LayerNorm(8)])
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), LAMB, mesh=mesh, average=False)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    return [float(optimizer.norms()[0]), math.sqrt(12 * 8 + 12 + 8 + 8)]
+
+
+@pytest.mark.parametrize("measure", [short_copied_bias, plain_beside_cut])
+def test_copies_and_plain_layers_count_once(measure: Callable[[], list[float]], ranks: Any) -> None:
+    for found, wanted in ranks(4).run(measure):
         assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def same_name_twice() -> str:
+    mesh = Mesh(pipeline=2, device="cpu")
+    layer = ColumnParallelLinear(8, 12, group=mesh.tp, seed=1, name="layers.0")
+    with pytest.raises(ValueError, match="must together hold each canonical tensor once") as caught:
+        ZeroRedundancyOptimizer(layer.parameters(), LAMB, mesh=mesh).step()
+    return str(caught.value)
+
+
+def test_a_tensor_held_twice_is_an_error_on_every_rank(ranks: Any) -> None:
+    for said in ranks(4).run(same_name_twice):
+        assert "layers.0.weight of shape (12, 8): 192 of 96 elements" in said
+        assert said.endswith("Give mesh=, and each layer a name of its own")

@@ -14,8 +14,7 @@ from shardwise.train.build import build_trainer
 from tests.dist.checkpoints import canonical_state, load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.dense import random, run
-from tests.dist.test_lamb import MODELS
-from tests.dist.training import make_config, make_data
+from tests.dist.training import SMALL_MODELS, make_config, make_data
 
 STEPS = 3
 
@@ -31,7 +30,7 @@ def trained(
 ) -> dict[str, str]:
     """Digests of canonical weights and moments after a few steps with gradients that are functions of their names."""
     config = make_config(
-        model=MODELS[name],
+        model=SMALL_MODELS[name],
         parallel={"tensor": tensor, "sequence": tensor > 1, "pipeline": pipeline},
         optimizer={"lr": 1e-2, "weight_decay": 0.1, **keys},
         precision={"mode": "mixed" if moments else "bfloat16", "rounding": rounding, "moments": moments},
