@@ -72,7 +72,7 @@ def alone() -> dict[tuple[str, str], dict[str, str]]:
     return {}
 
 
-OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "adamw"))
+OFTEN = (("dp4-zero3", "adamw"), ("tp2-dp2-sp", "lamb"), ("tp2-pp2", "lamb"))
 CELLS = [
     pytest.param(layout, model, optimizer, marks=() if (layout, optimizer) in OFTEN else pytest.mark.slow)
     for layout in LAYOUTS
