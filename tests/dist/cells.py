@@ -151,21 +151,13 @@ class Cell:
     def alone(self) -> Cell:
         """The same training in one process, as one micro-batch."""
         one = Cell()
-        layout = (
-            "schedule",
-            "pipeline",
-            "stages",
-            "tensor",
-            "sequence",
-            "overlap",
-            "vocab_multiple",
-            "data",
-            "context",
-            "context_keys",
-        )
-        layout += ("zero", "recompute", "regathers")
-        return replace(self, **{name: getattr(one, name) for name in layout})
+        return replace(self, **{name: getattr(one, name) for name in _OF_LAYOUT})
 
+
+_OF_LAYOUT = (
+    "schedule", "pipeline", "stages", "tensor", "sequence", "overlap", "vocab_multiple", "data", "context",
+    "context_keys", "zero", "recompute", "regathers",
+)  # fmt: skip
 
 AXES: Mapping[str, Sequence[Any]] = {
     "family": tuple(FAMILIES),
@@ -302,44 +294,18 @@ def sweep(count: int) -> list[Cell]:
 def pipelines() -> list[Cell]:
     """The whole matrix of schedules, degrees, stages of ZeRO and tied weights, up to 8 ranks."""
     models = (("gpt", False), ("gpt", True), ("llama", False), ("llama", True), ("bert", False))
-    return [
-        replace(cell, layers=8, batch=max(8, 2 * cell.pipeline * cell.data))
-        for schedule, pipeline, tensor, zero in itertools.product(get_args(Schedule), (2, 4), (1, 2), (0, 1))
-        for family, variant in models
-        for cell in [
-            Cell(
-                family,
-                variant,
-                schedule=schedule,
-                pipeline=pipeline,
-                tensor=tensor,
-                sequence=tensor > 1,
-                data=zero + 1,
-                zero=zero,
-            )
-        ]
-        if cell.world <= 8
+    degrees = itertools.product(get_args(Schedule), (2, 4), (1, 2), (0, 1))
+    cells = [
+        Cell(*model, schedule=schedule, pipeline=p, tensor=t, sequence=t > 1, data=zero + 1, zero=zero)
+        for (schedule, p, t, zero), model in itertools.product(degrees, models)
     ]
+    return [replace(c, layers=8, batch=max(8, 2 * c.pipeline * c.data)) for c in cells if c.world <= 8]
 
 
 EIGHT_RANKS = small(
     Cell("llama", tensor=2, sequence=True, context=2, data=2, zero=1, recompute="selective", documents=True),
     Cell("gpt", schedule="zbv", pipeline=2, context=4, zero=1, dropout=True),
     Cell("gpt_neox", schedule="interleaved", pipeline=2, tensor=2, context=2, context_keys="ring", zero=1, uneven=True),
-    Cell(
-        "llama",
-        variant=True,
-        schedule="dualpipev",
-        pipeline=2,
-        context=2,
-        context_keys="ring",
-        data=2,
-        zero=1,
-        documents=True,
-    ),
-    Cell("gpt", variant=True, context=4, data=2, zero=1, recompute="full", optimizer="lamb"),
-    Cell("gpt_neox", schedule="interleaved_zero_bubble", pipeline=2, tensor=2, sequence=True, context=2, zero=1),
-    Cell("mistral", tensor=2, context=4, context_keys="ring", zero=1, recompute="full"),
     Cell("qwen3", context=8, context_keys="ring", zero=1, recompute="selective", documents=True),
 )
 """Ranks that share samples beside all other axes."""
@@ -461,10 +427,13 @@ def measure(cell: Cell, steps: int) -> Measured:
     return found
 
 
-def sent(mesh: Mesh) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """Bytes and calls since the last call, by (axis, kind)."""
-    amounts: Counter[tuple[str, str]] = Counter()
-    calls: Counter[tuple[str, str]] = Counter()
+Sent = Counter[tuple[str, str]]
+"""Bytes or calls, by (axis, kind)."""
+
+
+def sent(mesh: Mesh) -> tuple[Sent, Sent]:
+    """Bytes and calls since the last call."""
+    amounts, calls = Sent(), Sent()
     for group in mesh.groups:
         for axis, meter in group.meters.items():
             for kind, amount in meter.bytes.items():
