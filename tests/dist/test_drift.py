@@ -16,7 +16,6 @@ from shardwise.train.observers import build_observers, run_observers
 from shardwise.train.trainer import Trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
 
 NORM = "norm.weight"
 QKV = "layers.0.self_attn.qkv.weight"
@@ -58,8 +57,7 @@ def drift(tensor: int, dtype: torch.dtype, changes: dict[int, tuple[str, int, in
 def test_one_flipped_bit_is_found(
     world: int, tensor: int, dtype: torch.dtype, change: dict[int, Any], wanted: tuple[str, str, str], ranks: Any
 ) -> None:
-    pool: RankPool = ranks(world)
-    texts = set(pool.run(drift, tensor, dtype, change))
+    texts = set(ranks(world).run(drift, tensor, dtype, change))
     assert len(texts) == 1, "every rank must stop, with the same text"
     text = texts.pop()
     assert text is not None, "not found"
@@ -71,9 +69,8 @@ def test_one_flipped_bit_is_found(
 
 def test_what_is_not_copied_may_differ(ranks: Any) -> None:
     """Q rows, MLP columns and vocabulary rows belong to one tensor-parallel rank each."""
-    pool: RankPool = ranks(4)
     for name, element in ((QKV, 0), ("layers.0.mlp.down_proj.weight", 5), ("lm_head.weight", 0)):
-        assert pool.run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
+        assert ranks(4).run(drift, 4, torch.float32, {1: (name, element, 3)}) == [None] * 4
 
 
 def test_a_run_compares_every_few_steps_and_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

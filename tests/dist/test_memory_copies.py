@@ -129,17 +129,11 @@ def test_a_part_that_does_not_fit_ends_the_copies_and_no_training(tmp_path: Path
     assert seen.problem == f"{folder(tmp_path, 0)}: No space left on device"
 
 
-@pytest.mark.slow
-def test_damaged_parts_count_as_missing(tmp_path: Path, ranks: Any) -> None:
+def test_parts_of_another_run_start_or_data_and_damaged_ones_count_as_missing(tmp_path: Path, ranks: Any) -> None:
     config = config_of()
     ranks(4).run(train, config, tmp_path, 3, 0, "*/rank-0001-step-00000003")
     again = ranks(4).run(train, config, tmp_path, 0, 0)[0]
     assert (again.step, again.received) == (2, 0), "the step before is whole"
-
-
-def test_parts_of_another_run_start_or_data_count_as_missing(tmp_path: Path, ranks: Any) -> None:
-    config = config_of()
-    ranks(4).run(train, config, tmp_path, 3, 0)
     for node in range(2):
         shutil.copytree(folder(tmp_path, node), tmp_path / f"shardwise-{os.getuid()}-other-n{node}")
     for began, run, data in (((), RUN, "f"), ((3,), RUN, "f"), (None, "other", "f"), (None, RUN, "g")):

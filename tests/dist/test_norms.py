@@ -14,21 +14,18 @@ from shardwise.verify.canonical_values import canonical_gradients, canonical_wei
 from tests.dist.checkpoints import make_trainer
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import make_config, make_data
-from tests.rank_pool import RankPool
+from tests.sweeps import few
 
 
-def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[str, int]]:
+def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], int]:
     """Norms and what they should be, and the sums of partial gradients over the tensor-parallel ranks."""
     config = make_config(**sections)
     mesh = shared_mesh(config.parallel.tensor)
     trainer = build_trainer(config, mesh, make_data())
-    micro_batches = trainer.feed.at(0)
-    trainer.passes.run(micro_batches, step=1)
-    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
-    before = sum(meter.calls["all_reduce"] for meter in meters)
+    trainer.passes.run(trainer.feed.at(0), step=1)
+    before = sum(meter.calls["all_reduce"] for meter in mesh.tp.meters.values())
     found = [float(norm) for norm in trainer.optimizer.norms()]
-    meters = [meter for group in (mesh.tp,) for meter in group.meters.values()]
-    sums = {"calls": sum(meter.calls["all_reduce"] for meter in meters) - before, "micro": len(micro_batches)}
+    sums = sum(meter.calls["all_reduce"] for meter in mesh.tp.meters.values()) - before
     gradients = canonical_gradients(trainer.model, trainer.optimizer)
     weights = canonical_weights(trainer.model)
     wanted = [float(torch.stack([t.norm() for t in of.values()]).norm()) for of in (gradients, weights)]
@@ -39,25 +36,22 @@ def cut_norms(sections: dict[str, Any]) -> tuple[list[float], list[float], dict[
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
 
-@pytest.mark.parametrize(
-    ("world", "sections", "sums"),
-    [
-        pytest.param(2, {"parallel": {"tensor": 2}}, 0, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
-        (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
-        # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
-        pytest.param(4, {"parallel": {"tensor": 4}, "model": BIASED}, 1, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
-        pytest.param(4, {"parallel": {"tensor": 2, "sequence": True}}, 1, marks=pytest.mark.slow),
-        (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
-    ],
-)
+CUT: list[tuple[int, dict[str, Any], int]] = [
+    (2, {"parallel": {"tensor": 2}}, 0),
+    (2, {"parallel": {"tensor": 2, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 1),
+    # Two K/V heads on four ranks: their copies are summed over pairs, norms over all four.
+    (4, {"parallel": {"tensor": 4}, "model": BIASED}, 1),
+    (4, {"parallel": {"tensor": 4, "sequence": True}, "train": {"micro_batch": 1}, "model": BIASED}, 2),
+    (4, {"parallel": {"tensor": 2, "sequence": True}, "optimizer": {"zero": 0}, "model": BIASED}, 1),
+]
+
+
+@pytest.mark.parametrize(("world", "sections", "sums"), few(CUT, CUT[1], CUT[3], CUT[4]))
 def test_norms_count_every_element_once(world: int, sections: dict[str, Any], sums: int, ranks: Any) -> None:
     """And partial gradients are summed once a step for each group, however many micro-batches (fault 1)."""
-    pool: RankPool = ranks(world)
-    for found, wanted, counted in pool.run(cut_norms, sections):
+    for found, wanted, counted in ranks(world).run(cut_norms, sections):
         assert found == pytest.approx(wanted, rel=1e-6)
-        assert counted["calls"] == sums, counted
+        assert counted == sums
 
 
 def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
@@ -70,10 +64,9 @@ def recorded_norms(every: int | None) -> list[tuple[float, float | None]]:
 
 
 def test_parameters_are_measured_in_logged_steps_and_gradients_alike_in_all(ranks: Any) -> None:
-    pool: RankPool = ranks(2)
-    measured = pool.run(recorded_norms, None)[0]
+    measured = ranks(2).run(recorded_norms, None)[0]
     wanted = [(gradient, None if step % 2 else parameter) for step, (gradient, parameter) in enumerate(measured, 1)]
-    assert pool.run(recorded_norms, 2)[0] == wanted
+    assert ranks(2).run(recorded_norms, 2)[0] == wanted
 
 
 def short_copied_bias() -> list[float]:

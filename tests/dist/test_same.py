@@ -64,11 +64,10 @@ def test_ranks_share_one_folder(ranks: Any) -> None:
 @pytest.mark.parametrize(("first", "second"), [("runs/a", None), ("runs/a", "runs/b")])
 def test_every_rank_is_given_one_run_dir_or_none(first: str | None, second: str | None, ranks: Any) -> None:
     """Else the rank that finds a finished run returns, and the others wait for it."""
-    pool = ranks(2)
     here = [None if folder is None else str(Path(folder).absolute()) for folder in (first, second)]
     wanted = f"run_dir must be the same on all ranks: {here[0]} on rank 0, and {here[1]} on rank 1"
-    assert pool.run(of_run_dirs, first, second) == [[wanted]] * 2
-    assert pool.run(of_run_dirs, first, here[0]) == [[], []]
+    assert ranks(2).run(of_run_dirs, first, second) == [[wanted]] * 2
+    assert ranks(2).run(of_run_dirs, first, here[0]) == [[], []]
 
 
 def agreed(problems: dict[int, list[str]]) -> list[str]:
