@@ -141,7 +141,8 @@ OFTEN = (
     *(("llama", layout, 91) for layout in LAYOUTS),
     # A partial sequence lies in a micro-batch beside whole ones, or between ranks.
     *(("dynamic", layout, 23) for layout in ("micro-batch", "tp2-sp")),
-    *((model, "tp2-dp2", 91) for model in ("gpt", "gpt_neox", "bert", "own")),
+    *((model, "tp2-dp2", 91) for model in ("gpt", "gpt_neox", "bert")),
+    ("own", "dp4", 91),
 )
 """All layouts of one model, and one layout of the others."""
 
