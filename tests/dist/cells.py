@@ -37,11 +37,20 @@ GRAIN = 8
 """Parts of the sums over a cut dimension, of cells with `bitwise`: more than there are ranks."""
 
 DROPOUT: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", *FACTS), ("attention_dropout",)),
+    **dict.fromkeys(("llama", *FACTS, "olmoe", "qwen3_moe", "mixtral", "glm4_moe"), ("attention_dropout",)),
     "gpt": ("embd_pdrop", "resid_pdrop", "attn_pdrop", "ffn_dropout"),
     "gpt_neox": ("hidden_dropout", "attention_dropout", "ffn_dropout"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+SPARSE: dict[str, dict[str, Any]] = {
+    "olmoe": {"family": "olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen3_moe": EXPERTS | {"family": "qwen3_moe", "num_experts": 8, "head_dim": 8, "mlp_only_layers": [1]},
+    "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "glm4_moe": EXPERTS | {"family": "glm4_moe", "n_routed_experts": 8, "head_dim": 8, "n_group": 4, "topk_group": 2},
+}
+"""Families with experts, which have all objectives of routers that micro-batches and ranks add up."""
+OBJECTIVES = {"router_sequence_loss": 0.1, "router_batch_loss": 0.1, "router_z_loss": 0.01}
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "gpt": {"tie_word_embeddings": False},
@@ -59,7 +68,7 @@ class Cell:
     """One training.
 
     Attributes:
-        family: of FAMILIES or FACTS. variant: whether it is that of VARIANTS.
+        family: of FAMILIES, FACTS or SPARSE. variant: whether it is that of VARIANTS.
         documents: documents end within samples, and see nothing of each other. uneven: samples count differently many
             targets.
         bitwise: with `train.bitwise`. data_grain: `train.data_grain`. context_grain: `parallel.context_grain`.
@@ -89,6 +98,7 @@ class Cell:
     recompute: str = "none"
     context: int = 1
     context_keys: str = "gather"
+    expert: int = 1
     dropout: bool = False
     mode: str = "float32"
     matmul: str | None = None
@@ -131,7 +141,7 @@ class Cell:
     def name(self) -> str:
         cut = [
             f"{axis}{degree}"
-            for axis, degree in (("tp", self.tensor), ("cp", self.context), ("dp", self.data))
+            for axis, degree in (("tp", self.tensor), ("cp", self.context), ("dp", self.data), ("ep", self.expert))
             if degree > 1
         ]
         if self.pipeline > 1:
@@ -156,7 +166,7 @@ class Cell:
 
 _OF_LAYOUT = (
     "schedule", "pipeline", "stages", "tensor", "sequence", "overlap", "vocab_multiple", "data", "context",
-    "context_keys", "zero", "recompute", "regathers",
+    "context_keys", "expert", "zero", "recompute", "regathers",
 )  # fmt: skip
 
 AXES: Mapping[str, Sequence[Any]] = {
@@ -343,7 +353,7 @@ class Measured:
 def configuration(cell: Cell) -> Config:
     model = (
         sizes(layers=cell.layers, spread=0.05)
-        | (FAMILIES | FACTS)[cell.family]
+        | (FAMILIES | FACTS | SPARSE)[cell.family]
         | (VARIANTS[cell.family] if cell.variant else {})
     )
     if cell.family == "smollm3":
@@ -355,6 +365,7 @@ def configuration(cell: Cell) -> Config:
             "tensor": cell.tensor,
             "context": cell.context,
             "context_keys": cell.context_keys,
+            "expert": cell.expert,
             "sequence": cell.sequence,
             "tensor_overlap": cell.overlap,
             "sequence_regather": cell.regathers,
@@ -372,7 +383,9 @@ def configuration(cell: Cell) -> Config:
             "data_grain": cell.data_grain,
             "dropout_mode": "invariant" if cell.dropout else "fast",
         },
-        optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1} | OPTIMIZERS[cell.optimizer],
+        optimizer={"zero": cell.zero, "bucket_mib": 0.02, "warmup_steps": 1}
+        | OPTIMIZERS[cell.optimizer]
+        | (OBJECTIVES if cell.family in SPARSE else {}),
         precision={"mode": cell.mode, "matmul": cell.matmul},
         data=data if cell.documents else {},
     )

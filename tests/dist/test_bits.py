@@ -12,6 +12,7 @@ import torch
 from shardwise.config import Schedule
 from tests.dist.bits import Bits, train
 from tests.dist.cells import EIGHT_RANKS, RANKS, Cell, sweep
+from tests.sweeps import few
 
 LLAMA = Cell("llama", variant=True, bitwise=True, layers=2, batch=4)
 DOCUMENTS = Cell("llama", documents=True, mode="mixed", bitwise=True, layers=2)
@@ -41,6 +42,17 @@ SHARED = (
     replace(OLMO2, tensor=4, context_grain=2),
 )
 """With context parallelism, or parts for it."""
+SPARSE = Cell("olmoe", mode="mixed", bitwise=True, data_grain=4)
+GLM4 = Cell("glm4_moe", bitwise=True, data_grain=4)
+DIVIDED = (
+    replace(SPARSE, tensor=2, sequence=True, data=2, expert=2, zero=1, layers=2, batch=16),
+    replace(SPARSE, data=4, expert=4, zero=2, recompute="full", batch=16),
+    replace(GLM4, data=4, expert=2, zero=3, batch=16),
+    replace(GLM4, schedule="zbv", pipeline=2, data=2, expert=2, zero=1, batch=16),
+    replace(SPARSE, family="mixtral", mode="bfloat16", data=4, expert=2, zero=1, batch=16),
+    replace(SPARSE, family="qwen3_moe", mode="float32", tensor=4, batch=16),
+)
+"""Whose ranks divide experts."""
 GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)
 """Groups of two micro-batches each, of which a data-parallel rank has several."""
 SCHEDULED = (
@@ -68,11 +80,10 @@ def compare(everyone: list[Bits], one: Bits) -> None:
     assert set().union(*(found.weights for found in everyone)) == one.weights.keys()
 
 
-OFTEN = {CELLS[2], CELLS[3], SHARED[0]}
-TRAININGS = [pytest.param(cell, marks=() if cell in OFTEN else pytest.mark.slow) for cell in CELLS + SHARED + SCHEDULED]
+OFTEN = (CELLS[2], CELLS[3], SHARED[0], DIVIDED[0])
 
 
-@pytest.mark.parametrize("cell", TRAININGS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", few(CELLS + SHARED + DIVIDED + SCHEDULED, *OFTEN), ids=lambda cell: cell.name)
 def test_training_has_the_bits_of_one_process(cell: Cell, ranks: Any) -> None:
     compare(ranks(RANKS).run(train, cell), alone(cell, ranks))
 

@@ -1,5 +1,6 @@
 """Sparse models at every expert-parallel degree: losses and gradients of one process, and transformers' own."""
 
+import copy
 import functools
 import json
 import math
@@ -275,6 +276,22 @@ def test_loads_are_added_up_once_a_step(ranks: Any) -> None:
     cases |= {("llama", 1, 1): [(0, 0, None)] * 2}
     for case, wanted in cases.items():
         assert run(ranks, 2, reductions, *case) == [wanted] * 2
+
+
+def use_a_copy() -> str:
+    """What a copied layer says, whose parameters are new and have no further gradients."""
+    sections = {"parallel": {"expert": 2}, "train": {"bitwise": True, "data_grain": 4}}
+    config = configuration(sections, "olmoe")
+    trainer = build_trainer(config, Mesh(**config.parallel.degrees, grains=config.grains, device="cpu"), make_data())
+    layer = copy.deepcopy(experts_of(trainer.model)[0])
+    with pytest.raises(RuntimeError) as caught:
+        layer(torch.zeros(4, 1, config.model.hidden_size))
+    return str(caught.value)
+
+
+def test_a_copied_layer_is_refused(ranks: Any) -> None:
+    for text in ranks(2).run(use_a_copy):
+        assert "was copied, without the gradients that it keeps" in text
 
 
 class Sparse(torch.nn.Module):
