@@ -45,12 +45,12 @@ SHARED = (
 SPARSE = Cell("olmoe", mode="mixed", bitwise=True, data_grain=4)
 GLM4 = Cell("glm4_moe", bitwise=True, data_grain=4)
 DIVIDED = (
-    replace(SPARSE, tensor=2, sequence=True, data=2, expert=2, zero=1, layers=2, batch=16),
-    replace(SPARSE, data=4, expert=4, zero=2, recompute="full", batch=16),
-    replace(GLM4, data=4, expert=2, zero=3, batch=16),
+    replace(SPARSE, tensor=2, sequence=True, data=2, expert=2, zero=1, layers=2, batch=4, data_grain=2),
+    replace(SPARSE, data=4, expert=4, zero=2, recompute="full"),
+    replace(GLM4, data=4, expert=2, zero=3),
     replace(GLM4, schedule="zbv", pipeline=2, data=2, expert=2, zero=1, batch=16),
-    replace(SPARSE, family="mixtral", mode="bfloat16", data=4, expert=2, zero=1, batch=16),
-    replace(SPARSE, family="qwen3_moe", mode="float32", tensor=4, batch=16),
+    replace(SPARSE, family="mixtral", mode="bfloat16", data=4, expert=2, zero=1),
+    replace(SPARSE, family="qwen3_moe", mode="float32", tensor=4),
 )
 """Whose ranks divide experts."""
 GROUPS = replace(LLAMA, data_grain=4, layers=4, batch=16)

@@ -58,7 +58,10 @@ def measured(config: Config, is_balanced: bool = True) -> ShardedStep:
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("glm4_moe", {"zero": 1}, {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "precision": MIXED}),
+    (
+        "glm4_moe", {"zero": 1},
+        {"parallel": {"expert": 2, "tensor": 2, "sequence": True}, "precision": MIXED, "train": {"global_batch": 4}},
+    ),
     ("olmoe", {"zero": 0}, {"parallel": {"expert": 4}}),
     ("qwen3_moe", {"zero": 2}, {"parallel": {"expert": 2}, "precision": MIXED}),
     ("mixtral", {"zero": 3}, {"parallel": {"expert": 4}, "precision": MIXED}),
@@ -68,7 +71,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {"zero": 3}, {"parallel": {"expert": 2, "pipeline": 2}}),
     ("olmoe", {"zero": 1}, {"parallel": {"expert": 4, "grain": 2}, "train": {"bitwise": True, "data_grain": 4}}),
     ("glm4_moe", {"zero": 2}, {"parallel": {"expert": 4, "grain": 1}, "train": {"bitwise": True}, "precision": MIXED}),
-]
+]  # fmt: skip
 SEQUENCE = {"router_sequence_loss": 0.1, "router_z_loss": 0.1}
 OBJECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("olmoe", {"zero": 1} | SEQUENCE, {"parallel": {"expert": 2, "context": 2}, "train": {"recompute": "full"}}),
@@ -131,7 +134,7 @@ def test_objectives_of_routers_send_what_cost_has(case: tuple[str, dict[str, Any
 
 def test_rows_of_one_rank_are_as_many_as_the_imbalance_says(ranks: Any) -> None:
     """All tokens have the experts of the first of two ranks, so that it computes twice the rows of balanced loads."""
-    config = configuration("olmoe", {"zero": 0}, {"parallel": {"expert": 2}})
+    config = configuration("olmoe", {"zero": 0}, {"parallel": {"expert": 2}, "train": {"global_batch": 4}})
     layout = check_layout(config, 2)
     balanced = planned(config, layout, 0)
     for rank, found in enumerate(ranks(2).run(measured, config, False)):

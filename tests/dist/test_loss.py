@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.distributed import collectives
 from shardwise.layers.loss import linear_cross_entropy, parallel_cross_entropy
 from tests.dist.dense import check, each, error, mesh, random, run
 
@@ -245,29 +244,3 @@ def without_gradient(tp: int, sequence: bool) -> dict[str, float]:
 @pytest.mark.parametrize("tp", DEGREES)
 def test_evaluation_makes_no_gradients(tp: int, ranks: Any) -> None:
     check(run(ranks, tp, each, without_gradient, [(tp, False), (tp, True)]))
-
-
-def largest_gathered(tp: int, rows: int) -> tuple[int, int, int]:
-    """Rows of the sequence in the largest all-gather, of all calls of forward and backward; calls; rows held here."""
-    case = Case(tp, True, 13)
-    sizes: list[int] = []
-    plain = collectives.all_gather
-
-    def watched(*args: Any, **kwargs: Any) -> Tensor:
-        whole = plain(*args, **kwargs)
-        sizes.append(whole.numel() // (B * H))
-        return whole
-
-    collectives.all_gather = watched
-    try:
-        case.loss(rows * B * tp * case.weight.shape[0]).backward()
-    finally:
-        collectives.all_gather = plain
-    return max(sizes), len(sizes), case.x.shape[0]
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_with_sequence_parallelism_the_full_hidden_states_are_never_held(tp: int, ranks: Any) -> None:
-    for largest, calls, here in run(ranks, tp, largest_gathered, tp, 1):
-        assert calls == here, f"{calls} all-gathers for {here} chunks of one row"
-        assert largest == tp, f"an all-gather holds {largest} of {S} rows, where chunks of one row need {tp}"

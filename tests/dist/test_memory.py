@@ -1,11 +1,9 @@
 """What a block stack and a step hold, tensor by tensor, against `cost`: with recompute, and at each stage of ZeRO."""
 
 import functools
-import gc
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from shardwise.train.build import build_trainer
 from tests.block_stacks import block_stack
 from tests.dist import cells
 from tests.dist.cells import sent
-from tests.dist.checkpoints import load, make_trainer, save, step_folder
 from tests.dist.dense import mesh as shared_mesh
 from tests.dist.training import FAMILIES, make_config, make_data, sizes
 from tests.live_tensors import LiveTensors
@@ -297,44 +294,6 @@ def test_a_sharded_step_holds_and_sends_what_cost_has(
         for key, amount in planned.items():
             # The meter rounds each call down to a whole byte.
             assert 0 <= amount - found.sent[key] <= found.calls[key], f"rank {rank}: {found.sent[key]:,} by {key}"
-
-
-def bytes_beside_the_parts(config: Config, root: str) -> tuple[dict[str, int], int, int]:
-    """The most bytes beside what a rank keeps as it makes, saves and resumes a model; bytes of a whole unit, of all."""
-    torch.set_num_threads(1)
-    most = {}
-    with LiveTensors(resized=True) as live:
-        trainer = make_trainer(config)
-        most["init"] = live.peak - live.settled()
-        trainer.step()
-        live.peak = before = live.settled()
-        assert save(trainer, root, buffer_bytes=2**18)[0].problem is None
-        most["save"] = live.peak - before
-        buckets = trainer.optimizer.buckets
-        whole = [bucket.numel * (bucket.values.itemsize + bucket.gradients.itemsize) for bucket in buckets]
-        del trainer, buckets
-        gc.collect()
-        live.peak = live.settled()
-        resumed = make_trainer(config)
-        load(resumed, step_folder(root, 1))
-        most["resume"] = live.peak - live.settled()
-    return most, max(whole), sum(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["float32", "mixed"])
-def test_with_zero_3_no_rank_ever_holds_more_than_a_unit(mode: str, ranks: Any, tmp_path: Path) -> None:
-    train = {"global_batch": 4, "micro_batch": 1, "sequence_length": 16}
-    config = make_config(
-        model=STATE | FAMILIES["llama"],
-        optimizer={"bucket_mib": None, "zero": 3},
-        train=train,
-        precision={"mode": mode},
-    )
-    for most, unit, model in ranks(4).run(bytes_beside_the_parts, config, str(tmp_path)):
-        assert 4 * unit < model, "a unit is a small part of the model"
-        for phase, size in most.items():
-            assert size <= 2 * unit, f"{phase}: {size:,} bytes beside the parts, {unit:,} of a unit, {model:,} in all"
 
 
 def test_live_tensors_are_counted_once_and_until_they_are_free() -> None:
