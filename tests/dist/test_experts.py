@@ -4,7 +4,6 @@ import copy
 import functools
 import json
 import math
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,30 +220,6 @@ def test_a_training_has_the_curve_of_one_process_and_goes_on_in_it(name: str, tm
         check(found, curve()[2:])
 
 
-def reductions(family: str, log_every: int, expert: int) -> list[tuple[int, int, Any]]:
-    """All-reduces over all ranks and over replicas of whole numbers in each of two steps, and its record."""
-    model = {"family": family, **SIZES, **CASES.get(family, {}), "vocab_size": 131, "num_hidden_layers": 4}
-    config = make_config(model=model, parallel={"expert": expert})
-    mesh = Mesh(**config.parallel.degrees, device="cpu")
-    trainer = build_trainer(config, mesh, make_data(131))
-    trainer.log_every = log_every
-    seen = Counter[str]()
-    real = collectives.all_reduce_
-
-    def counting(tensor: Tensor, group: Group, *, op: str = "sum") -> Tensor:
-        seen[group.name] += tensor.dtype == torch.int64 and tensor.ndim > 0 and tensor.numel() > 8
-        return real(tensor, group, op=op)
-
-    found = []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(collectives, "all_reduce_", counting)
-        for _ in range(2):
-            seen.clear()
-            loads = [detail.lines["experts"]["loads"] for detail in trainer.step().details]
-            found.append((seen["world"], seen["dp"], sum(map(sum, loads[0].values())) if loads else None))
-    return found
-
-
 def error_of_many_experts() -> float:
     """Of the outputs at EP 2, in bfloat16 by autocast, relative to those of all experts on one rank."""
     routing, group = Routing(512, 4, normalized=False), shared_mesh(1, expert=2).experts
@@ -267,15 +242,6 @@ def error_of_many_experts() -> float:
 def test_more_experts_than_bfloat16_counts(ranks: Any) -> None:
     """It rounds whole numbers from 257 on; these have the weights' dtype on the way."""
     assert max(run(ranks, 2, error_of_many_experts)) < 0.01
-
-
-def test_loads_are_added_up_once_a_step(ranks: Any) -> None:
-    """For the record of a logged step over all ranks, else for biases alone; and each step begins anew."""
-    rows = 8 * 16 * 3
-    cases = {("glm4_moe", 2, 2): [(0, 1, None), (1, 0, 3 * rows)], ("olmoe", 2, 2): [(0, 0, None), (1, 0, 4 * rows)]}
-    cases |= {("llama", 1, 1): [(0, 0, None)] * 2}
-    for case, wanted in cases.items():
-        assert run(ranks, 2, reductions, *case) == [wanted] * 2
 
 
 def use_a_copy() -> str:

@@ -12,13 +12,12 @@ from torch import nn
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
-from shardwise.config import Config, check_layout, config_from_sections
+from shardwise.config import Config, config_from_sections
 from shardwise.distributed.mesh import Mesh
 from shardwise.distributed.placement import placements
 from shardwise.models.build import build_model
 from shardwise.optim.state_digest import TensorSums
 from shardwise.optim.state_hash import StateSums
-from shardwise.pipeline.stages import build_stages
 from shardwise.train.build import build_trainer
 from shardwise.train.model_checks import check_replicas
 from shardwise.verify.canonical_values import canonical_weights
@@ -77,30 +76,6 @@ def test_in_and_out_is_bit_equal(case: str, layout: str, ranks: Any, tmp_path: P
     again = open_folder(tmp_path / "ours").state_dict()
     assert [name for name, tensor in theirs.state_dict().items() if not torch.equal(tensor, again[name])] == []
     assert described(tmp_path / "ours") == described(tmp_path / "theirs")
-
-
-def in_and_out_of_a_pipeline(source: Path, target: Path, parallel: dict[str, Any]) -> None:
-    config = configured(source, **parallel)
-    mesh = shared_mesh(config.parallel.tensor, config.parallel.pipeline)
-    model = build_stages(config, check_layout(config, mesh.world.size), mesh, dtype=torch.float32)
-    load_hugging_face(model, config.model, mesh, source)
-    export_hugging_face(model, config.model, mesh, target)
-
-
-# Two blocks: virtual stages need four, which no case has (test_checkpoint.py).
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", few(CASES, "bert"))
-def test_in_and_out_of_a_pipeline(case: str, tensor: int, ranks: Any, tmp_path: Path) -> None:
-    """The very folder that one process writes."""
-    save(case, tmp_path / "theirs")
-    parallel = {"tensor": tensor, "pipeline": 2}
-    ranks(2 * tensor).run(in_and_out_of_a_pipeline, tmp_path / "theirs", tmp_path / "many", parallel)
-    in_and_out_of_a_pipeline(tmp_path / "theirs", tmp_path / "one", {"tensor": 1})
-    one, many = ({file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("one", "many"))
-    assert many == one
-    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
-    found = load_file(tmp_path / "many" / "model.safetensors")
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 def begin(

@@ -123,14 +123,12 @@ def test_one_process_moves_as_torchs_muon() -> None:
         assert errors_of_weights(name, 1, 1, {}, False) <= 1e-6, name
 
 
-def configuration(
-    family: str, parallel: dict[str, Any], zero: int, options: dict[str, Any], **train_keys: Any
-) -> Config:
+def configuration(family: str, parallel: dict[str, Any], zero: int) -> Config:
     return make_config(
         model=SIZES | FAMILIES[family] | dict.fromkeys(DROPOUT[family], 0.0),
         parallel=parallel,
-        optimizer={"name": "muon", "lr": 3e-3, "zero": zero, "bucket_mib": 0.02, "muon": options},
-        train={"micro_batch": 1} | train_keys,
+        optimizer={"name": "muon", "lr": 3e-3, "zero": zero, "bucket_mib": 0.02},
+        train={"micro_batch": 1},
     )
 
 
@@ -165,8 +163,8 @@ def losses_and_iterations(config: Config, steps: int) -> tuple[list[float], list
 )
 def test_each_matrix_is_iterated_on_once(family: str, parallel: dict[str, Any], zero: int, ranks: Any) -> None:
     """By ranks that have equal work; and the losses are those of one process."""
-    wanted, shapes = losses_and_iterations(configuration(family, {}, 0, {}), STEPS)
-    every_rank = ranks(4).run(losses_and_iterations, configuration(family, parallel, zero, {}), STEPS)
+    wanted, shapes = losses_and_iterations(configuration(family, {}, 0), STEPS)
+    every_rank = ranks(4).run(losses_and_iterations, configuration(family, parallel, zero), STEPS)
     for losses, _ in every_rank:
         assert losses == pytest.approx(wanted, rel=1e-5)
     assert sorted(shape for _, of_rank in every_rank for shape in of_rank) == sorted(shapes)
@@ -175,23 +173,12 @@ def test_each_matrix_is_iterated_on_once(family: str, parallel: dict[str, Any], 
     assert max(work) - min(work) <= largest
 
 
-@pytest.mark.slow
-def test_bfloat16_is_equal_to_the_bit_where_training_is_bitwise(ranks: Any) -> None:
-    options = {"ns_dtype": "bfloat16"}
-    keys = {"bitwise": True, "data_grain": 8}
-    grain = {"grain": 8}
-    wanted, _ = losses_and_iterations(configuration("llama", grain, 0, options, **keys), STEPS)
-    layout = {"tensor": 2, "sequence": True, "pipeline": 2, **grain}
-    for losses, _ in ranks(8).run(losses_and_iterations, configuration("llama", layout, 1, options, **keys), STEPS):
-        assert losses == wanted
-
-
 # ---- checkpoints
 
 
 def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path: Path) -> None:
     """Saved by TP 2 × DP 2 under ZeRO-1, of GPT's transposed and merged tensors; read by four other layouts."""
-    source = configuration("gpt", {"tensor": 2, "sequence": True}, 1, {})
+    source = configuration("gpt", {"tensor": 2, "sequence": True}, 1)
     saved = ranks(4).run(checkpoints.run, source, 2, 0, None, str(tmp_path))[0].state
     assert {"momentum_buffer", "exp_avg", "exp_avg_sq"} <= set(saved)
     name = next(name for name in saved["model"] if name.endswith("c_attn.weight"))
@@ -199,7 +186,7 @@ def test_momentum_is_the_same_to_the_bit_at_another_layout(ranks: Any, tmp_path:
     assert not saved["exp_avg"][name].any()
     (folder,) = tmp_path.glob("*")
     for parallel, zero in (({"tensor": 4}, 0), ({"pipeline": 2}, 1), ({"pipeline": 2, "tensor": 2}, 0), ({}, 0)):
-        config = configuration("gpt", parallel, zero, {})
+        config = configuration("gpt", parallel, zero)
         found = ranks(4).run(checkpoints.run, config, 0, 0, str(folder), None)[0].state
         for state, tensors in saved.items():
             for tensor, values in tensors.items():
