@@ -71,16 +71,12 @@ def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
     ("stage", "keys", "told"),
     [
         ("{at: 4}", (), "data.stages.0.sequence_length, or another key of the stage, must be set"),
-        ("{at: 8, sequence_length: 32}", (), "data.stages.0.at (8) must be less than train.steps (8)"),
         ("{at: 4, sequence_length: 96}", ("model.max_position_embeddings=96",), "train.global_batch (8) of the"),
         ("{at: 4, sequence_length: 128}", (), "from step 5 on (data.stages): train.sequence_length (128) must be"),
         ("{at: 4, rope_scaling: {rope_type: yarm, factor: 2.0}}", (), "the stage of data.stages at 4:"),
         ("{at: 4, sequence_length: 32}", ("data.dataset=chat",), "sequence_length must be left out of data.stages"),
-        ("{at: 4, sequence_length: 32}", ("data.dataset=null", "hooks.data=a:B"), "sequence_length must be left"),
-        ("{at: 4, sequence_length: 32}", STREAM, "sequence_length must be left out of data.stages"),
         ("{at: 4, sequence_length: 32}", ("train.steps=8k",), "the tokens of a step in data.stages (256 and 512)"),
         ("{at: 4, micro_batch: 8}", ("train.bitwise=true",), "the groups of train.data_grain must be the same in"),
-        ("{at: 4, global_batch: 3}", (), "from step 5 on (data.stages): train.global_batch (3) must be a multiple"),
     ],
 )
 def test_refused(stage: str, keys: tuple[str, ...], told: str) -> None:

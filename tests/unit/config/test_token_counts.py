@@ -70,14 +70,11 @@ def refused(*overrides: str) -> str:
     [
         ((WSD,), "optimizer.decay_steps must be given with optimizer.schedule wsd"),
         ((WSD, "optimizer.decay_steps=300"), "optimizer.decay_steps (300) must be at most 216"),
-        ((WSD, "optimizer.decay_steps=-1"), "optimizer.decay_steps (-1) must be at least 0"),
         (("optimizer.decay_steps=3",), "optimizer.decay_steps (3) must be left out"),
-        (("optimizer.decay_shape=sqrt",), "optimizer.decay_shape (sqrt) must be left out"),
         (("optimizer.points=[{at: 1, factor: 1}]",), "optimizer.points must be left out"),
         (POINTS, "optimizer.points must be given with optimizer.schedule points"),
         ((*POINTS, "optimizer.points=[{at: 5, factor: 1}, {at: 5, factor: 2}]"), "optimizer.points must have rising"),
         ((*POINTS[:1], "optimizer.points=[{at: 5, factor: 1}]"), "optimizer.warmup_steps (24) and optimizer.min_lr"),
-        ((*POINTS, "optimizer.points=[{at: 5, factor: -1}]"), "optimizer.points.0.factor (-1"),
     ],
 )
 def test_a_wrong_schedule_is_one_sentence(overrides: tuple[str, ...], start: str) -> None:

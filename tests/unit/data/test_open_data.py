@@ -69,7 +69,6 @@ GOOD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Megatron's": ({"path": "tokens"}, "tokens: 1 sequence in Megatron's format, as the headers of .idx files say"),
     "a blend": ({"blend": [1, "tokens", 2, "tokens"]}, "2 sequences in Megatron's format"),
-    "built-in": ({"dataset": "tiny"}, "tiny: 1 file, "),
 }
 
 
@@ -176,19 +175,9 @@ def test_without_data_the_tokenizer_is_looked_at(at: Path) -> None:
         prepare_data(config(), at)
 
 
-def test_shards_are_opened(at: Path) -> None:
-    rows = [("data", "shards: 1 HDF5 shard"), ("tokenizer", "none, as the data hold tokens")]
-    assert look("bert", path="shards").rows[:2] == rows
-    (problem,) = look(path="shards").problems
-    assert problem.startswith("model.family (llama) must be bert where data.path (shards) is HDF5 shards")
-
-
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no data": ({"path": "nowhere"}, "data.path (nowhere) does not exist"),
     "an empty file": ({"path": "empty.txt"}, "empty.txt holds no text"),
-    "no text": ({"path": "latin.txt"}, "latin.txt: byte 0 (0xe9) is not UTF-8"),
-    "no JSON": ({"path": "bad.jsonl"}, "bad.jsonl: line 1 is not JSON"),
-    "no such field": ({"path": "one.jsonl", "text_key": "body"}, "one.jsonl: line 1 has no field 'body'"),
     "an index that is cut off": ({"path": "cut"}, "cut.idx: its size (54 bytes) must be 62"),
     "a saved data set without its table": ({"path": "saved"}, "data.arrow cannot be read"),
     "no hub id": ({"dataset": "owner/na--me"}, "a hub id reads owner/name"),

@@ -108,9 +108,8 @@ def test_rows_of_tokens_are_joined_as_they_are(tmp_path: Path) -> None:
         datasets.List(datasets.Value("int32")),
         datasets.LargeList(datasets.Value("uint16")),
         datasets.List(datasets.Value("int16"), length=40),
-        datasets.List(datasets.Value("int64")),
     ],
-    ids=["list", "large", "fixed", "int64"],
+    ids=["list", "large", "fixed"],
 )
 def test_kinds_of_columns_and_parts_by_weight(kind: Any, tmp_path: Path) -> None:
     rows = ROWS if getattr(kind, "length", -1) == -1 else [row[:40] for row in ROWS]
@@ -206,28 +205,21 @@ def test_no_name_in_a_saved_data_set_leads_out_of_its_folder(outside: str, tmp_p
     assert failure(path).startswith(f"{path / 'dataset_dict.json'} must name what lies in its own folder: '{outside}'")
 
 
-@pytest.mark.parametrize("address", ["{}en/train.parquet", "zip://texts/a.jsonl::{}texts.zip"])
-def test_a_card_names_files_of_its_repository(address: str) -> None:
-    place = "hf://datasets/acme/tiny@0123/"
-    _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [address.format(place)]})
-
-
 @pytest.mark.parametrize(
     "address",
     [
-        "/etc/passwd",
         "https://example.org/train.parquet",
         "{}../other@main/train.parquet",
-        "{}/etc/passwd",
         "zip://../a.jsonl::{}texts.zip",
         "/tmp/{}a.parquet",
     ],
 )
 def test_a_card_names_no_file_outside_of_its_repository(address: str) -> None:
     place = "hf://datasets/acme/tiny@0123/"
-    named = address.format(place)
+    tables, named = _HubTables("acme/tiny", None, Path("0123")), address.format(place)
+    tables._require_own_files(place, {"train": [f"{place}en/a.parquet", f"zip://texts/a.jsonl::{place}texts.zip"]})
     with pytest.raises(DataError, match=rf"its card names {re.escape(named)}: set data\.path"):
-        _HubTables("acme/tiny", None, Path("0123"))._require_own_files(place, {"train": [f"{place}a.parquet", named]})
+        tables._require_own_files(place, {"train": [f"{place}a.parquet", named]})
 
 
 def test_damaged_and_odd_folders(tmp_path: Path) -> None:
@@ -236,12 +228,8 @@ def test_damaged_and_odd_folders(tmp_path: Path) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
     assert failure(path).startswith(f"{file} is cut off or damaged (")
-    file.unlink()
-    assert failure(path) == f"{file} cannot be read: No such file or directory"
     (path / "state.json").write_text("{}", encoding="utf-8")
     assert failure(path) == f"{path}/state.json must list the data set's files: save it again"
-    (path / "state.json").write_text("{", encoding="utf-8")
-    assert failure(path).startswith(f"{path}/state.json is no JSON (")
     (tmp_path / "splits").mkdir()
     (tmp_path / "splits/dataset_dict.json").write_text('{"splits": []}', encoding="utf-8")
     assert failure(tmp_path / "splits") == (

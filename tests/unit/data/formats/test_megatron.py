@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.data.formats.megatron import _PreparedDocuments
 from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
-from shardwise.data.open_data import data_format_of, prepare_data
+from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
@@ -34,8 +34,7 @@ def tokenizer(tmp_path: Path) -> str:
     return saved_tokenizer(tmp_path / "tokenizer", TEXT, 280)
 
 
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx"])
-@pytest.mark.parametrize("form", ["auto", "megatron"])
+@pytest.mark.parametrize(("ending", "form"), [("", "auto"), (".bin", "auto"), (".idx", "megatron")])
 def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "data")
     data = prepare_data(config(path=prefix + ending, format=form), tmp_path / "cache")
@@ -46,16 +45,6 @@ def test_a_prefix_is_recognised(ending: str, form: str, tmp_path: Path) -> None:
     assert data.beginning("test", 3) == []
     assert data.summary == f"{prefix}{ending}: 800 B, 40 documents, 380 training and 20 evaluation tokens"
     assert not (tmp_path / "cache").exists(), "nothing is copied"
-
-
-def test_text_stays_text(tmp_path: Path) -> None:
-    write(tmp_path / "data")
-    (tmp_path / "data").mkdir()
-    assert data_format_of(config(path=str(tmp_path / "data")).data).name == "text"
-    assert data_format_of(config(path=str(tmp_path / "data"), format="megatron").data).name == "megatron"
-    assert data_format_of(config(path=str(tmp_path / "data.bin"), format="text").data).name == "text"
-    assert data_format_of(config(path="x" * 5000).data).name == "text", "whoever opens it says what is wrong"
-    assert data_format_of(config().data).name == "text"
 
 
 @pytest.mark.parametrize(

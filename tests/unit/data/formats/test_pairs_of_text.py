@@ -16,7 +16,6 @@ from shardwise.data.formats.prepared_data import PreparedData, make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import PairTokens
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
@@ -72,39 +71,9 @@ def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
     assert digest.hexdigest()[:16] == "4972519b16f86ad0"
 
 
-def test_pairs_read_like_text(tmp_path: Path) -> None:
-    data = prepare_data(config(length=128), tmp_path)
-    batches = make_batches(config(length=128), data, "train")
-    assert batches.objectives == ("mlm", "nsp")
-    batch = batches.global_batch(0, 64)
-    uncut = 0
-    for column, label in enumerate(batch.inputs["next_sentence_B"].tolist()):
-        ids = unmasked(batch, column)
-        begin, a, b, end = text_of(data, ids).replace("[CLS]", "\x00[SEP]").split("[SEP]")
-        assert (begin, end) == ("\x00", "")
-        if len(ids) < 128:
-            follow = [a + b in story for story in stories()]
-            assert any(follow) == (label == 0)
-            uncut += 1
-    assert uncut > 10
-
-
-def test_the_causal_families_keep_their_tokens(tmp_path: Path) -> None:
-    """The same text, prepared for both, has two entries; that of the causal one is as it was."""
-    pairs, plain = prepare_data(config(), tmp_path), prepare_data(causal(), tmp_path)
-    assert plain.tokenizer_path != pairs.tokenizer_path
-    assert plain.fingerprint[:16] == "ff83a8f05fb395ac"
-    assert plain.tokenizer_path.parent.name == "2c2f673ff01bf521b46c31d65b561e22"
-    assert plain.pair_tokens is None
-    assert not plain.sentences
-    assert isinstance(make_batches(causal(), plain, "train"), TokenBatches)
-
-
 def test_masking_is_as_configured(tmp_path: Path) -> None:
     for keys, predictions, masked in (
         ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
-        ({"max_predictions": 4}, 4, 4),
-        ({"masked_fraction": 0.5}, 32, 31),
         ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),
     ):
         targets_PB = batches_of(config(**keys), tmp_path).global_batch(0, 32).inputs["targets_PB"]
@@ -123,23 +92,16 @@ def overwrite(file: Path) -> None:
 DAMAGES = (("train.sentences.bin", overwrite), ("train.documents.bin", truncate), ("eval.sentences.bin", Path.unlink))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        pytest.param(name, damage, marks=() if (name, damage) in DAMAGES else pytest.mark.slow)
-        for name, _ in DAMAGES
-        for _, damage in DAMAGES
-    ],
-)
-def test_damaged_sentences_are_prepared_anew(tmp_path: Path, name: str, damage: Any) -> None:
+def test_damaged_sentences_are_prepared_anew(tmp_path: Path) -> None:
     first = prepare_data(config(), tmp_path)
     bounds = np.array(first.sentences["train"].bounds)
-    damage(first.tokenizer_path.parent / name)
     built: list[str] = []
-    second = prepare_data(config(), tmp_path, announce=built.append)
-    assert len(built) == 1
-    assert second.fingerprint == first.fingerprint
-    assert np.array_equal(second.sentences["train"].bounds, bounds)
+    for number, (name, damage) in enumerate(DAMAGES, start=1):
+        damage(first.tokenizer_path.parent / name)
+        second = prepare_data(config(), tmp_path, announce=built.append)
+        assert len(built) == number, name
+        assert second.fingerprint == first.fingerprint
+        assert np.array_equal(second.sentences["train"].bounds, bounds)
 
 
 def test_names_of_special_tokens_are_text(tmp_path: Path) -> None:

@@ -43,8 +43,7 @@ def converted(path: Path, **options: Any) -> list[list[int]]:
     return [file.tokens[start:end].tolist() for start, end in pairwise(starts)]
 
 
-@pytest.mark.parametrize("block", [1, 3, 100])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize(("dtype", "block"), [("uint16", 1), ("uint32", 3), ("uint16", 100)])
 def test_raw_tokens_become_documents_at_the_end_token(
     dtype: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +74,6 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
         (IDS, "<u2", "uint16"),
         (IDS * 16, "<u4", "uint32"),
         ([128_000, 5, 90_000, 7] * 16, "<u4", "uint32"),
-        ([50_256, 5, 198], "<u2", "uint16"),
         (IDS * 16, "<i8", "int64"),  # what numpy makes of a list of ids
     ],
 )
@@ -91,10 +89,8 @@ def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str,
     ("ids", "dtype", "dtypes"),
     [
         ([*range(12)] * 400, "uint16", "uint16 or uint32"),
-        ([*range(12)] * 400, "uint32", "uint16 or uint32"),
         ([*range(12)] * 33, "int64", "uint16, uint32 or int64"),
         ([700, 90, 0, 0] * 5, "uint16", "uint16 or int64"),
-        ([300], "uint32", "uint16 or uint32"),
     ],
 )
 def test_bytes_that_fit_several_dtypes_are_asked_about(ids: list[int], dtype: str, dtypes: str, tmp_path: Path) -> None:
@@ -137,7 +133,7 @@ def test_a_shard_of_llm_c_is_documents(version: tuple[int, int], tmp_path: Path)
         converted(path)
 
 
-@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<i4", "<i8"])
+@pytest.mark.parametrize("dtype", [">u2", "<i8"])
 def test_an_array_of_numpy_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
     with (tmp_path / "train.bin").open("wb") as file:
         np.save(file, np.array(IDS, dtype=dtype))

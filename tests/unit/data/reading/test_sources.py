@@ -60,9 +60,7 @@ def test_a_file_is_one_document_and_a_line_of_jsonl_is_one(tmp_path: Path) -> No
     assert read(fill(tmp_path / "folder", {name: name for name in names})) == ["a.txt", "b/1.md", "b/2.txt", "c.txt"]
 
 
-@pytest.mark.parametrize(
-    "unit", ["word and word, \n", "some words, and more;\n\n", "no-space-at-all", "zeile\n\n", "äöü – ", "   "]
-)
+@pytest.mark.parametrize("unit", ["some words, and more;\n\n", "no-space-at-all", "äöü – ", "   "])
 def test_long_texts_come_in_pieces_that_join_to_the_whole(tmp_path: Path, unit: str) -> None:
     text = unit * (3 * PIECE_CHARACTERS // len(unit)) + "end"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
@@ -148,10 +146,6 @@ def test_the_stamp_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
-    missing = tmp_path / "none.txt"
-    assert failure(missing) == (
-        f"data.path ({missing}) does not exist: name a text file, a .jsonl, a .parquet or a folder of them"
-    )
     with pytest.raises(DataError, match=r"data\.path \(none\.txt\) does not exist in /"):
         open_text_source(DataConfig(path="none.txt"))
     (tmp_path / "empty.txt").touch()
@@ -164,8 +158,7 @@ def test_missing_empty_and_odd_paths(tmp_path: Path) -> None:
     assert "must be a file or a folder" in failure(tmp_path / "pipe")
 
 
-@pytest.mark.parametrize("before", [0, PIECE_CHARACTERS - 1, 2 * PIECE_CHARACTERS + 5])
-@pytest.mark.parametrize("bad", [b"\xe9 rest", b"\xe2\x82", b"\xff"])
+@pytest.mark.parametrize(("before", "bad"), [(0, b"\xff"), (PIECE_CHARACTERS - 1, b"\xe9 rest"), (131, b"\xe2\x82")])
 def test_invalid_utf8_is_placed(tmp_path: Path, before: int, bad: bytes) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * before + bad)
@@ -244,17 +237,6 @@ def test_raw_tokens_are_told_how_to_convert_them(name: str, tmp_path: Path) -> N
             IndexedFile.open(file)
     file.with_suffix(".idx").touch()
     assert failure(tmp_path) == f"{file} holds tokens, not text: name the data by their prefix, {file.with_suffix('')}"
-
-
-def test_token_ids_in_a_table_are_told_how_to_read_them(tmp_path: Path) -> None:
-    rows = [[5, 6, 7], [8, 9]]
-    pq.write_table(pa.table({"labels": rows, "input_ids": pa.array(rows, pa.large_list(pa.int32()))}), tmp_path / "a")
-    (tmp_path / "b").write_text("".join(json.dumps({"input_ids": row, "id": 1}) + "\n" for row in rows))
-    for file in (tmp_path / "a", tmp_path / "b"):
-        for key in ("text", "input_ids"):
-            said = failure(file, text_key=key)
-            way = "set data.format=tokens, and data.text_key=input_ids, and all files are read as tokens"
-            assert said == f"{file} holds token ids in 'input_ids', not text: {way}"
 
 
 def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def within(found: int, trials: int, probability: float) -> bool:
     return abs(found - trials * probability) <= 5 * math.sqrt(trials * probability * (1 - probability))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(
     candidates=st.lists(st.lists(st.booleans(), min_size=20, max_size=20), min_size=1, max_size=5),
     fraction=st.floats(0.01, 1.0),
@@ -70,13 +70,6 @@ def test_masking_is_even() -> None:
     assert random.max() <= LAST
     halves = int((random < (FIRST + LAST + 1) / 2).sum())
     assert within(halves, len(random), 0.5)
-
-
-def test_the_cap_is_a_cap() -> None:
-    ids_BS = np.full((3, 64), 5)
-    candidates_BS = np.ones_like(ids_BS, dtype=bool)
-    targets_BP = Masking(0.15, 4, MASK, ORDINARY).apply(ids_BS, candidates_BS, draws(3))[2]
-    assert (targets_BP != IGNORE).all()
 
 
 def test_draws_depend_on_everything_that_names_them() -> None:
