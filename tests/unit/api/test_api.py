@@ -57,10 +57,8 @@ def test_values_of_python_are_read_as_those_of_yaml(tmp_path: Path) -> None:
     assert config.compile.options == {"max_autotune": True}
 
 
-@pytest.mark.parametrize(
-    "value", [np.zeros(2), torch.zeros(2), object(), {1: 2}], ids=["array", "tensor", "object", "number as key"]
-)
-@pytest.mark.parametrize("key", ["train", "train.steps", "optimizer.lr", "data.path", "hooks.loss", "model"])
+@pytest.mark.parametrize("value", [torch.zeros(2), object(), {1: 2}], ids=["tensor", "object", "number as key"])
+@pytest.mark.parametrize("key", ["train", "optimizer.lr", "hooks.loss"])
 def test_any_other_value_is_a_problem_and_no_traceback(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key.partition(".")[0]):
         shardwise.load_recipe("llama2-tiny", **{key: value})
@@ -71,19 +69,6 @@ def test_a_mapping_is_a_recipe_and_is_not_changed(recipe: str) -> None:
     before = json.dumps(values)
     assert shardwise.load_recipe(values, train={"steps": 2}).train.steps == 2
     assert json.dumps(values) == before
-
-
-def test_all_problems_are_told_at_once_with_dotted_keys() -> None:
-    wrong = {"train": {"stepps": 3}, "optimizer": {"lr": "fast"}, "train.global_batch.x": 1}
-    with pytest.raises(ConfigError) as caught:
-        shardwise.load_recipe("llama2-tiny", **wrong)
-    told = str(caught.value)
-    for text in (
-        "train.stepps: unknown key; did you mean train.steps?",
-        "optimizer.lr ('fast') must be a number",
-        "train.global_batch.x: unknown key; global_batch is one value",
-    ):
-        assert text in told
 
 
 # ---- runs
@@ -212,18 +197,7 @@ def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dic
     assert not Path("runs").exists()
 
 
-def test_an_unknown_event_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError) as caught:
-        shardwise.Run(tmp_path).metrics("evaluation")  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "event ('evaluation') must be start, resume, step, state_hash, eval, eval_set, eval_task, checkpoint, compile, "
-        "warning or stop; did you mean eval?"
-    )
-
-
-@pytest.mark.parametrize("content", [b'{"final_loss": 5', b"[]", b"\xff\xfe"], ids=repr)
-@pytest.mark.parametrize("name", ["results", "environment"])
+@pytest.mark.parametrize(("name", "content"), [("results", b'{"final_loss": 5'), ("environment", b"[]")])
 def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     read = getattr(shardwise.Run(tmp_path), name)

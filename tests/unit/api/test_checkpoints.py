@@ -14,7 +14,6 @@ from shardwise.base.errors import ConfigError, RunError
 from shardwise.checkpoint.format.manifest import MANIFEST, Manifest
 from shardwise.checkpoint.storage.root import Root
 from shardwise.models.build import build_model
-from tests.sweeps import few
 
 Parts = tuple[nn.Sequential, shardwise.ZeroRedundancyOptimizer]
 
@@ -157,7 +156,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 SAME_STATE = {("lamb", "adamw"), ("adamw", "lamb"), *((kind, kind) for kind in KINDS)}
 
 
-@pytest.mark.parametrize("saved", few(KINDS, "adamw", "momentum"))
+@pytest.mark.parametrize("saved", ["adamw", "momentum"])
 def test_the_state_of_another_optimizer_is_refused(saved: str, tmp_path: Path) -> None:
     """Else it would be dropped, or be missing in the next step."""
 
@@ -221,18 +220,12 @@ def test_fault_22_what_could_not_be_read_again_is_refused_at_the_save(
 NUMBERS: dict[str, dict[str, Any]] = {
     "NAdam": {"lr": 2e-3},
     "ASGD": {"t0": 2.0},
-    "RAdam": {"lr": 1e-3},
-    "Adagrad": {"initial_accumulator_value": 0.1, "lr": 1e-2},
-    "Adamax": {"lr": 2e-3},
-    "Adadelta": {"lr": 1.0},
-    "RMSprop": {"momentum": 0.9, "centered": True, "lr": 1e-2},
-    "Rprop": {"lr": 1e-2},
     "SGD": {},
 }
 
 
-@pytest.mark.parametrize("name", few(NUMBERS, "NAdam", "ASGD", "SGD"))
-def test_fault_22_every_class_of_torch_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NUMBERS)
+def test_fault_22_classes_of_torch_go_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     """NAdam and ASGD keep numbers beside the count of steps; SGD keeps nothing at all."""
     assert_goes_on(tmp_path, lambda: parts(0, getattr(torch.optim, name), **NUMBERS[name]))
 
@@ -282,17 +275,14 @@ def test_fault_22_numbers_are_those_of_each_parameter_group(tmp_path: Path) -> N
 
 GROUPS = [
     (torch.optim.SGD, {"momentum": 0.9}, None),
-    (torch.optim.Adam, {"amsgrad": True}, None),
     (torch.optim.RMSprop, {"centered": True}, None),
     (torch.optim.AdamW, {}, torch.bfloat16),
-    (shardwise.LAMB, {}, torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("optimizer_class", "options", "dtype"), GROUPS)
 def test_fault_22_groups_of_other_options_or_dtypes_go_on(
-    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, stage: int, tmp_path: Path
+    optimizer_class: Any, options: dict[str, Any], dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
     """One group keeps momentum, or has masters, and the other does not."""
 
@@ -302,7 +292,7 @@ def test_fault_22_groups_of_other_options_or_dtypes_go_on(
             model[1].register_forward_pre_hook(lambda _, args: args[0].to(dtype))
             model[1].to(dtype)
         groups = [{"params": list(model[0].parameters()), **chosen}, {"params": list(model[1].parameters())}]
-        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01, stage=stage)
+        return model, shardwise.ZeroRedundancyOptimizer(groups, optimizer_class, lr=0.01)
 
     assert_goes_on(tmp_path, made)
     if options:
@@ -350,14 +340,11 @@ def test_fault_22_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "may_load"),
     [
         (torch.optim.AdamW, torch.optim.RAdam, False),
-        (torch.optim.Adam, torch.optim.AdamW, True),
         (torch.optim.SGD, Counting, True),
-        (Counting, torch.optim.SGD, True),
     ],
 )
 def test_fault_22_equal_names_of_states_do_not_make_two_classes_one(

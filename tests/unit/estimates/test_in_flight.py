@@ -15,7 +15,6 @@ from shardwise.config.layout import Stage
 from shardwise.distributed.mesh import Group
 from shardwise.distributed.placement import placements
 from shardwise.estimates.memory import MemoryEstimate, checkpoint_bytes, expected_memory, memory_by_rank
-from shardwise.estimates.rank_workload import RankWorkload
 from shardwise.estimates.step_peak import PassBytes, step_peak
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
@@ -64,8 +63,6 @@ def as_stored(name: str, tensor: int, stages: list[Stage], whole: bool) -> list[
 
 
 STAGES = {
-    "first": [Stage(0, 0, range(2), 4)],
-    "middle": [Stage(1, 1, range(2, 3), 4)],
     "last": [Stage(3, 3, range(3, 4), 4)],
     "first and middle": [Stage(0, 0, range(1), 4), Stage(2, 0, range(2, 3), 4)],
     "first and last": [Stage(0, 0, range(1), 4), Stage(3, 0, range(3, 4), 4)],
@@ -189,14 +186,6 @@ def test_full_recompute_leaves_backward_passes_in_one_part(schedule: str) -> Non
         assert len(order) == 2 * 2 * M
     waits = [simulate(parallel, M, recompute).bubble for recompute in ("none", "selective", "full")]
     assert waits[0] == waits[1] < waits[2]
-
-
-def test_a_case_has_the_stages_of_its_rank() -> None:
-    chosen = config(schedule="zbv")
-    cases = [RankWorkload.of(chosen, check_layout(chosen, 2), False, rank) for rank in range(2)]
-    assert [[stage.index for stage in case.stages] for case in cases if case] == [[0, 3], [1, 2]]
-    ends = [(case.has_first, case.has_last, case.layers) for case in cases if case]
-    assert ends == [(True, True, 2), (False, False, 2)]
 
 
 def test_the_175b_layout_is_computed() -> None:

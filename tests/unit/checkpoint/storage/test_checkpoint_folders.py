@@ -127,13 +127,10 @@ def lengths(root: Root, *steps: int) -> dict[int, dict[str, int]]:
 @pytest.mark.parametrize(
     ("mine", "keep", "every", "gone"),
     [
-        ((500,), None, None, []),
         ((500,), None, 200, []),
-        ((500,), 1, 200, [300, 100]),
         ((500,), 2, None, [300, 200, 100]),
         ((500,), 3, None, [200, 100]),  # the manifest of step 300 is there, and who wrote it is unknown
         ((500, 300), 3, None, [300, 100]),
-        ((500, 300), 9, None, [300]),
         ((400,), 1, None, [300, 200, 100]),  # what is newer may be somebody's save
     ],
 )
