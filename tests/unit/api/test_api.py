@@ -15,7 +15,6 @@ import torch
 import shardwise
 from shardwise.base.errors import ConfigError
 from shardwise.launch import rank_process
-from shardwise_plan.layout_choices import FIXABLE
 from tests.dist import own_models
 from tests.e2e.command import MINIATURE
 from tests.e2e.command import shardwise as command
@@ -232,16 +231,3 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
 def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})
-
-
-def test_each_key_that_a_plan_keeps_is_kept() -> None:
-    config = shardwise.load_recipe(
-        "llama2-7b",
-        parallel={"tensor": 2, "sequence": True, "pipeline": 2, "schedule": "interleaved", "virtual_stages": 4},
-        train={"micro_batch": 2, "recompute": "full"},
-        optimizer={"zero": 0},
-    )
-    (plan,) = shardwise.plan(config, "b200:8", np.int64(2), best=1, fixed=FIXABLE).plans  # type: ignore[arg-type]
-    for key in FIXABLE:
-        section, name = key.split(".")
-        assert getattr(getattr(plan.config, section), name) == getattr(getattr(config, section), name), key

@@ -42,19 +42,6 @@ def test_texts(clock: SimpleNamespace, total: int | None, noun: str, amounts: li
     assert work._text() == f"working: {line}"
 
 
-def test_the_speed_is_that_of_the_last_minute(clock: SimpleNamespace) -> None:
-    """Work that an earlier process had done comes at once, and does not count for long."""
-    work = progress("working", 10 << 30, "")
-    clock.now += 10
-    work.advance(9 << 30)
-    for _ in range(100):
-        clock.now += 1
-        work.advance(1 << 20)
-    assert work._text().endswith(", 1.0 MiB/s, 15 min 24 s left")
-    clock.now += 30
-    assert work._text().endswith("left"), "a speed without an answer for a while is lower, not none"
-
-
 def test_work_that_cannot_tell_is_asked(clock: SimpleNamespace) -> None:
     """What is there at the beginning, such as files of an earlier process, does not count."""
     work = progress("verifying", 8, "layout", done=iter([1, 3, 5]).__next__)
@@ -117,12 +104,6 @@ def test_a_terminal_has_a_bar_that_vanishes(screen: Screen, clock: SimpleNamespa
     assert shown.rstrip("\r").endswith("\x1b[2K"), "the line is erased"
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown"
     assert shown.index("\x1b[?25h") < shown.rindex("exporting"), "it is while the bar is drawn, as a signal may come"
-
-
-def test_a_dumb_terminal_is_a_log(screen: Screen, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    progress("working", 2, "graph").show(screen.stream, Turns(1))
-    assert screen.text() == "working: 0 of 2 graphs, 0%, 0 ms elapsed\r\n"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

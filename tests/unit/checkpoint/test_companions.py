@@ -10,7 +10,6 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from shardwise.base import hub
-from shardwise.base.errors import ConfigError
 from shardwise.base.hub import BESIDE_WEIGHTS
 from shardwise.checkpoint.companions import Companions, find_checkpoint_companions, model_files
 from shardwise.checkpoint.format.model_files import files_beside_weights
@@ -164,17 +163,6 @@ def test_fault_09_what_is_a_key_of_the_model_stays_the_models() -> None:
     assert json.loads(model_files(own, torch.float32, None, ids)["config.json"]).keys() == {
         *own.model_dump(), "torch_dtype", "bos_token_id", "eos_token_id",
     }  # fmt: skip
-
-
-def test_fault_09_companions_that_cannot_be_read_are_named(tmp_path: Path, weights: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for place in ("gone", tmp_path / "empty"):
-        with pytest.raises(ConfigError, match=r"checkpoint\.companions \(.*\) must "):
-            find_checkpoint_companions(run_of(companions=place), None, None)
-    for text, problem in (("{", "cannot be read"), ("[]", "must hold a JSON object")):
-        (weights / "generation_config.json").write_text(text)
-        with pytest.raises(ConfigError, match=rf"published/generation_config\.json {problem}"):
-            find_checkpoint_companions(run_of(), Root.of(weights), weights)
 
 
 def test_fault_09_chat_templates_of_every_kind_are_kept(tmp_path: Path, weights: Path) -> None:

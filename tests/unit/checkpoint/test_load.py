@@ -280,26 +280,6 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
 
 
-@pytest.mark.parametrize(
-    ("case", "key", "value"),
-    [("llama", "rms_norm_eps", 1e-4), ("neox", "hidden_act", "relu")],
-)
-def test_fault_07_a_key_without_weights_that_is_typed_may_change(
-    case: str, key: str, value: Any, tmp_path: Path
-) -> None:
-    """A recipe may well have another one that nobody meant."""
-    save(case, tmp_path)
-    (change,) = model_differences(of_file(tmp_path, f"model.{key}={value}"), Root.of(tmp_path)).changes
-    assert change.startswith(f"model.{key} (")
-    unsaid = config_from_sections(
-        load_config("llama2-tiny", [f"model.config={tmp_path}", f"model.{key}={value}"]).recorded()
-    )
-    (problem,) = model_differences(unsaid.model, Root.of(tmp_path)).problems
-    assert problem.startswith(f"model.{key} (")
-    beside = load_config_of_program("llama2-tiny", {"model.config": tmp_path, "model": {key: value}})
-    assert model_differences(beside.model, Root.of(tmp_path)).changes == (change,)
-
-
 def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_path: Path) -> None:
     save("llama", tmp_path)
     keys = ["model.rope_scaling={rope_type: yarn, factor: 4.0}", "model.max_position_embeddings=96"]

@@ -126,22 +126,6 @@ def test_preparations(at: Path, shown: Log, cli: CommandLine) -> None:
     assert shown.text() == before
 
 
-def test_conversations(at: Path, screen: Screen) -> None:
-    chat = {"messages": [{"role": "user", "content": TEXT[:620]}, {"role": "assistant", "content": TEXT[:620]}]}
-    Path("chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 40)
-    keys = ["data.path=chats.jsonl", "data.format=chat", "data.split=9,1"]
-    config = load_config("llama2-tiny", [*keys, "model.vocab_size=270", "train.sequence_length=2048"])
-    fetch_inputs(config, None, lambda _: None)
-    size = 40 * 1240
-    require(
-        screen,
-        f"reading: {units.size(size)}",
-        "waiting for another process",
-        "training a tokenizer",
-        f"tokenizing: {all_of(size)}",
-    )
-
-
 def test_an_evaluation(at: Path, screen: Screen, cli: CommandLine) -> None:
     number = cli.facts("evaluate", at / "steps", "data.path=text.txt")["sequences"]
     assert lines(screen)[-1] == f"evaluating: {number:,} of {number:,} sequences, 100%"

@@ -69,15 +69,6 @@ def test_the_digest_that_was_asked_for(server: Server, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".data.bin.lock"], "what is wrong is kept"
 
 
-def test_a_length_that_a_server_reports_and_does_not_send(server: Server, tmp_path: Path) -> None:
-    server.reported = len(CONTENT)
-    (remote,) = find_remote_files(server.url)
-    server.content = CONTENT[:-10]
-    with pytest.raises(ConfigError, match=r"its size \(4,999,990 bytes\) must be that which http.* \(5,000,000\)"):
-        fetch_remote_file(remote, tmp_path / "data.bin")
-    assert not (tmp_path / "data.bin").exists()
-
-
 def test_another_file_is_not_overwritten(server: Server, tmp_path: Path) -> None:
     target = tmp_path / "data.bin"
     target.write_text("mine")

@@ -109,15 +109,6 @@ def test_a_mistake_without_a_likely_meaning_names_what_there_is(line: str, text:
     assert cli.refused(*line.split()).startswith(f"shardwise: {text}")
 
 
-def test_every_unknown_option_is_told(cli: CommandLine) -> None:
-    assert cli.refused(*f"{TRAIN} --lr 1 --nodes 2 --gpus 2 -- --bs".split()) == (
-        "shardwise: 2 errors\n"
-        "- unknown option --lr: did you mean optimizer.lr=1?\n"
-        "- unknown option --gpus: did you mean --nproc?\n"
-        "corrected: shardwise train llama2-tiny --nodes 2 --nproc 2 optimizer.lr=1 -- --bs\n"
-    )
-
-
 @pytest.mark.parametrize("arguments", [[], ["data"], ["checkpoint"]])
 def test_a_command_line_that_names_nothing_prints_help(arguments: list[str], cli: CommandLine) -> None:
     said = cli(*arguments)

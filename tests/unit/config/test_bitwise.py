@@ -16,22 +16,6 @@ def resolved(*overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides"),
-    [
-        (1, []),
-        (4, []),
-        (4, ["parallel.tensor=4", "parallel.sequence=true"]),
-        (8, ["parallel.tensor=2", "parallel.grain=2"]),
-        (2, ["parallel.context=2", "parallel.context_grain=4", "train.sequence_length=32"]),
-        (1, ["model.attention_dropout=0.1", "train.dropout_mode=invariant"]),
-        (2, ["precision.gradient=bfloat16", "precision.reduce=bfloat16"]),
-    ],
-)
-def test_what_fits(world: int, overrides: list[str]) -> None:
-    assert layout_of(["train.bitwise=true", *overrides], world=world).world == world
-
-
-@pytest.mark.parametrize(
     ("world", "overrides", "told"),
     [
         (1, ["parallel.grain=3"], "parallel.grain (3) must be a power of two with train.bitwise (true): set"),

@@ -23,8 +23,6 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
-LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "smollm3", "gemma3")
-FAMILIES = (*LLAMAS, "gpt", "gpt_neox", "bert")
 OWN = {"family": "my.package:Model", "vocab_size": 512}
 
 
@@ -47,26 +45,6 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     with pytest.raises(ConfigError) as caught:
         check_layout(config_of(model, **sections), world)
     return caught.value.problems
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_all_families_answer_the_same_questions(family: str) -> None:
-    model = model_of(family)
-    head_dim = {"qwen3": 128, "gemma3": 256}.get(family, 16)
-    assert (model.num_key_value_heads, model.head_dim) == (4, head_dim)
-    assert model.rotary_dim == (head_dim if family in LLAMAS else 4 if family == "gpt_neox" else 0)
-    activation = "silu" if family in LLAMAS else "gelu"
-    assert model.activation == ("gelu_tanh" if family in ("gpt", "gemma3") else activation)
-    eps = {"bert": 1e-12, "gemma3": 1e-6, "mistral": 1e-6, "qwen2": 1e-6, "qwen3": 1e-6, "smollm3": 1e-6}
-    assert model.norm_eps == eps.get(family, 1e-5)
-    dropped = 0.1 if family in ("gpt", "bert") else 0.0
-    assert (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p) == (dropped,) * 3
-    assert model.has_dropout == (dropped > 0)
-    assert model.causal == (family != "bert")
-    assert model.objectives == (("mlm", "nsp") if family == "bert" else ("lm",))
-    assert model.tie_word_embeddings == (family in ("gpt", "bert", "smollm3", "gemma3"))
-    assert [model.rotates(layer) for layer in range(2)] == [model.rotary_dim > 0] * 2
-    assert not model.extends_positions
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,6 @@ def test_overrides_replace_keys_and_open_sections() -> None:
     assert load_config("quickstart", ["precision.mode=bfloat16"]).precision.mode == "bfloat16"
 
 
-def test_no_name_of_another_library_is_advice_for_an_own_model() -> None:
-    assert problems("model.family=package:Net", "n_heads=8", "tensr=2") == [
-        "n_heads: unknown key; did you mean model.n_heads, an argument of your model's class?",
-        "tensr: unknown key; did you mean parallel.tensor?",
-    ]
-
-
 def test_a_choice_may_have_any_case() -> None:
     overrides = ["optimizer.name=AdamW", "parallel.schedule=1F1B", "precision.mode=BFloat16", "checkpoint.resume=Auto"]
     config = load_config("llama2-tiny", [*overrides, "log.trackers=[WandB, MLflow]"])
@@ -199,22 +192,6 @@ def test_what_is_wrong_with_a_hugging_face_file(gpt2_folder: Path, overrides: li
     (gpt2_folder / "alibi.json").write_text(json.dumps({**GPT2, "alibi": True}))
     found = problem(*(text.replace("FOLDER", str(gpt2_folder)) for text in overrides))
     assert found.startswith(told.replace("FOLDER", str(gpt2_folder)))
-
-
-def test_all_that_is_wrong_in_a_file_is_told_at_once(tmp_path: Path) -> None:
-    """What no family has, what has another type, and a value of the command line that stands for one of the file."""
-    wrong = {"alibi": True, "activation_function": "quick_gelu", "n_embd": "768", "n_layer": 2.5, "resid_pdrop": 2}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**GPT2, **wrong}))
-    assert problems(f"model.config={path}", "model.resid_pdrop=0.1", "model.n_head=x", "train.steps=0") == [
-        f'model.config: {path}: activation_function ("quick_gelu") is not supported: only "gelu", "gelu_new", '
-        '"gelu_fast", "gelu_pytorch_tanh" or "relu"',
-        f"model.config: {path}: alibi (true) is not supported: only false",
-        "model.hidden_size ('768') must be a whole number",
-        "model.num_hidden_layers (2.5) must be a whole number",
-        "model.num_attention_heads ('x') must be a whole number",
-        "train.steps (0) must be greater than 0",
-    ]
 
 
 def test_a_resolved_configuration_is_frozen_and_reads_back_as_itself() -> None:

@@ -105,23 +105,6 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         recipe_text(str(folder))
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"model_type": "gemma2"}, r'model_type \("gemma2"\) is not supported: shardwise lacks its soft caps'),
-        ({**QWEN3_8B, "alibi": True}, "model.config: .*alibi .true. is not supported"),
-        ({**QWEN3_8B, "frobs": 1}, r"set model.ignore=\[frobs\]"),
-        ({"family": "mine:Model", "vocab_size": 7}, "a class of its own, mine:Model, whose code would run"),
-    ],
-)
-def test_a_model_that_is_not_read_is_told(folder: Path, values: dict[str, Any], said: str) -> None:
-    (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=said):
-        load_config(str(folder))
-    if "frobs" in values:
-        assert load_config(str(folder), ["model.ignore=[frobs]"]).model.ignore == ("frobs",)
-
-
 def test_the_recipe_of_a_repository_is_named() -> None:
     """Whatever its publisher appends to the name; another size has another shape."""
     of = {

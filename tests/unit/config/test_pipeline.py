@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from shardwise.config import ParallelConfig, check_layout, load_config
+from shardwise.config import ParallelConfig, load_config
 from shardwise.config.layout_rules import fits_schedule
 from tests.unit.config.refusals import layout_of, problem
 from tests.unit.config.test_families import OWN, problems
@@ -85,19 +85,3 @@ def test_how_many_micro_batches_fit(schedule: str, degree: int, fitting: range |
     """Torch's own schedules are asked the same in tests/unit/pipeline/test_action_order.py."""
     parallel = ParallelConfig.model_validate({"pipeline": degree, "schedule": schedule})
     assert [n for n in range(1, 17) if fits_schedule(parallel, n)] == list(fitting)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "stages"),
-    [
-        ("", 1),
-        ("pipeline=2 schedule=zbv", 2),
-        ("pipeline=3 stages=[2,4,2]", 1),
-        ("schedule=dualpipev virtual_stages=7 train.global_batch=2", 1),  # which has no effect without a pipeline
-    ],
-)
-def test_stages_on_each_rank(overrides: str, stages: int) -> None:
-    config = load_config("gpt-tiny", ["train.micro_batch=1", *keys_of(overrides)])
-    layout = check_layout(config, config.parallel.pipeline)
-    assert layout.virtual == stages
-    assert layout.stages == stages * config.parallel.pipeline

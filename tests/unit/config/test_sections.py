@@ -136,22 +136,6 @@ def test_what_an_optimizer_does_not_go_with(keys: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [
-        "optimizer.name=lamb optimizer.trust_clip=true",
-        "optimizer.name=muon optimizer.muon.momentum=0.9 optimizer.muon.split_heads=true",
-        MIXED,
-        f"{BFLOAT16} precision.moments=bfloat16",
-    ],
-)
-def test_what_an_optimizer_goes_with(keys: str) -> None:
-    assert layout_of(keys.split(), world=1)
-    if "precision" in keys:
-        precision = load_config("llama2-tiny", keys.split()).precision.resolved(accelerator=False)
-        assert precision.rounded(2) == (2 if keys == MIXED else 3), "narrow moments are rounded too"
-
-
-@pytest.mark.parametrize(
     ("overrides", "length", "expected"),
     [([], 128, 20), ([], 512, 77), (["data.max_predictions=80"], 512, 80), (["data.masked_fraction=0.5"], 16, 8)],
 )

@@ -18,7 +18,6 @@ from shardwise.config import (
 )
 from tests.unit.config.refusals import problems
 
-STREAM = ("data.dataset=owner/name", "data.streaming=true", "data.tokenizer=x")
 LONG = "{at: 4, sequence_length: 128, global_batch: 4, micro_batch: 1, rope_scaling: {rope_type: linear, factor: 2.0}}"
 MIDDLE = "{at: 6, sequence_length: 32, global_batch: 8}"
 
@@ -81,26 +80,6 @@ def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
 )
 def test_refused(stage: str, keys: tuple[str, ...], told: str) -> None:
     assert told in "\n".join(problems("train.steps=8", f"data.stages=[{stage}]", *keys, world=1))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "stage", "told"),
-    [
-        ("bert-tiny", "{at: 4, sequence_length: 32}", "with model.family bert, whose samples have one length"),
-        ("gpt-tiny", "{at: 4, rope_theta: 5.0}", "rope_theta must be left out with model.family gpt"),
-        ("gpt-tiny", "{at: 4, sequence_length: 4096}", "must be at most model.max_position_embeddings"),
-    ],
-)
-def test_other_families_are_refused(recipe: str, stage: str, told: str) -> None:
-    keys = ("train.steps=8", f"data.stages=[{stage}]")
-    assert told in "\n".join(problems(*keys, recipe=recipe, world=1))
-
-
-def test_every_stage_must_suit_the_layout() -> None:
-    keys = ("parallel.context=2", "model.max_position_embeddings=66", "train.global_batch=132", "train.steps=8")
-    stage = "data.stages=[{at: 4, sequence_length: 66, global_batch: 128}]"
-    told = "from step 5 on (data.stages): train.sequence_length (66)"
-    assert told in "\n".join(problems(stage, *keys, world=2))
 
 
 def test_stages_of_a_run_that_goes_on_keep_its_order() -> None:

@@ -7,11 +7,9 @@ import pytest
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.format.manifest import TensorEntry
 from shardwise.checkpoint.format.stored_tensors import find_sources
-from shardwise.config import Config, check_layout, config_from_sections, load_config, size_stages_of
+from shardwise.config import Config, check_layout, config_from_sections, load_config
 from shardwise.config.hugging_face import from_hugging_face
-from shardwise.distributed.mesh import Mesh
 from shardwise.estimates.memory import expected_memory
-from shardwise.models.build import build_balance
 from shardwise.pipeline.partition import stages_of_ranks
 from tests.unit.config.refusals import problem
 
@@ -100,26 +98,6 @@ def test_an_objective_needs_routers_for_which_it_is_defined(told: str) -> None:
     assert list(caught.value.problems) == [told]
 
 
-def test_objectives_have_the_sizes_of_each_stage_of_the_data() -> None:
-    plain = glm().model_dump(exclude_unset=True)
-    plain["train"] |= {"steps": 4}
-    plain["optimizer"] |= {"router_sequence_loss": 0.001, "router_z_loss": 0.002}
-    plain["data"] |= {"stages": [{"at": 2, "sequence_length": 16, "global_batch": 2}]}
-    found = []
-    for stage in size_stages_of(config_from_sections(plain)):
-        balance = build_balance(stage, check_layout(stage, 1), Mesh(device="cpu"))
-        found.append((balance.samples, balance.length, balance.layers, balance.names, balance.needs_counts))
-    assert found == [(4, 8, 1, ("sequence", "z"), False), (2, 16, 1, ("sequence", "z"), False)]
-    plain["optimizer"] |= {"router_batch_loss": 0.001}
-    (one, _) = size_stages_of(config_from_sections(plain))
-    needs = []
-    for micro_batch in (4, 2):
-        cut = one.with_keys(train={"micro_batch": micro_batch})
-        balance = build_balance(cut, check_layout(cut, 1), Mesh(device="cpu"))
-        needs.append(balance is not None and balance.needs_counts)
-    assert needs == [False, True]
-
-
 COUNTS = (
     "unknown key; families with experts have model.num_experts (olmoe, qwen3_moe), model.num_local_experts (mixtral) "
     "or model.n_routed_experts (glm4_moe)"
@@ -147,9 +125,3 @@ def test_what_sparse_models_refuse_is_one_sentence(case: str) -> None:
     recipe, *keys = case.split()
     world = int(keys.pop(0)) if keys[0].isdecimal() else None
     assert problem(*keys, recipe=recipe, world=world) == REFUSED[case]
-
-
-def test_ranks_of_one_copy_have_all_experts() -> None:
-    parallel = load_config("olmoe-tiny", ["parallel.expert=4", "parallel.context=2", "parallel.tensor=2"]).parallel
-    assert parallel.model_ranks == 8
-    assert load_config("olmoe-tiny", ["parallel.context=2"]).parallel.model_ranks == 2

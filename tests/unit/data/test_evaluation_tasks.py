@@ -88,11 +88,3 @@ def test_what_no_model_here_has(line: str, problem: str, tmp_path: Path) -> None
     kept = [text for text in file.read_text().splitlines() if text.partition(":")[0] != line.partition(":")[0]]
     file.write_text("\n".join([*kept, line]))
     assert refusal(["writing"], folder) == problem
-
-
-@pytest.mark.slow
-def test_an_unknown_task(tmp_path: Path) -> None:
-    """The index of the library's own tasks is read first."""
-    assert refusal(["chioce"], write_tasks(tmp_path / "tasks")) == (
-        "evaluation.tasks (chioce) must be a task of lm_eval or of evaluation.tasks_path: did you mean choice?"
-    )

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from shardwise.base.errors import ConfigError, LostPeerError
 from shardwise.distributed import mesh as meshes
@@ -48,15 +47,6 @@ def test_a_launched_process_without_a_process_group_is_told_what_to_call(monkeyp
             Mesh(tensor=tensor, device="cpu")
 
 
-def test_joining_alone_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    meshes.join()
-    assert not dist.is_initialized()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    meshes.join()
-    assert not dist.is_initialized()
-
-
 def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, timedelta]] = []
     watched: list[float] = []
@@ -79,13 +69,6 @@ def test_joining_takes_the_launchers_variables(monkeypatch: pytest.MonkeyPatch) 
     assert (asked[1], watched) == (("gloo", wait_limit.NEVER), [7, 7])
     assert defaults == [timedelta(seconds=7), wait_limit.NEVER], "else groups of the mesh have torch's limit"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "else what each group sends grows with the cube of the ranks"
-
-
-def test_the_limit_of_groups_that_torch_makes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        monkeypatch.setattr(c10d, name, getattr(c10d, name))  # so that it is as before after the test
-    meshes.set_default_timeout(timedelta(seconds=7))
-    assert [c10d._get_default_timeout(dist.Backend(name)).seconds for name in ("gloo", "nccl")] == [7, 7]
 
 
 @pytest.mark.parametrize("at", ["the store", "its groups"])

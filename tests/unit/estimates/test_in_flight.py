@@ -19,7 +19,7 @@ from shardwise.estimates.step_peak import PassBytes, step_peak
 from shardwise.models.blocks import ModelPart
 from shardwise.models.build import build_model
 from shardwise.models.parameter_counts import local_parameter_count, local_parameters
-from shardwise.pipeline.action_order import Action, action_order, with_whole_backward_passes
+from shardwise.pipeline.action_order import action_order, with_whole_backward_passes
 from shardwise.pipeline.partition import stage_plan
 from shardwise.pipeline.timeline import simulate
 from tests.unit.estimates.families import MODELS, family, make_config, section
@@ -166,15 +166,6 @@ def test_a_walk_through_an_order() -> None:
     assert step_peak(in_one_part, gradients, 4).whole == 3 * 10 + 1 + 100
     passes[3] = replace(passes[3], reduction=200)  # behind its last micro-batch two of the first stage are in flight
     assert step_peak(action_order(parallel, 4, 0), passes, 4).whole == 2 * 10 + 200
-
-
-@pytest.mark.parametrize(("frees", "held"), [(False, 3), (True, 2)])
-def test_messages_are_held_to_the_end_of_the_step_or_to_their_backward_pass(frees: bool, held: int) -> None:
-    passes = {0: PassBytes(kept=10, loss=0, loss_kept=0, backward=12, last=0, waiting=0, reduction=0, onwards=3)}
-    works = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("backward", 1), ("backward", 2)]
-    order = [Action(kind, 0, number) for kind, number in works]
-    found = step_peak(order, passes, 3, frees_onwards=frees)
-    assert (found.whole, found.sent) == (10 + 12, held * 3)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])

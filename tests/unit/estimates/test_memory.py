@@ -234,14 +234,6 @@ def test_the_loss_holds_a_chunk_of_logits_however_many_tokens() -> None:
     assert many - few == 4 * 64 * 8 * (8192 - 1024)  # only the gradient of the input grows
 
 
-def test_berts_loss_grows_with_what_it_predicts() -> None:
-    few, many = (
-        estimate(make_config(section("bert", **SIZES), data={"max_predictions": number})).loss for number in (2, 4)
-    )
-    gradient, head = HIDDEN, 4 * HIDDEN
-    assert many - few == 4 * 2 * 2 * (VOCABULARY + gradient + head)
-
-
 def test_a_tied_heads_gradient_waits_for_the_embeddings() -> None:
     chosen = make_config(
         section("bert", **SIZES | {"vocab_size": 500_000}), data={"max_predictions": 1}, precision={"mode": "mixed"}

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.launch.stop_requests import clear
 from shardwise.runs import folder
-from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
+from shardwise.runs.folder import JsonLines, RunDirectory, RunLock
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
@@ -99,17 +97,6 @@ def test_one_process_runs_in_a_folder_until_it_is_gone_in_whatever_way(tmp_path:
             assert lock.problem is None
             assert RunLock.is_held(tmp_path)
     assert not RunLock.is_held(tmp_path)
-
-
-def test_who_asks_whether_a_run_is_under_way_refuses_none(tmp_path: Path) -> None:
-    """The question takes the lock for a moment."""
-    with RunLock(tmp_path):
-        pass
-    with (tmp_path / ".lock").open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        threading.Timer(0.1, fcntl.flock, (file, fcntl.LOCK_UN)).start()
-        with RunLock(tmp_path):
-            pass
 
 
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,21 +237,6 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     key = restored.key()
     restored.identity.write_bytes(restored.identity.read_bytes())  # in the same folder, as a backup that is restored
     assert restored.key() != key
-
-
-def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path / "run").create()
-    for path in (run.config, run.metrics, run.path / "stop.json"):
-        path.mkdir()
-    writers = {
-        "config.yaml cannot be made: .*; start in a folder that can be written": lambda: run.write_config("a: 1\n"),
-        "metrics.jsonl cannot be made: Is a directory": lambda: AppendedFile(run.metrics),
-        "stop.json, by which an earlier run was asked to stop, must be removed": lambda: clear(run.path),
-        "metrics.jsonl cannot be read: Is a directory": lambda: list(run.events("step")),
-    }
-    for problem, write in writers.items():
-        with pytest.raises(ConfigError, match=problem):
-            write()
 
 
 def test_fault_21_events_have_the_types_that_a_run_writes(tmp_path: Path) -> None:

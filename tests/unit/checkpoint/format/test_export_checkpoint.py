@@ -107,16 +107,6 @@ def test_shards_have_an_index_and_a_limit(folder: Root, tmp_path: Path) -> None:
     assert not [path for path in tmp_path.glob("out/**/*") if path.name in (MANIFEST, "optimizer")]
 
 
-def test_large_tensors_go_by_in_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.checkpoint.format.export_checkpoint.STREAM_BYTES", 40)
-    tensors = small_tensors()
-    export_ = Export(write_checkpoint(tmp_path / "checkpoints", tensors=tensors, ranks=3), "float32")
-    for weight in export_.weights:
-        parts = [bytes(part) for part in weight.read()]
-        assert max(map(len, parts)) <= 40
-        assert b"".join(parts) == tensors["master"][weight.name][1].tobytes()
-
-
 def test_a_folder_that_exists_is_refused(folder: Root, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="out exists already: choose another name, or remove it"):

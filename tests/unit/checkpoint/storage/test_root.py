@@ -102,19 +102,6 @@ def test_a_full_disk_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_file_reaches_the_disk_window_by_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone: list[tuple[int, int]] = []
-    monkeypatch.setattr(behind, "_WINDOW_BYTES", 1000)
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, start, length, __: gone.append((start, length)), raising=False)
-    data = bytes(range(256)) * 10
-    file = (Root.of(tmp_path) / "a").open()
-    for start in range(0, len(data), 300):
-        file.write(data[start : start + 300])
-    file.close()
-    assert (tmp_path / "a").read_bytes() == data
-    assert gone == [(0, 1200), (1200, 1200)]
-
-
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a\0"])
 def test_no_name_leads_out_of_a_place(root: Root, name: str) -> None:
     with pytest.raises(StoreError, match="runs cannot be left: "):

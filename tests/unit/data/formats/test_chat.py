@@ -15,8 +15,7 @@ from shardwise.config import Config
 from shardwise.data.evaluation_sets import prepare_evaluation_sets
 from shardwise.data.open_data import prepare_data
 from shardwise.data.preview import inspect_data, preview_data, preview_evaluation
-from shardwise.data.reading.chat_files import conversations_of_file, conversations_of_table
-from shardwise.data.reading.dataset_tables import DataSet
+from shardwise.data.reading.chat_files import conversations_of_file
 from shardwise.data.tokens.tokenizer import Tokenizer
 from shardwise.data.tokens.tokenizer_files import CHAT_TEMPLATE
 from tests.unit.data import small_runs
@@ -200,26 +199,6 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
 
 
-def test_values_of_several_types_in_a_table_are_those_of_lines(tmp_path: Path) -> None:
-    """The library stores them as JSON: contents that are texts or parts, and calls with several arguments."""
-    content: Any = [{"type": "text", "text": 'A "model".'}]
-    call = {"name": "a", "arguments": {"city": "Ulm", "day": None}}
-    texts = ["No.\n", "42", "true", "null", "[1, 2]", '{"a": 1}', "[]"]
-    answers = [{"role": "assistant", "content": each} for each in (content, *texts)]
-    called = [{**answer, "tool_calls": [call]} for answer in answers]
-    for number, rows in enumerate(
-        ([{"messages": [GOOD[0], answer]} for answer in given]) for given in (answers, called)
-    ):
-        saved = pytest.importorskip("datasets").Dataset.from_list(rows, on_mixed_types="use_json")
-        saved.save_to_disk(tmp_path / f"{number}")
-        saved.to_parquet(tmp_path / f"{number}.parquet")
-        written(tmp_path / f"{number}.jsonl", *rows)
-        lines = [chat.messages for _, chat in conversations_of_file(tmp_path / f"{number}.jsonl", "jsonl", "messages")]
-        of_file = conversations_of_file(tmp_path / f"{number}.parquet", "parquet", "messages")
-        of_folder = conversations_of_table(DataSet.open(config(path=str(tmp_path / f"{number}"), **CHAT).data))
-        assert [chat.messages for _, chat in of_file] == [chat.messages for _, chat in of_folder] == lines
-
-
 def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path, base: str) -> None:
     Path(base, CHAT_TEMPLATE).write_text("{{ raise_exception('no system') if messages[0].role == 'system' else '' }}a")
     path = written(tmp_path / "chat.jsonl", "", {"messages": [SYSTEM, *GOOD]})
@@ -241,18 +220,6 @@ def test_an_evaluation_set_of_conversations_has_each_answer_once(
     glanced = preview_evaluation(settings.with_keys(checkpoint={"load": "runs/base"}))
     assert not glanced.problems
     assert glanced.rows[0][1].startswith(f"{path}: conversations, 1 file")
-
-
-def test_answers_that_a_template_rewrites_are_counted(tmp_path: Path, base: str) -> None:
-    # Only the last message has its text.
-    template = "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}"
-    prompt = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    Path(base, CHAT_TEMPLATE).write_text(template + prompt)
-    path = written(tmp_path / "chat.jsonl", {"messages": [*GOOD, *GOOD, *GOOD]}, {"messages": GOOD})
-    told: list[str] = []
-    data = prepare_data(config(path=path, tokenizer=base, **CHAT), tmp_path / "cache", announce=told.append)
-    assert "; 2 answers not learned: the chat template rewrites an answer once messages follow" in data.summary
-    assert [line for line in told if line.startswith(f"warning: 2 answers of {path} not learned: ")] == told[-1:]
 
 
 def test_a_look_shows_what_is_trained_on(tmp_path: Path, base: str) -> None:

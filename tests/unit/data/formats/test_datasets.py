@@ -5,7 +5,6 @@ import re
 import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -123,30 +122,12 @@ def test_kinds_of_columns_and_parts_by_weight(kind: Any, tmp_path: Path) -> None
     assert data.tokens["train"].tolist() == [*chain(*(row for row in rows if row not in chosen))]
 
 
-def test_one_long_row_holds_its_end_out(tmp_path: Path) -> None:
-    data = prepared(saved_rows(tmp_path / "saved", input_ids=[JOINED]), split="90,10")
-    assert data.tokens["train"].tolist() + data.tokens["eval"].tolist() == JOINED
-    assert len(data.tokens["eval"]) == len(JOINED) // 10
-
-
 def test_a_saved_data_set_needs_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, tokens = saved_rows(tmp_path / "text", text=TEXTS), saved_rows(tmp_path / "tokens", input_ids=ROWS)
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert prepared(tokens).tokens["train"].tolist()[:50] == [*ROWS[0], *ROWS[1]][:50]
     assert prepared(text).fingerprint == prepared(text).fingerprint
     assert "has no column 'other'" in failure(text, text_key="other")
-
-
-def test_a_damaged_cache_of_the_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    builder = SimpleNamespace(
-        cache_dir=str(tmp_path),
-        download_and_prepare=lambda: None,
-        as_dataset=lambda: {"train": SimpleNamespace(data=SimpleNamespace(table=[1]))},
-        info=SimpleNamespace(splits={"train": SimpleNamespace(num_examples=2)}),
-    )
-    monkeypatch.setattr(_HubTables, "_builder", lambda *_: builder)
-    with pytest.raises(DataError, match=rf"the cache of datasets \({tmp_path}\) is damaged: remove this folder"):
-        _HubTables("acme/tiny", None, tmp_path).load()
 
 
 def test_a_data_set_of_the_hub_needs_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

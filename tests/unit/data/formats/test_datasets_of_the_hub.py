@@ -163,25 +163,6 @@ def user(tmp_path: Path, site: Site) -> User:
     return User(tmp_path, site)
 
 
-@pytest.mark.slow
-def test_conversations_are_those_of_a_file_with_the_same_lines(user: User, tmp_path: Path) -> None:
-    file = tmp_path / "chat.jsonl"
-    file.write_bytes(FILES["chat"]["train.jsonl"])
-    hub_id = {"path": None, "dataset": "acme/tiny@chat", "format": "chat"}
-    named = {**hub_id, "split": "train,validation"}
-    here = {"dataset": None, "path": str(file), "format": "chat"}
-    sources = {"en": {"dataset": "acme/tiny", "config": "en", "weight": 1}, "own": {"dataset": "tiny"}}
-    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
-    fetched, again, local, refused, mixture = user.prepare(hub_id, hub_id, here, named, mixed)
-    assert fetched["parts"] == local["parts"]
-    assert "acme/tiny@chat: " in fetched["summary"]
-    assert "60 conversations" in fetched["summary"]
-    assert again["said"] == []
-    said = problem(refused)
-    assert said.endswith("must be weights such as 95,5 where data.dataset (acme/tiny@chat) is conversations")
-    assert "en: acme/tiny en: " in mixture["summary"], "sources of a mixture are fetched"
-
-
 def test_what_the_hub_refuses_and_what_the_cache_serves_without_network(user: User, site: Site) -> None:
     page = f"{site.address}/datasets/acme"
     account = f"set HF_TOKEN to a token of that account ({site.address}/settings/tokens)"
@@ -204,10 +185,13 @@ def test_what_the_hub_refuses_and_what_the_cache_serves_without_network(user: Us
     }
     jobs = [dict(zip(("dataset", "config", "split"), case.split(), strict=False)) for case in cases]
     own, job = {"dataset": "acme/gated", "config": "de", "HF_TOKEN": TOKEN}, {"dataset": "acme/tiny", "config": "de"}
-    *refused, near, allowed, first = user.prepare(*jobs, {"dataset": "pyton"}, own, job)
+    sources = {"far": {"dataset": "acme/tiny", "config": "de", "weight": 1}, "own": {"dataset": "tiny"}}
+    mixed = {"dataset": None, "mixture": sources, "stages": [{"at": 1, "weights": {"own": 1}}]}
+    *refused, near, allowed, mixture, first = user.prepare(*jobs, {"dataset": "pyton"}, own, mixed, job)
     assert [problem(each) for each in refused] == [*cases.values()]
     assert problem(near).endswith("; did you mean data.dataset=python?")
     assert ", 10 documents, " in allowed["summary"]
+    assert "far: acme/tiny de: " in mixture["summary"], "sources of a mixture are fetched"
     asked = len(site.requests)
     again, other, unknown = user.prepare(job, job | {"config": "en"}, {"dataset": "acme/other"}, HF_HUB_OFFLINE="1")
     assert (again["parts"], again["said"], len(site.requests)) == (first["parts"], [], asked)

@@ -121,19 +121,6 @@ def test_three_parts_are_consecutive(folder: str, tmp_path: Path) -> None:
             assert numbers(batch) == list(rows)
 
 
-def test_the_summary_tells_of_keys_that_change_nothing(folder: str, tmp_path: Path) -> None:
-    def summary(**data: object) -> str:
-        return prepare_data(config(folder, split="2,1", **data), tmp_path).summary
-
-    ending = "10 training and 5 evaluation samples of 16 tokens, masked when they were made, at most 6 each"
-    plain = summary()
-    assert plain.startswith(f"{folder}: ")
-    assert plain.endswith(f", 3 shards, {ending}")
-    assert summary(max_predictions=6) == plain
-    unused = "data.max_predictions (5) and data.masked_fraction (0.3) not used, as shards have their masks"
-    assert summary(max_predictions=5, masked_fraction=0.3) == f"{plain}; {unused}"
-
-
 def test_fingerprints_are_of_the_data_and_their_use(folder: str, tmp_path: Path) -> None:
     def fingerprint(path: str, split: str = "2,1", **data: object) -> str:
         return prepare_data(config(path, split=split, **data), tmp_path / "cache").fingerprint

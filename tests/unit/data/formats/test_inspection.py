@@ -113,21 +113,3 @@ def test_ids_that_are_no_tokens_are_told(tmp_path: Path) -> None:
         assert looked(tmp_path / name).notes[1:] == [
             "the lowest id (-5) is negative, which no token is: a run refuses it; prepare the data again"
         ]
-
-
-def test_arrow_of_text_and_of_parts(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_dict({"text": ["one", "three"], "n": [1, 2]})
-    datasets.DatasetDict({"train": rows, "test": rows.select([0])}).save_to_disk(str(tmp_path / "parts"))
-    found = looked(tmp_path / "parts")
-    assert ("documents", "2") in found.rows, "of the split train, which a run reads"
-    assert [sample.text for sample in found.samples] == ["one", "three"]
-    named = looked(next((tmp_path / "parts" / "test").glob("*.arrow")))
-    assert ("documents", "1") in named.rows
-    found = looked(saved_rows(tmp_path / "ragged", input_ids=[[1, 2, 3], [], [4]]))
-    assert (found.lengths.least, found.lengths.most) == (0, 3)
-    assert [sample.ids for sample in found.samples] == [[1, 2, 3], []]
-    assert ("ids", "1 … 4") in found.rows
-    (tmp_path / "parts" / "train" / "state.json").unlink()
-    with pytest.raises(DataError, match=r"state\.json"):
-        looked(tmp_path / "parts")

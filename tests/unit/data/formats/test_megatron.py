@@ -13,7 +13,6 @@ from shardwise.data.open_data import prepare_data
 from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.causal import TokenBatches
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.small_runs import batches_of, config, refusals, saved_tokenizer
@@ -108,14 +107,6 @@ def test_a_blend(tmp_path: Path) -> None:
     twice = config(blend=[1, first, 1, first])
     ids_SB = batches_of(twice, tmp_path / "cache").global_batch(0, 40).inputs["ids_SB"]
     assert not np.array_equal(ids_SB[:, ::2], ids_SB[:, 1::2]), "the same data twice go in two orders"
-
-
-def test_what_holds_no_evaluation_sample_is_left_out_of_it(tmp_path: Path) -> None:
-    large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 8, first=200)
-    chosen = config(blend=[1, large, 1, small], eval_every=1)
-    assert isinstance(batches_of(chosen, tmp_path / "cache", "eval"), TokenBatches)
-    first, _ = refusals(config(blend=[1, small, 1, small], eval_every=1), tmp_path / "cache")
-    assert "the evaluation part of data.blend" in first
 
 
 def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:

@@ -8,22 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from shardwise.base.errors import DataError
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import PreparedData, make_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.rows import PairTokens
-from shardwise.data.samples.batch import IGNORE, Batch
+from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
 from shardwise.data.tokens.encoding import cut_sentences
 from shardwise.data.tokens.tokenizer import Tokenizer
-from shardwise.distributed.mesh import Mesh
-from shardwise.train.build import build_trainer
-from tests.unit.data.small_runs import batches_of, refusals, sized, stories, text_of
-
-SHARED = Path(__file__).resolve().parents[5] / "shared/data/tokenizers"
+from tests.unit.data.small_runs import batches_of, refusals, sized, stories
 
 
 def config(vocab_size: int = 512, length: int = 64, eval_every: int = 0, **data: Any) -> Config:
@@ -42,13 +36,6 @@ def texts(data: PreparedData, part: str) -> list[list[str]]:
     assert found.documents[-1] == len(found.bounds) - 1
     pieces = [tokenizer.decode(tokens[a:b]) for a, b in zip(found.bounds, found.bounds[1:], strict=False)]
     return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
-
-
-def unmasked(batch: Batch, column: int) -> np.ndarray:
-    ids = batch.inputs["ids_SB"][:, column].copy()
-    targets, positions = batch.inputs["targets_PB"][:, column], batch.inputs["positions_PB"][:, column]
-    ids[positions[targets != IGNORE]] = targets[targets != IGNORE]
-    return ids[: batch.inputs["mask_SB"][:, column].sum()]
 
 
 def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
@@ -126,15 +113,6 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     assert 60 < labels.sum() < 140
 
 
-def test_a_training_without_a_sample_is_refused(tmp_path: Path) -> None:
-    """An evaluation may open text of one document, which has no pair."""
-    (tmp_path / "a.txt").write_text("One sentence.", encoding="utf-8")
-    chosen = config(262, 64, path=str(tmp_path / "a.txt"), dataset=None)
-    data = prepare_data(chosen, tmp_path, any_size=True)
-    with pytest.raises(DataError, match=r"hold less than one sample of train\.sequence_length \(64\): give more text"):
-        build_trainer(chosen, Mesh(device="cpu"), data)
-
-
 def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
     trained = prepare_data(config(), tmp_path / "a")
     own = shutil.copytree(trained.tokenizer_path, tmp_path / "own")
@@ -148,25 +126,3 @@ def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
         f"data.tokenizer {without} has no [PAD], [CLS], [SEP] or [MASK]: model.family=bert needs [PAD], "
         "<|endoftext|>, [CLS], [SEP] and [MASK]; other names are read from a tokenizer_config.json beside it"
     )
-
-
-def test_word_pieces(tmp_path: Path) -> None:
-    """A `vocab.txt` alone: read as BERT reads it, and exported so that transformers does too."""
-    if not SHARED.is_dir():
-        pytest.skip(f"needs the tokenizers in {SHARED}")
-    transformers = pytest.importorskip("transformers")
-    chosen = config(30522, tokenizer=str(SHARED / "bert-large-uncased"))
-    data = prepare_data(chosen, tmp_path)
-    assert data.pair_tokens == PairTokens(pad=0, unk=100, cls=101, sep=102, mask=103)
-    assert texts(data, "train")[0][0] == " ".join(texts(data, "train")[0][0].lower().split())
-    theirs = transformers.AutoTokenizer.from_pretrained(data.tokenizer_path)
-    assert theirs.mask_token_id == 103
-    original = transformers.BertTokenizer(str(SHARED / "bert-large-uncased" / "vocab.txt"))
-    text = "Zürich's naïve Café (1999): 日本 won’t wait?"
-    ours = Tokenizer.load(SHARED / "bert-large-uncased" / "vocab.txt")
-    expected = original.convert_tokens_to_ids(original.tokenize(text))
-    assert ours.encode(text).tolist() == expected
-    assert theirs(text)["input_ids"] == [101, *expected, 102]
-    words = text_of(data, unmasked(make_batches(chosen, data, "train").global_batch(0, 16), 0))
-    assert words.startswith("[CLS] ")
-    assert words.count("[SEP]") == 2

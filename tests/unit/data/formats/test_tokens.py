@@ -158,29 +158,6 @@ def test_rows_that_are_refused(tmp_path: Path) -> None:
     assert "data.split (train,test) must be weights" in refused(path, split="train,test")
 
 
-OTHER_LISTS: dict[str, tuple[list[Any], Callable[[Any], Any]]] = {
-    "list": ([[1, 2], [3]], lambda pa: pa.list_(pa.list_(pa.int64()))),
-    "double": ([0.5], lambda pa: pa.list_(pa.float64())),
-}
-
-
-@pytest.mark.parametrize("key", ["input_ids", "text"])
-@pytest.mark.parametrize("name", OTHER_LISTS)
-def test_lists_of_other_values_are_refused_at_once(name: str, key: str, tmp_path: Path) -> None:
-    """By the sentence that says what they must be, whether or not data.text_key names the column."""
-    row, kind = OTHER_LISTS[name]
-    columns = table(tmp_path / "a.parquet", [row] * 9, kind, key)
-    fields = lines(tmp_path / "a.jsonl", [row] * 9, key)
-    fix = "(data.text_key): write it as a list of integers, or name another"
-    for keys in ({}, {"text_key": key}):
-        said = refused(columns, **keys)
-        assert said.startswith(f"{columns}: the column {key!r} holds list<element: {name}")
-        assert f"and must hold lists of whole numbers {fix}" in said
-        assert f"line 1: token 0 ({json.dumps(row[0])}) must be a whole number {fix}" in refused(fields, **keys)
-    fields = lines(tmp_path / "b.jsonl", [None])
-    assert f"the field 'input_ids' must hold a list of whole numbers, not null {fix}" in refused(fields)
-
-
 def datatrove(folder: Path, name: str, rows: Any, tokenizer: str = "Unknown Tokenizer|2", width: int = 2) -> Path:
     """A file of tokens with its index and metadata, as datatrove 0.10.1 lays them out."""
     path = folder / name

@@ -155,14 +155,6 @@ def test_another_array_is_refused(case: str, tmp_path: Path) -> None:
         converted(tmp_path / "train.npy")
 
 
-def test_other_files_of_that_name_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    path.write_bytes(b"PK\x03\x04" + bytes(26) + b"archive/data.pkl" + bytes(100))
-    with pytest.raises(DataError, match=r"is a zip archive .*, not raw tokens: leave it out, or say by"):
-        converted(path)
-    assert converted(path, dtype="uint16"), "the user knows better"
-
-
 def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:
     text = "The ring of keys was lost in spring. A song went with it!\n" * 4
     named = saved_tokenizer(tmp_path / "tokenizer", text, 270)

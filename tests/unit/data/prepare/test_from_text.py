@@ -218,22 +218,6 @@ def test_too_small_a_disk_is_told_before(folder: Folder, monkeypatch: pytest.Mon
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_the_estimate_is_enough(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = []
-    monkeypatch.setattr(disk_room, "require_disk_room", lambda amount, *_: needed.append(amount))
-    most = 0
-    save = PreparedOutput.save
-
-    def watched(self: PreparedOutput, progress: Mapping[str, Any]) -> None:
-        nonlocal most
-        most = max(most, self.size())
-        save(self, progress)
-
-    monkeypatch.setattr(PreparedOutput, "save", watched)
-    folder.run(folder.job("out"))
-    assert most <= needed[0] + 20_000 <= 3 * most + 40_000, "headers and the state are not counted"
-
-
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_locks:

@@ -100,19 +100,6 @@ def test_the_python_text_is_sources_and_topics_without_tests() -> None:
     assert 4_000_000 < sum(map(len, texts)) < 14_000_000
 
 
-def test_the_python_text_is_capped_and_leaves_out_what_is_not_utf8(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = r"needs the standard library's sources, and .* has none: set data\.dataset=tiny, or data\.path"
-    with pytest.raises(DataError, match=told):
-        text_sources._python_source(tmp_path)
-    fill(tmp_path, {"a.py": "a = 1\n" * 10, "b.py": b"# \xe9\n", "c.py": "c = 1\n" * 1000, "d.py": "d = 1\n"})
-    (tmp_path / "e.py").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(text_sources, "_PYTHON_BYTES", 1000)
-    monkeypatch.setattr(text_sources, "_python_topics", lambda: ["a topic"])
-    assert documents(text_sources._python_source(tmp_path)) == ["a = 1\n" * 10, "d = 1\n", "a topic"]
-
-
 def test_links_are_followed_once(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.data.samples.batch import IGNORE, Batch
-from shardwise.data.samples.order import Draws
-from shardwise.data.samples.sentence_pairs import SentencePairBatches, _Segments, pair_batch
-from tests.unit.data.samples.small_batches import FIRST, SPECIAL, arranged, many, pairs
+from shardwise.data.samples.sentence_pairs import SentencePairBatches, pair_batch
+from tests.unit.data.samples.small_batches import FIRST, SPECIAL, many, pairs
 from tests.unit.data.samples.test_masking import within
 
 
@@ -72,47 +71,6 @@ def test_pairs_are_well_formed(documents: list[list[int]], length: int, seed: in
                 assert b[0] == a[-1] + 1
         else:
             assert first != other
-
-
-def test_segments_begin_at_sentences() -> None:
-    """Where nothing is cut: A always, B unless its chunk is a single sentence."""
-    documents = many()
-    batches = pairs(documents, length=64)
-    bounds = set(arranged(documents).bounds.tolist())
-    whole = 0
-    chunks = batches.chunks.find(np.arange(batches.num_samples))
-    for epoch in range(3):
-        for (a, b, label), sentences in zip(segments(epoch_of(batches, epoch)), chunks.sentences, strict=True):
-            if len(a) + len(b) < 61:
-                assert a[0] - FIRST in bounds
-                assert b[0] - FIRST in bounds or (label == 0 and sentences == 1)
-                assert b[-1] + 1 - FIRST in bounds
-                whole += 1
-    assert whole > 50
-
-
-def cut_as_in_the_paper(a: int, b: int, room: int) -> tuple[int, int]:
-    while a + b > room:
-        a, b = (a - 1, b) if a > b else (a, b - 1)
-    return a, b
-
-
-def test_the_longer_segment_is_cut() -> None:
-    """To the lengths of the paper's loop, at both ends alike."""
-    batches = pairs(many(), length=33)
-    sizes = np.arange(1, 60)
-    a_size, b_size = (table.ravel() for table in np.meshgrid(sizes, sizes))
-    at, none = np.arange(len(a_size)) * 1000, np.zeros_like(a_size)
-    draws = Draws(3, none, np.arange(len(a_size)))
-    cut = batches._truncated(_Segments(at, a_size, at, b_size, none), draws)
-    expected = [cut_as_in_the_paper(a, b, 30) for a, b in zip(a_size.tolist(), b_size.tolist(), strict=True)]
-    assert list(zip(cut.a_size.tolist(), cut.b_size.tolist(), strict=True)) == expected
-    for start, size, original in ((cut.a_start - at, cut.a_size, a_size), (cut.b_start - at, cut.b_size, b_size)):
-        removed = original - size
-        assert (start >= 0).all()
-        assert (start <= removed).all()
-        assert within(int(start.sum()), int(removed.sum()), 0.5)
-    assert not np.array_equal(cut.a_start, cut.b_start)
 
 
 def test_half_of_the_second_sentences_are_random() -> None:

@@ -60,11 +60,6 @@ def test_order_is_the_same_on_every_machine() -> None:
     assert mix_bits(np.array(values, dtype=np.uint64)).tolist() == [mix_integer(value) for value in values]
 
 
-@pytest.mark.parametrize(("samples", "epochs"), [(1, "0.003"), (150, "0.50"), (300, "1.00"), (450_000, "1,500.00")])
-def test_a_run_tells_how_often_it_reads_the_data(samples: int, epochs: str) -> None:
-    assert TokenBatches(np.arange(601, dtype=np.int32), 2, seed=3).epochs(samples) == f"{epochs} epochs of 300 samples"
-
-
 @pytest.mark.parametrize(("length", "number"), [(1, 2), (4, 65), (9, 100), (16, 17)])
 def test_samples_follow_one_another_in_the_row(length: int, number: int) -> None:
     batches = TokenBatches(np.arange(number, dtype=np.int32), length, seed=3)

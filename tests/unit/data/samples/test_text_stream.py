@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import DataError
 from shardwise.config import Config
-from shardwise.data.formats import streamed_text as prepared_stream
 from shardwise.data.formats.prepared_data import make_batches, make_evaluation_batches
 from shardwise.data.open_data import prepare_data
 from shardwise.data.reading import jsonl_parquet
@@ -280,18 +279,6 @@ def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -
     datasets.Dataset.from_dict({"text": [""] * 3}).save_to_disk(path, num_shards=3)
     with pytest.raises(DataError, match=r"must have a document to train on, and a whole epoch has none"):
         global_batch(batches, 0)
-
-
-def test_another_folder_and_another_name_of_the_path_find_the_same_files(
-    opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "data", "jsonl", TEXTS)
-    monkeypatch.chdir(tmp_path)
-    wanted = global_batch(opened(Path("data")), 0)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setattr(prepared_stream, "_build", None)  # the entry is the one that was made there
-    assert np.array_equal(global_batch(opened(path), 0), wanted)
 
 
 def test_another_file_is_other_data(tokenizer: Path, tmp_path: Path) -> None:

@@ -198,14 +198,6 @@ def test_an_answer_of_weight_0_is_no_target(tmp_path: Path, source: str) -> None
         assert rendered.left_out == 0
 
 
-def test_a_first_answer_needs_a_template_that_renders_no_message(tmp_path: Path) -> None:
-    chat = Conversation([CHAT[2], *CHAT[1:3]])
-    template = template_of(tmp_path, "{% set first = messages[0].content %}" + QWEN)
-    with pytest.raises(DataError, match=r"^the first message must not be an answer that is learned, .* the weight 0"):
-        template.rendered_chat(chat)
-    assert len(template.rendered_chat(replace(chat, not_learned=frozenset([0]))).answers) == 1
-
-
 def test_what_nothing_reads_is_named(tmp_path: Path) -> None:
     """A field counts as read where its name is in the template, or where the text changes with it."""
     chat = Conversation([*CALLING[1:2], {"role": "assistant", "content": "A.", "tool_calls": [CALL], "weight": 1}])

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
 from shardwise.base.errors import DataError
 from shardwise.data.tokens.tokenizer import (
@@ -260,18 +258,6 @@ def test_no_sentencepiece_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r"not installed: pip install 'shardwise\[sentencepiece\]'"):
         Tokenizer.load(tmp_path)
-
-
-def test_a_folder_of_several_kinds(tmp_path: Path) -> None:
-    """`tokenizer.json` goes first: what made it is often left beside it."""
-    folder = gpt2_files(tmp_path / "own")
-    (folder / "tokenizer.model").write_bytes(b"")
-    (folder / "vocab.txt").write_text("[SEP]\n")
-    assert Tokenizer.load(folder).vocab_size == 300
-    backend = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "fox": 1}, unk_token="</s>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.save(str(folder / "tokenizer.json"))
-    assert Tokenizer.load(folder).vocab_size == 2
 
 
 def published(name: str) -> Path:
