@@ -144,16 +144,6 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     assert problems(tmp_path / "many")[0].startswith("FOLDER lacks model-00002-of-")
 
 
-def test_without_a_config_names_and_shapes_decide(tmp_path: Path) -> None:
-    save("bert", tmp_path)
-    config = described(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "config.json").unlink()
-    model, _, mesh = build(config)
-    load_hugging_face(model, config, mesh, tmp_path)
-    assert_equal(dict(canonical_tensors(model)), weights)
-
-
 def test_every_missing_unexpected_and_misshapen_tensor_in_one_error(tmp_path: Path) -> None:
     save("llama", tmp_path)
 

@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -109,13 +108,6 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
 
 
-def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.require_room(1)
-    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
-        run.require_room(2**63)
-
-
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for name in ("one", "two"):
@@ -162,16 +154,6 @@ def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     lines.write({"step": 3})
     lines.close()
     assert (tmp_path / "lines.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-def test_non_finite_numbers_are_valid_json_that_float_reads_back(tmp_path: Path) -> None:
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    values = [math.nan, math.inf, -math.inf, None, 1.5]
-    read = json.loads(folder.json_text({"values": values, "path": tmp_path}), parse_constant=refuse)
-    assert read == {"values": ["nan", "inf", "-inf", None, 1.5], "path": str(tmp_path)}
-    assert math.isnan(float(read["values"][0]))
 
 
 SECRETS = {

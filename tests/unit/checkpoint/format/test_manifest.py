@@ -76,12 +76,6 @@ def test_the_same_json_written_otherwise_is_found(folder: Root) -> None:
             Manifest.from_json(changed, "x")
 
 
-def test_a_manifest_is_read_without_writing_it_anew(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To verify the digest of a large one that took as long as to parse it."""
-    monkeypatch.setattr("shardwise.checkpoint.format.manifest._canonical", None)
-    assert Manifest.read(folder).step == 100
-
-
 def test_more_values_than_a_checkpoint_can_need_are_not_parsed(folder: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of some megabytes with nothing but small values would take gigabytes of memory."""
     values = text_of(folder).count(",") + 1

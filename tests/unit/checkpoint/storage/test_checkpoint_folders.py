@@ -80,13 +80,6 @@ def test_what_is_not_damage(root: Root, monkeypatch: pytest.MonkeyPatch) -> None
     assert all(each.unreadable for each in list_checkpoints(root))
 
 
-def test_a_folder_of_another_step_is_not_believed(root: Root) -> None:
-    (root / step_name(100)).rename(root / step_name(150))
-    problem = list(list_checkpoints(root))[-1].problem
-    assert problem is not None
-    assert problem.endswith("is of step 100, and its folder of step 150")
-
-
 def test_the_newest_intact_stay(root: Root) -> None:
     remove_all_but(2, root)
     assert set(root.names()) == {

@@ -150,12 +150,6 @@ def test_of_a_loading_script_the_hubs_conversion_is_read(tmp_path: Path) -> None
         "data.dataset (acme/tiny@main) is a loading script, and the hub converts that of the main branch alone: leave "
         "out @main",
     ]
-    with serve({"main": SCRIPT}) as site:
-        (alone,) = User(tmp_path / "alone", site).prepare(jobs[0])
-    assert problem(alone) == (
-        "data.dataset (acme/tiny) is a loading script, which is not run, and the hub has no parquet files of it "
-        "(refs/convert/parquet): set data.path to a copy of its data"
-    )
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shardwise.data.formats.prepared_data import PreparedData
 from shardwise.data.open_data import prepare_data
 from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.os_errors import raises
-from tests.unit.data.small_runs import json_lines, refusals, sized, stories, text_of
+from tests.unit.data.small_runs import refusals, sized, stories, text_of
 
 
 def config(**data: str | None) -> Config:
@@ -70,14 +70,6 @@ def test_the_second_call_opens_what_the_first_built(tmp_path: Path) -> None:
     itself = prepare_data(named, tmp_path / "other")
     assert itself.fingerprint == first.fingerprint
     assert np.array_equal(itself.tokens["eval"], evaluated.tokens["eval"])
-
-
-def test_the_start_says_how_many_documents_are_empty(tmp_path: Path) -> None:
-    path = json_lines(tmp_path / "a.jsonl", ["", *stories(), ""])
-    said: list[str] = []
-    data = prepare_data(config(dataset=None, path=str(path)), tmp_path / "cache", announce=said.append)
-    assert f"{path}: 2 empty documents left out" in said
-    assert data.fingerprint == prepare_data(config(), tmp_path / "cache").fingerprint
 
 
 def test_fault_13_equal_text_is_equal_data_wherever_and_beside_what_it_lies(tmp_path: Path) -> None:

@@ -140,21 +140,6 @@ def test_an_array_of_numpy_is_read_by_its_header(dtype: str, tmp_path: Path) -> 
     assert converted(tmp_path / "train.bin", eod_token=END) == DOCUMENTS
 
 
-NO_IDS = {
-    "two rows": (np.ones((2, 3), dtype=np.uint16), "must be a row of integers, and it is an array of numpy of uint16"),
-    "numbers": (np.ones(3), r"an array of numpy of float64 and shape \(3,\): save its ids alone, in one row"),
-    "objects": (np.array([[1], [2, 3]], dtype=object), r"cannot be read \(.*: save it again"),
-}
-
-
-@pytest.mark.parametrize("case", NO_IDS)
-def test_another_array_is_refused(case: str, tmp_path: Path) -> None:
-    array, says = NO_IDS[case]
-    np.save(tmp_path / "train.npy", array)
-    with pytest.raises(DataError, match=rf"train\.npy .*{says}"):
-        converted(tmp_path / "train.npy")
-
-
 def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:
     text = "The ring of keys was lost in spring. A song went with it!\n" * 4
     named = saved_tokenizer(tmp_path / "tokenizer", text, 270)
@@ -169,15 +154,6 @@ def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_pa
     with pytest.raises(DataError, match=r"labels\.bin: the lowest id \(-100\) must be at least 0"):
         convert(path, "no", dtype="int64")
     assert not list(tmp_path.glob("*no*"))
-
-
-def test_converted_tokens_are_not_made_again_and_others_are_replaced_by_force(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.bin", IDS)
-    assert [convert(path, "out")[0].was_there for _ in range(2)] == [False, True]
-    with pytest.raises(DataError, match=r"with no tokenizer, and now --eod-token is another"):
-        convert(path, "out", eod_token=END)
-    assert not convert(path, "out", force=True, eod_token=END)[0].was_there
-    assert inspect_data(str(tmp_path / "out"), 1, {}).counts["documents"] == 4
 
 
 def test_what_is_no_file_of_raw_tokens_is_refused(tmp_path: Path) -> None:

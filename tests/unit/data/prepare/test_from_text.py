@@ -190,15 +190,6 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(folder: Fo
     assert not list(folder.at.glob(".*preparing"))
 
 
-def test_empty_documents_are_left_out_and_said(folder: Folder) -> None:
-    folder.run(folder.job("out"))
-    json_lines(folder.at / "text.jsonl", ["", *folder.documents])
-    told = Told()
-    folder.run(folder.job("again"), told=told)
-    assert f"{folder.at}/text.jsonl: 1 empty document left out" in told.lines
-    assert folder.index("again") == folder.index("out")
-
-
 @pytest.mark.parametrize("name", ["out.json", "out.bin"])  # the latter of a model, or raw tokens
 def test_what_was_not_prepared_here_is_never_removed(folder: Folder, name: str) -> None:
     mine = folder.at / name

@@ -3,12 +3,11 @@
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.data.samples.batch import IGNORE
-from shardwise.data.samples.order import Draws, hashes_below, mix_integer
+from shardwise.data.samples.order import Draws
 from shardwise.data.samples.sentence_pairs import Masking
 
 MASK, FIRST, LAST = 3, 10, 999
@@ -82,14 +81,3 @@ def test_draws_depend_on_everything_that_names_them() -> None:
     assert len(np.unique(table)) == 800
     assert np.array_equal(draws(100).table(0, 4), table[:, :4])
     assert int(base[0]) == 8781942722138690569, "the same on every machine"
-
-
-@pytest.mark.parametrize("limit", [1, 2, 10, 1 << 32])
-def test_integers_below_a_limit(limit: int) -> None:
-    hashes = np.array([0, 1 << 31, (1 << 64) - 1, mix_integer(3)], dtype=np.uint64)
-    found = hashes_below(hashes, limit)
-    assert found.dtype == np.int64
-    assert found.min() >= 0
-    assert found.max() == limit - 1
-    counts = np.bincount(hashes_below(draws(9000).hashes(2), 9))
-    assert ((counts - 1000) ** 2 / 1000).sum() < 40

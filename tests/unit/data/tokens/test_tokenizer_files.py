@@ -213,15 +213,6 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert (tmp_path / "export/tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
-def test_sentencepiece_without_a_space_before(tmp_path: Path) -> None:
-    folder = piece_model(tmp_path / "own", add_dummy_prefix=False)
-    reference, tokenizer = reference_of(folder), Tokenizer.load(folder)
-    same_as(tokenizer, reference.encode)
-    assert tokenizer.decode(tokenizer.encode(" fox")) == " fox"
-    (folder / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert Tokenizer.load(folder).encode_prompt("fox") == reference.encode("fox")
-
-
 BY_TRANSFORMERS = r"write its tokenizer\.json by transformers 5\.24 or newer"
 BY_SENTENCEPIECE = r"cut the texts by sentencepiece, and give the tokens as data\.path"  # transformers reads otherwise
 
@@ -270,17 +261,6 @@ def published(name: str) -> Path:
 def wikitext() -> list[str]:
     text = (SHARED / "text/wikitext-2-valid.txt").read_text(encoding="utf-8")[:200_000]
     return [text, *text.split("\n")[:200]]
-
-
-def test_the_published_gpt2(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    folder = published("gpt2")
-    reference = transformers.GPT2Tokenizer.from_pretrained(folder)
-    tokenizer = open_user_tokenizer(str(folder), 50257)
-    assert tokenizer.end_of_document_id == 50256
-    same_as(tokenizer, lambda text: reference(text)["input_ids"], [*STRANGE, *wikitext()])
-    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in [*STRANGE, *wikitext()])
-    exported(folder, tmp_path / "export")
 
 
 def test_the_published_bert(tmp_path: Path) -> None:
