@@ -1,7 +1,6 @@
 """Data sets of the hub: fetched and tokenized once, whoever starts."""
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,6 @@ configs:
 """
 
 
-CHATS = [[{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text}] for text in TEXTS[:60]]
-
-
 def parquet(texts: list[str]) -> bytes:
     file = io.BytesIO()
     pq.write_table(pa.table({"text": texts}), file)
@@ -44,14 +40,6 @@ FILES = {
         "en/train-1.parquet": parquet([*TEXTS[50:80], ""]),
         "en/validation.parquet": parquet(TEXTS[80:]),
         "de/all.parquet": parquet(TEXTS[:10]),
-    },
-    "chat": {
-        ".gitattributes": b"",
-        "train.jsonl": b"".join(json.dumps({"messages": messages}).encode() + b"\n" for messages in CHATS),
-    },
-    "plain": {
-        ".gitattributes": b"",
-        "data.jsonl": b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS),
     },
 }
 
@@ -169,8 +157,8 @@ def test_what_the_hub_refuses_and_what_the_cache_serves_without_network(user: Us
         f"{page}/tiny",
         "acme/tiny": "data.config must name a configuration of acme/tiny: en or de",
         "acme/tiny fr": "data.config (fr) must name a configuration of acme/tiny: en or de",
-        "acme/tiny en train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny en): it has "
-        "train and validation",
+        "acme/tiny de train,test": "data.split (train,test) must name splits of data.dataset (acme/tiny de): it has "
+        "train",
         "./wiki": "data.dataset (./wiki) must be stories, python, tiny or chat or a hub id, and a path is named by "
         "data.path: a hub id reads owner/name, of letters, digits, '-', '_' and '.'",
         "acme/tiny@": "data.dataset (acme/tiny@) must have a branch, tag or commit after @, or no @",

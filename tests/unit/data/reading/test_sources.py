@@ -242,20 +242,6 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     assert failure(tmp_path).endswith("and the folder has none but _SUCCESS, a.json.crc and dataset_info.json")
 
 
-def test_fault_13_pages_and_programs_beside_rows_are_left_out_and_named(tmp_path: Path) -> None:
-    beside = ("C4.py", "conf.YAML", "index.html", "run.sh", "x.log")
-    texts = ("a.txt", "part")
-    fill(tmp_path, {name: name for name in (*beside, *texts)} | {"index.html": "<html>"})
-    assert read(tmp_path, format="text") == ["C4.py", "a.txt", "conf.YAML", "<html>", "part", "run.sh", "x.log"]
-    (tmp_path / "data").mkdir()
-    pq.write_table(pa.table({"text": ["row"]}), tmp_path / "data/train.parquet")
-    source = source_of(tmp_path)
-    assert documents(source) == ["a.txt", "row", "part"]
-    assert source.described() == (
-        "read as plain text (2 files) and parquet (train.parquet), left out C4.py, conf.YAML, index.html and 2 more"
-    )
-
-
 def test_fault_13_empty_parts_of_a_folder_add_nothing(tmp_path: Path) -> None:
     (tmp_path / "part-0.json").write_text('{"text": "one"}\n', encoding="utf-8")
     for name, content in {"part-1.json": b"", "part-2.json.gz": gzip.compress(b""), "part-3.json": b"\n"}.items():
