@@ -369,6 +369,14 @@ def test_a_run_without_data_or_with_another_model_is_refused(
     assert len(started) == 1
 
 
+def test_nproc_contradicts_torchrun(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    said = cli.refused("train", "quickstart", "--nproc", "4")
+    assert "--nproc (4) must be left out inside a job: its world size is 2" in said
+
+
 def test_a_run_goes_on_by_the_name_latest_in_its_own_folder(cli: CommandLine) -> None:
     stored("runs/first", "llama2-tiny", "data.dataset=tiny", "train.global_batch=2", "train.micro_batch=1")
     RunDirectory("runs/first").mark_latest()

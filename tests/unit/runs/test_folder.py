@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
+from shardwise.launch.stop_requests import clear
 from shardwise.runs import folder
-from shardwise.runs.folder import JsonLines, RunDirectory, RunLock
+from shardwise.runs.folder import AppendedFile, JsonLines, RunDirectory, RunLock
 
 NOON = datetime(2026, 11, 21, 12, 0, 5, tzinfo=UTC)
 
@@ -106,6 +107,13 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
     with RunLock(tmp_path) as lock:
         assert lock.problem == "Function not implemented"
         assert RunLock.is_held(tmp_path), "it cannot be told that the run is over"
+
+
+def test_a_checkpoint_must_fit_on_the_disk(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.require_room(1)
+    with pytest.raises(ConfigError, match=r"free disk space under .* must be at least .* \(8192 PiB\): make room"):
+        run.require_room(2**63)
 
 
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
@@ -219,6 +227,21 @@ def test_fault_17_a_copied_folder_has_another_key_and_a_renamed_one_the_same(tmp
     key = restored.key()
     restored.identity.write_bytes(restored.identity.read_bytes())  # in the same folder, as a backup that is restored
     assert restored.key() != key
+
+
+def test_fault_21_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run").create()
+    for path in (run.config, run.metrics, run.path / "stop.json"):
+        path.mkdir()
+    writers = {
+        "config.yaml cannot be made: .*; start in a folder that can be written": lambda: run.write_config("a: 1\n"),
+        "metrics.jsonl cannot be made: Is a directory": lambda: AppendedFile(run.metrics),
+        "stop.json, by which an earlier run was asked to stop, must be removed": lambda: clear(run.path),
+        "metrics.jsonl cannot be read: Is a directory": lambda: list(run.events("step")),
+    }
+    for problem, write in writers.items():
+        with pytest.raises(ConfigError, match=problem):
+            write()
 
 
 def test_fault_21_events_have_the_types_that_a_run_writes(tmp_path: Path) -> None:

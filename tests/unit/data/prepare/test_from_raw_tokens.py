@@ -69,23 +69,6 @@ def test_raw_tokens_without_an_end_token_are_one_document(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("ids", "dtype", "found"),
-    [
-        (IDS, "<u2", "uint16"),
-        (IDS * 16, "<u4", "uint32"),
-        ([128_000, 5, 90_000, 7] * 16, "<u4", "uint32"),
-        (IDS * 16, "<i8", "int64"),  # what numpy makes of a list of ids
-    ],
-)
-def test_the_dtype_of_raw_tokens_is_derived_and_said(ids: list[int], dtype: str, found: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "train.bin", ids, dtype)
-    outcome, said = convert(path, "out")
-    assert said[0] == f"reading {path} as {found}, as its bytes look; --token-dtype says otherwise"
-    assert outcome.manifest["options"] == {"token_dtype": found}
-    assert IndexedFile.open(tmp_path / "out").tokens.tolist() == ids
-
-
-@pytest.mark.parametrize(
     ("ids", "dtype", "dtypes"),
     [
         ([*range(12)] * 400, "uint16", "uint16 or uint32"),
@@ -131,13 +114,6 @@ def test_a_shard_of_llm_c_is_documents(version: tuple[int, int], tmp_path: Path)
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(DataError, match=r"\(1000 bytes\) must be above 1024 and a multiple of \d, for ids of"):
         converted(path)
-
-
-@pytest.mark.parametrize("dtype", [">u2", "<i8"])
-def test_an_array_of_numpy_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
-    with (tmp_path / "train.bin").open("wb") as file:
-        np.save(file, np.array(IDS, dtype=dtype))
-    assert converted(tmp_path / "train.bin", eod_token=END) == DOCUMENTS
 
 
 def test_the_tokenizer_of_raw_tokens_ends_their_documents_and_checks_them(tmp_path: Path) -> None:

@@ -100,15 +100,6 @@ def test_fault_15_pointers_of_32_bits_are_computed_again(tmp_path: Path) -> None
         IndexedFile.open(tmp_path / "data")
 
 
-def test_files_made_by_hand_are_read(tmp_path: Path) -> None:
-    file = IndexedFile.open(by_hand(tmp_path))
-    assert (file.tokens.tolist(), file.tokens.dtype) == (TOKENS, np.uint16)
-    assert (file.sizes.tolist(), file.pointers.tolist(), file.documents.tolist()) == (SIZES, POINTERS, DOCUMENTS)
-    assert file.num_documents == 3
-    assert file.starts(np.arange(4)).tolist() == [0, 5, 5, 6]
-    assert file.sequence_starts(np.arange(4)).tolist() == [0, 2, 5, 6]
-
-
 @pytest.mark.parametrize(("code", "letter"), [(1, "B"), (3, "h"), (5, "q")])
 def test_every_kind_of_integer_is_read(code: int, letter: str, tmp_path: Path) -> None:
     width = struct.calcsize(letter)

@@ -1,5 +1,6 @@
 """Compressed shards are unpacked once, and give what they gave; bad copies are made again."""
 
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,17 @@ def test_a_damaged_or_old_copy_is_made_anew(damage: str, packed: Path, tmp_path:
     again = batches(packed, cache, told).global_batch(0, 70).inputs
     assert all(np.array_equal(again[name], wanted[name]) for name in wanted)
     assert [line.split(",")[0] for line in told] == ["unpacking 1 shard"]
+
+
+def test_a_disk_that_fills_up_is_a_sentence(packed: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(DataError, match=r"data cache .* cannot be written: File too large; set SHARDWISE"):
+            batches(packed, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(entries(tmp_path / "cache"))
 
 
 def test_the_room_is_looked_at_before(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
