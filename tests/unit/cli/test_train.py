@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from shardwise.base import units
-from shardwise.config import check_layout, config_from_sections, dump_yaml, load_config, parse_yaml, recipe_text
+from shardwise.base.parsing import dump_yaml, parse_yaml
+from shardwise.config import check_layout, config_from_sections, load_config, recipe_text
 from shardwise.config.hugging_face import to_hugging_face
 from shardwise.data.tokens.tokenizer import train_tokenizer
 from shardwise.estimates.communication import step_transfers, wire_bytes
