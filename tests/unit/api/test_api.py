@@ -196,16 +196,6 @@ def test_what_is_wrong_is_one_sentence_before_a_step(recipe: str, overrides: dic
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(("name", "content"), [("results", b'{"final_loss": 5'), ("environment", b"[]")])
-def test_a_damaged_file_is_none_that_is_missing(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").touch()
-    read = getattr(shardwise.Run(tmp_path), name)
-    assert read() is None
-    (tmp_path / f"{name}.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=rf"/{name}\.json (cannot be read|must hold)"):
-        read()
-
-
 # ---- plans
 
 
@@ -216,18 +206,3 @@ def test_a_plan_ranks_layouts_and_keeps_what_is_fixed() -> None:
     times = [plan.time.total for plan in found.plans]
     assert times == sorted(times)
     assert {plan.config.parallel.tensor for plan in found.plans} == {config.parallel.tensor}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"config": "llama2-7b"}, "config ('llama2-7b') must be a shardwise.Config, as shardwise.load_recipe(RECIPE)"),
-        ({"device": "h100:0"}, "device h100:0 and nodes (1) must name at least one device"),
-        ({"best": 0}, "best (0) must be a whole number of at least 1"),
-        ({"fixed": ("tensor",)}, "fixed: 'tensor' is no key of a layout; it may have parallel.tensor, "),
-    ],
-    ids=lambda case: str(case)[:40],
-)
-def test_wrong_arguments_of_a_plan_are_refused(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        shardwise.plan(**{"config": shardwise.load_recipe("llama2-7b"), "device": "h100:8", **arguments})

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardwise
-from shardwise.base.errors import ConfigError, DataError
+from shardwise.base.errors import ConfigError
 from tests.monitor_runs import Mesh, Start, loss_of, write_run
 from tests.unit.watch.pages import by_batch
 
@@ -44,18 +43,6 @@ def test_a_frame_has_a_row_for_each_step_that_counts() -> None:
     assert run.frame("warning").empty
     with pytest.raises(ConfigError, match=r"event \('evals'\) must be start, .* did you mean eval\?"):
         run.frame("evals")
-
-
-@pytest.mark.parametrize(("library", "extra"), [("pandas", "pandas"), ("matplotlib.ticker", "plot")])
-def test_what_is_not_installed_is_named_with_its_command(
-    library: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    write_run(Path("one"), [Start(0, 3)], mesh=MESH)
-    monkeypatch.setitem(sys.modules, library, None)
-    run = shardwise.Run("one")
-    with pytest.raises(DataError, match=rf"^Run\.\w+ needs {library.partition('.')[0]} .*\[{extra}\]"):
-        run.frame() if extra == "pandas" else run.plot()
 
 
 def test_a_plot_has_a_line_for_each_run() -> None:

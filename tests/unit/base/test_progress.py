@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
 from collections.abc import Callable
@@ -120,15 +119,6 @@ def test_an_error_in_the_middle_is_kept(screen: Screen, error: type[BaseExceptio
     assert "1 of 2 graphs" in screen.text()
     assert screen.text().rstrip("\r").endswith("\x1b[2K")
     assert "progress" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_what_is_printed_meanwhile_stands_above(screen: Screen) -> None:
-    """A line on standard error is whole; standard output, which is no terminal, gets its own."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):  # no terminal, as `module.sys.stdout` is none
-        progress("working", 2, "graph").show(screen.stream, Turns(3, lambda: print("a result")))
-    assert out.getvalue() == "a result\n" * 5
-    assert "a result" not in screen.text()
 
 
 def test_what_is_never_shown(screen: Screen) -> None:

@@ -270,18 +270,6 @@ def test_fault_07_what_comes_from_the_file_of_the_model_is_not_stated(tmp_path: 
     assert change.startswith("model.rope_theta (30000.0) replaces that of ")
 
 
-def test_fault_07_yarn_beside_a_greater_length_scales_that_of_the_weights(tmp_path: Path) -> None:
-    save("llama", tmp_path)
-    keys = ["model.rope_scaling={rope_type: yarn, factor: 4.0}", "model.max_position_embeddings=96"]
-    assert of_file(tmp_path, *keys).rope_scaling == YARN
-    other = {**YARN, "original_max_position_embeddings": 12}
-    stated = ["model.rope_scaling={type: yarn, factor: 4.0, original_max_position_embeddings: 12}", keys[1]]
-    assert of_file(tmp_path, *stated).rope_scaling == other
-    rewrite_config(tmp_path, rope_parameters=None, rope_scaling=other)
-    assert of_file(tmp_path, *keys).rope_scaling == other
-    assert of_file(tmp_path, "model.rope_scaling.factor=16").rope_scaling == {**other, "factor": 16}
-
-
 def test_damaged_and_pickled_files_are_one_sentence(tmp_path: Path) -> None:
     model = save("gpt", tmp_path)
     path = tmp_path / "model.safetensors"

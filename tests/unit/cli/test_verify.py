@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.verify import _Verified
-from shardwise.config import UserModelConfig, load_config
+from shardwise.config import load_config
 from shardwise.verify.layouts import Cell, layouts_to_verify, parse_layouts
 from shardwise.verify.miniature import miniature
 from shardwise.verify.tolerance import LayoutDifferences
@@ -77,16 +77,3 @@ def test_json_has_every_number() -> None:
     assert facts["layouts"][1]["gradients"] == EXACT.gradients
     assert facts["layouts"][0]["problems"]
     assert facts["miniature"]["model"]["family"] == "gpt"
-
-
-@pytest.mark.parametrize(("tensor", "is_explained"), [(1, True), (2, False)])
-def test_an_own_model_that_data_parallelism_alone_changes(
-    tensor: int, is_explained: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = load_config("llama2-tiny").model_copy(update={"model": UserModelConfig(family="own:Model", vocab_size=9)})
-    wrong = CellOutcome(
-        Cell(ranks=2, tensor=tensor), LayoutDifferences(0.0, 0.0, 1.5, 0.0, gradient="norm.weight"), ("p",)
-    )
-    verification = Verification([2.0, 1.0], [wrong, CellOutcome(Cell(), EXACT, ())])
-    _Verified("own", config, verification, []).show()
-    assert ("Data parallelism alone differs: forward must take" in capsys.readouterr().out) == is_explained

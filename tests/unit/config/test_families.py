@@ -40,23 +40,6 @@ def problems(model: dict[str, Any], world: int = 1, **sections: dict[str, Any]) 
     return caught.value.problems
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "dropout"),
-    [
-        ("llama", {"attention_dropout": 0.3}, (0.0, 0.0, 0.3, 0.0)),
-        ("gpt", {"embd_pdrop": 0.1, "resid_pdrop": 0.2, "attn_pdrop": 0.3}, (0.1, 0.2, 0.3, 0.0)),
-        ("gpt", {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "ffn_dropout": 0.4}, (0.0, 0.0, 0.0, 0.4)),
-        ("gpt_neox", {"hidden_dropout": 0.2, "attention_dropout": 0.3}, (0.2, 0.2, 0.3, 0.0)),
-    ],
-)
-def test_dropout_of_each_site(family: str, changes: dict[str, float], dropout: tuple[float, ...]) -> None:
-    model = model_of(family, **changes)
-    sites = (model.embedding_dropout_p, model.hidden_dropout_p, model.attention_dropout_p, model.ffn_dropout_p)
-    assert sites == dropout
-    assert model.has_dropout
-    assert not model_of(family, **dict.fromkeys(changes, 0)).has_dropout
-
-
 def test_every_nth_block_without_rotary_positions_or_a_window() -> None:
     every_fourth = model_of("smollm3", num_hidden_layers=6)
     assert [every_fourth.rotates(layer) for layer in range(6)] == [True, True, True, False, True, True]

@@ -192,19 +192,6 @@ def test_a_blend_as_megatron_writes_it_and_what_data_are_called() -> None:
     assert tiny.split_weights == (95.0, 5.0, 0.0)
 
 
-def test_all_that_is_wrong_with_the_data_at_once() -> None:
-    given = ("data.blend=[1,a]", "data.path=b.txt", "data.format=text", "data.split=0,1")
-    found = problems(*given, recipe="gpt-tiny")
-    assert [text.split(" must ")[0] for text in found] == [
-        "data.split ('0,1')",
-        "data.path (b.txt)",
-        "data.format (text)",
-    ]
-    assert found[2] == (
-        "data.format (text) must be megatron with data.blend (a), or left out: other data come by data.path"
-    )
-
-
 @pytest.mark.parametrize(
     ("factor", "steps", "told"), [(0, 30, True), (0.0, 21, True), (0, 20, False), (0.1, 30, False), (None, 30, False)]
 )

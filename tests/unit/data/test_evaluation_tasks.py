@@ -1,7 +1,6 @@
 """Tasks that cannot be scored are refused before a rank starts."""
 
 import importlib.util
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from shardwise.base.errors import ConfigError, DataError
 from shardwise.config import Config, load_config
-from shardwise.data.evaluation_tasks import quiet_lm_eval, require_tasks
+from shardwise.data.evaluation_tasks import require_tasks
 from tests.task_files import write_tasks
 
 
@@ -46,20 +45,6 @@ def test_what_tasks_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     told = "evaluation.tasks needs the package lm_eval: pip install 'shardwise[tasks]'"
     assert refusal(["choice"], tmp_path) == told
-
-
-def test_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("huggingface_hub")
-    handler = logging.StreamHandler()
-    level = logger.level
-    logger.addHandler(handler)
-    try:
-        with quiet_lm_eval():
-            logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
-            print("a remark")
-        assert (logger.level, *capsys.readouterr()) == (level, "", "")
-    finally:
-        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize(

@@ -106,14 +106,6 @@ def test_zero_shares_state_out_over_data_parallelism_alone() -> None:
     assert state == pytest.approx(2 * 4 * parameters(config(), 2) / 4, rel=1e-3)
 
 
-def test_rows_add_up() -> None:
-    memory = estimate(config(), Layout(2))
-    assert [name for name, _ in memory.rows()] == [
-        "parameters", "gradients", "optimizer", "activations", "loss", "buffers",
-    ]  # fmt: skip
-    assert memory.total == sum(size for _, size in memory.rows())
-
-
 class Saved:
     """What autograd saves of a model's last hidden states, and these: bytes beside parameters and inputs."""
 

@@ -129,16 +129,6 @@ def test_latest_follows_the_newest_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["latest", "one", "two"]
 
 
-def test_lines_are_on_disk_at_once_and_are_only_appended(tmp_path: Path) -> None:
-    path = tmp_path / "ranks" / "rank-0000.jsonl"
-    with JsonLines(path) as lines:
-        lines.write({"step": 1, "loss": 0.1 + 0.2})
-        assert path.read_text() == '{"step": 1, "loss": 0.30000000000000004}\n'
-    with JsonLines(path) as lines:
-        lines.write({"step": 2})
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
-
-
 def test_lines_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     """A part of a line may still have found room."""
     lines = JsonLines(tmp_path / "lines.jsonl")

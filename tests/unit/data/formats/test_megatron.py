@@ -14,7 +14,6 @@ from shardwise.data.reading.megatron_files import IndexedWriter
 from shardwise.data.rows import part_bounds
 from shardwise.data.samples.batch import IGNORE
 from shardwise.data.samples.sentence_pairs import SentencePairBatches
-from shardwise.data.tokens.tokenizer import Tokenizer
 from tests.unit.data.small_runs import batches_of, config, refusals, saved_tokenizer
 
 TEXT = "The ring of keys was lost in spring. A song went with it! Who sang it? Nobody knows.\n" * 4
@@ -26,11 +25,6 @@ def write(prefix: Path, documents: int = 40, first: int = 0, sentences: int = 1)
         for number in range(first, first + documents):
             writer.add([number] * 10 * sentences, [10] * sentences)
     return str(prefix)
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> str:
-    return saved_tokenizer(tmp_path / "tokenizer", TEXT, 280)
 
 
 @pytest.mark.parametrize(("ending", "form"), [("", "auto"), (".bin", "auto"), (".idx", "megatron")])
@@ -125,21 +119,6 @@ def test_fingerprints_are_of_the_data_and_their_use(tmp_path: Path) -> None:
     ]
     assert len(set(found)) == len(found)
     assert prepare_data(config(path=copy), tmp_path / "cache").fingerprint == found[0]
-
-
-def test_a_tokenizer_is_kept_and_mended(tmp_path: Path, tokenizer: str) -> None:
-    chosen = config(path=write(tmp_path / "data"), tokenizer=tokenizer)
-    data = prepare_data(chosen, tmp_path / "cache")
-    assert data.vocab_size == 280
-    assert data.tokenizer_path.is_relative_to(tmp_path / "cache")
-    file = data.tokenizer_path / "tokenizer.json"
-    assert Tokenizer.load(data.tokenizer_path).vocab_size == 280
-    content, inode = file.read_bytes(), file.stat().st_ino
-    assert prepare_data(chosen, tmp_path / "cache").tokenizer_path == data.tokenizer_path
-    assert file.stat().st_ino == inode
-    file.write_bytes(content[:100])
-    prepare_data(chosen, tmp_path / "cache")
-    assert file.read_bytes() == content
 
 
 def test_sentence_pairs_of_split_sentences(tmp_path: Path) -> None:

@@ -38,8 +38,16 @@ def texts(data: PreparedData, part: str) -> list[list[str]]:
     return [pieces[a:b] for a, b in zip(found.documents, found.documents[1:], strict=False)]
 
 
-def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
-    data = prepare_data(config(), tmp_path)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the tiny text with its sentences."""
+    root = tmp_path_factory.mktemp("filled")
+    prepare_data(config(), root)
+    return root
+
+
+def test_sentences_are_those_of_the_documents(filled: Path) -> None:
+    data = prepare_data(config(), filled)
     assert data.pair_tokens == PairTokens(pad=0, unk=1, cls=2, sep=3, mask=4)
     documents = texts(data, "train") + texts(data, "eval")
     assert sorted(documents) == sorted(cut_sentences(story.rstrip()) for story in stories())
@@ -58,12 +66,12 @@ def test_sentences_are_those_of_the_documents(tmp_path: Path) -> None:
     assert digest.hexdigest()[:16] == "4972519b16f86ad0"
 
 
-def test_masking_is_as_configured(tmp_path: Path) -> None:
+def test_masking_is_as_configured(filled: Path) -> None:
     for keys, predictions, masked in (
         ({}, 10, 9),  # ⌈0.15 · 64⌉; of at most 61 tokens 9
         ({"masked_fraction": 0.5, "max_predictions": 20}, 20, 20),
     ):
-        targets_PB = batches_of(config(**keys), tmp_path).global_batch(0, 32).inputs["targets_PB"]
+        targets_PB = batches_of(config(**keys), filled).global_batch(0, 32).inputs["targets_PB"]
         assert targets_PB.shape == (predictions, 32)
         assert (targets_PB != IGNORE).sum(axis=0).max() == masked
 
@@ -79,13 +87,14 @@ def overwrite(file: Path) -> None:
 DAMAGES = (("train.sentences.bin", overwrite), ("train.documents.bin", truncate), ("eval.sentences.bin", Path.unlink))
 
 
-def test_damaged_sentences_are_prepared_anew(tmp_path: Path) -> None:
-    first = prepare_data(config(), tmp_path)
+def test_damaged_sentences_are_prepared_anew(filled: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(filled, tmp_path / "cache"))
+    first = prepare_data(config(), root)
     bounds = np.array(first.sentences["train"].bounds)
     built: list[str] = []
     for number, (name, damage) in enumerate(DAMAGES, start=1):
         damage(first.tokenizer_path.parent / name)
-        second = prepare_data(config(), tmp_path, announce=built.append)
+        second = prepare_data(config(), root, announce=built.append)
         assert len(built) == number, name
         assert second.fingerprint == first.fingerprint
         assert np.array_equal(second.sentences["train"].bounds, bounds)
@@ -113,8 +122,8 @@ def test_too_little_text_for_pairs_says_how_much_is_needed(tmp_path: Path) -> No
     assert 60 < labels.sum() < 140
 
 
-def test_a_users_tokenizer_makes_pairs(tmp_path: Path) -> None:
-    trained = prepare_data(config(), tmp_path / "a")
+def test_a_users_tokenizer_makes_pairs(filled: Path, tmp_path: Path) -> None:
+    trained = prepare_data(config(), filled)
     own = shutil.copytree(trained.tokenizer_path, tmp_path / "own")
     data = prepare_data(config(600, tokenizer=str(own)), tmp_path / "b")
     assert data.pair_tokens == trained.pair_tokens

@@ -33,8 +33,22 @@ def entry_of(data: PreparedData) -> Path:
     return data.tokenizer_path.parent
 
 
-def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
-    data = prepare_data(config(), tmp_path)
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that has the tiny text."""
+    root = tmp_path_factory.mktemp("filled")
+    prepare_data(config(), root)
+    return root
+
+
+@pytest.fixture
+def cached(filled: Path, tmp_path: Path) -> Path:
+    """A copy of that cache, which a test may change."""
+    return Path(shutil.copytree(filled, tmp_path / "cache"))
+
+
+def test_tokens_decode_to_the_documents(filled: Path) -> None:
+    data = prepare_data(config(), filled)
     assert data.tokens["train"].dtype == np.uint16
     assert data.vocab_size == 512
     train, held = (text_of(data, data.tokens[part]).split("<|endoftext|>") for part in ("train", "eval"))
@@ -119,17 +133,17 @@ DAMAGES: tuple[tuple[str, Callable[[Path], object]], ...] = (
 )
 
 
-def test_a_damaged_entry_is_built_anew(tmp_path: Path) -> None:
-    first = prepare_data(config(), tmp_path)
+def test_a_damaged_entry_is_built_anew(cached: Path) -> None:
+    first = prepare_data(config(), cached)
     fingerprint, tokens = first.fingerprint, np.array(first.tokens["train"])
     built: list[str] = []
     for number, (name, damage) in enumerate(DAMAGES, start=1):
         damage(entry_of(first) / name)
-        second = prepare_data(config(), tmp_path, announce=built.append)
+        second = prepare_data(config(), cached, announce=built.append)
         assert len(built) == number, name
         assert second.fingerprint == fingerprint
         assert np.array_equal(second.tokens["train"], tokens)
-        assert [path.name for path in (tmp_path / "tokens").iterdir()] == [entry_of(second).name]
+        assert [path.name for path in (cached / "tokens").iterdir()] == [entry_of(second).name]
 
 
 def test_large_files_are_checked_in_blocks_and_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
@@ -184,11 +198,11 @@ def _prepare_at(root: str, barrier: Any, results: Any) -> None:
     results.put((data.fingerprint, int(data.tokens["train"].sum(dtype=np.int64)), len(built)))
 
 
-def test_processes_at_once_build_a_damaged_entry_once(tmp_path: Path) -> None:
-    truncate(entry_of(prepare_data(config(), tmp_path)) / "train.bin")
+def test_processes_at_once_build_a_damaged_entry_once(cached: Path) -> None:
+    truncate(entry_of(prepare_data(config(), cached)) / "train.bin")
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_prepare_at, args=(str(tmp_path), barrier, results)) for _ in range(2)]
+    processes = [context.Process(target=_prepare_at, args=(str(cached), barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
     found = [results.get(timeout=60) for _ in processes]

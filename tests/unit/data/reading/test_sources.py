@@ -1,6 +1,5 @@
 """Reading text: documents and pieces, and one sentence for every kind of bad file."""
 
-import gzip
 import itertools
 import json
 import os
@@ -8,8 +7,6 @@ import re
 import sysconfig
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from shardwise.base.errors import DataError
@@ -240,15 +237,3 @@ def test_fault_13_what_is_no_data_in_a_folder_is_left_out_and_named(tmp_path: Pa
     for name in ("a.json", "README.md", "LICENSE"):
         (tmp_path / name).unlink()
     assert failure(tmp_path).endswith("and the folder has none but _SUCCESS, a.json.crc and dataset_info.json")
-
-
-def test_fault_13_empty_parts_of_a_folder_add_nothing(tmp_path: Path) -> None:
-    (tmp_path / "part-0.json").write_text('{"text": "one"}\n', encoding="utf-8")
-    for name, content in {"part-1.json": b"", "part-2.json.gz": gzip.compress(b""), "part-3.json": b"\n"}.items():
-        (tmp_path / name).write_bytes(content)
-        assert "holds no text: it is empty" in failure(tmp_path / name), "a file that is named stays refused"
-    for name, texts in (("part-5.parquet", []), ("part-6.parquet", ["two"])):
-        pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), tmp_path / name)
-    source = source_of(tmp_path)
-    source.require_text()
-    assert documents(source) == ["one", "two"]

@@ -152,28 +152,6 @@ def test_an_evaluation_has_each_sample_once(
     assert sum(part.counts for part in parts).tolist() == samples.counts.tolist()
 
 
-def test_arrays_are_int64_contiguous_and_their_own(make: Make) -> None:
-    batches = make(1)
-    trained = batches.local_batch(0, 6, 0, 1, 3)[0]
-    shapes = {name: array.shape for name, array in trained.inputs.items()}
-    for batch in (trained, next(batches.eval_batches(1, 6, 0, 1, 3)), batches.blank(3)):
-        assert {name: array.shape for name, array in batch.inputs.items()} == shapes
-        arrays_of_batch = [*batch.inputs.values(), batch.counts, batch.samples]
-        assert {array.dtype for array in arrays_of_batch} == {np.dtype(np.int64)}
-        assert all(array.flags.c_contiguous for array in arrays_of_batch)
-        for number, array in enumerate(arrays_of_batch):
-            assert not any(np.shares_memory(array, other) for other in arrays_of_batch[:number])
-
-
-def test_a_blank_sample_counts_nothing(make: Make) -> None:
-    blank = make(1).blank(3)
-    assert not blank.counts.any()
-    for name in {"targets_SB", "targets_PB", "next_sentence_B"} & blank.inputs.keys():
-        assert (blank.inputs[name] == IGNORE).all(), name
-    if "mask_SB" in blank.inputs:
-        assert (blank.inputs["mask_SB"].sum(axis=0) >= 3).all(), "attention must have something to attend to"
-
-
 def test_what_cannot_be_cut_is_refused(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"train\.global_batch \(6\) must be a multiple .* \(2 × 2\)"):
         make(0).local_batch(0, 6, 0, 2, 2)

@@ -253,17 +253,6 @@ def test_a_long_text_is_several_documents(
     assert sorted(epoch_documents(opened(path, buffer=4), tokenizer, 0)) == sorted(parts)
 
 
-def test_a_bad_line_after_going_on_has_its_number(opened: Any, tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(b"".join([*lines[:100], b"{}\n", *lines[101:]]))
-    run, offset = opened(file, buffer=10), sum(map(len, lines[:90]))
-    run.restore({"samples": 0, "epoch": 0, "block": 9, "shard": 0, "offset": offset})
-    size = int(run._stream.block(StreamPosition(0, 0, 9, 0, offset)).stop.samples)
-    with pytest.raises(DataError, match=r"a\.jsonl: line 101 has no field 'text'"):
-        global_batch(run, 0, size + 1)
-
-
 def test_what_cannot_be_streamed(tokenizer: Path, opened: Any, tmp_path: Path) -> None:
     saved_rows(tmp_path / "tokens", text=[[1, 2]] * 100)
     with pytest.raises(DataError, match=r"arrow holds token ids in 'text', not text: set data\.streaming=false, and"):
