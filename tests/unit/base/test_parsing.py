@@ -27,21 +27,6 @@ def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
         assert type(read) is type(value)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ('"False"', "False"),
-        ("'1'", "1"),
-        ("[0.9, 95e-2]", [0.9, 0.95]),
-        ("{factor: 2}", {"factor": 2}),
-        ("def f(x): return", "def f(x): return"),
-        ("  3 ", 3),
-    ],
-)
-def test_override_values(text: str, value: object) -> None:
-    assert parse_value(text, "test") == value
-
-
 def test_files() -> None:
     assert parse_yaml("a: |\n  1\nb: >-\n  2\nc: '3'", "test") == {"a": "1\n", "b": "2", "c": "3"}
     assert parse_yaml("# only a comment\n", "test") is None

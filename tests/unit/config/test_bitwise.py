@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.config import load_config, resume_changes, resume_problems
-from tests.unit.config.refusals import layout_of, problem, problems
+from tests.unit.config.refusals import layout_of, problem
 
 
 def resolved(*overrides: str) -> dict[str, Any]:
@@ -32,12 +32,6 @@ def test_what_does_not_fit(world: int, overrides: list[str], told: str) -> None:
     assert problem("train.bitwise=true", *overrides, world=world).startswith(told)
     # Without it each of them is a training.
     assert layout_of(overrides, world=world).world == world
-
-
-def test_all_misfits_are_told_at_once() -> None:
-    keys = ("parallel.grain=5", "train.data_grain=6", "parallel.tensor_overlap=pieces")
-    found = problems("train.bitwise=true", *keys, world=1)
-    assert [text.partition(" ")[0] for text in found] == [key.partition("=")[0] for key in keys]
 
 
 @pytest.mark.parametrize(("micro_batches", "groups"), [(1, 1), (6, 2), (48, 8)])

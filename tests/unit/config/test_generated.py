@@ -7,7 +7,6 @@ import json
 import math
 import re
 import types
-from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
@@ -156,20 +155,6 @@ def test_some_configurations_plan_or_get_one_clear_error() -> None:
 @pytest.mark.timeout(1800)
 def test_ten_thousand_configurations_plan_or_get_one_clear_error() -> None:
     sweep(10_000, derandomize=False)
-
-
-NAMES = st.sampled_from([key.partition(".")[2] for key in KEYS])
-SECTIONS = JUNK | st.dictionaries(NAMES, JUNK, max_size=3)
-
-
-@examples(80)
-@given(JUNK | st.dictionaries(st.sampled_from([*Config.model_fields, "x"]), SECTIONS, max_size=4))
-def test_any_mapping_is_refused_with_one_clear_error(values: Any) -> None:
-    """A file's values, before overrides: none of these is a whole recipe."""
-    if isinstance(values, Mapping):
-        with pytest.raises(ConfigError) as caught:
-            config_from_sections(values)
-        expect_clear(caught.value)
 
 
 def expect_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from shardwise.config.hugging_face import (
 )
 from tests.unit.config.hub import (
     FILES,
-    GEMMA3_1B,
     GPT2,
     LLAMA2_7B,
     MISTRAL_7B,
@@ -280,17 +279,6 @@ def test_every_unsupported_field_is_told() -> None:
         assert problems({**LLAMA2_7B, "rope_theta": 5e5, name: "linear"}) == told
 
 
-def test_windows_by_their_interval() -> None:
-    """From files older than `layer_types`, which counts if both are there."""
-    model = model_of({**GEMMA3_1B, "sliding_window_pattern": 3})
-    assert [model.window(layer) for layer in range(6)] == [512, 512, None, 512, 512, None]
-    both = {"sliding_window_pattern": 3, "layer_types": ["full_attention", *25 * ["sliding_attention"]]}
-    assert [model_of({**GEMMA3_1B, **both}).window(layer) for layer in (0, 2)] == [None, 512]
-    # Fault 8: Mistral does not read the switch beside it.
-    model = model_of({**MISTRAL_7B, "sliding_window": 4096, "use_sliding_window": False})
-    assert [model.window(layer) for layer in (0, 31)] == [4096, 4096]
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -378,25 +366,6 @@ def test_fault_09_the_file_of_the_model_says_where_its_special_tokens_are(tmp_pa
 def test_fault_08_what_changes_the_computation_cannot_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"model.ignore must not name {name}, which changes what a model computes"):
         from_hugging_face({**LLAMA2_7B, name: 3}, "config.json", [name])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("mrope_section", {"rope_type": "default", "mrope_section": [1, 2]}),
-        ("alpha", {"type": "dynamic", "factor": 2.0, "alpha": 9}),
-    ],
-)
-@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
-def test_fault_10_the_user_says_which_fields_of_a_scaling_mean_nothing(name: str, field: str, value: Any) -> None:
-    plain = {key: inner for key, inner in value.items() if key != field}
-    (problem,) = problems({"model_type": "llama", name: value})
-    assert problem.startswith(f"{name}.{field} (")
-    assert problem.endswith(f"set model.ignore=[{name}.{field}]")
-    expected = from_hugging_face({"model_type": "llama", name: plain}, "config.json")
-    for ignore in ([field], [f"{name}.{field}"]):
-        section = from_hugging_face({"model_type": "llama", name: value}, "config.json", ignore)
-        assert section == expected | {"ignore": ignore}
 
 
 def test_files_that_are_no_configuration_or_not_there(tmp_path: Path) -> None:

@@ -68,11 +68,6 @@ def test_the_mixture_of_the_page_is_read() -> None:
     assert data.stages[1].at > data.stages[0].at
 
 
-def test_stages_may_begin_after_tokens() -> None:
-    config = load_config("llama2-tiny", ["data.dataset=null", WEB, "data.stages=[{at: 10k, weights: {web: 1}}]"])
-    assert config.data.stages[0].at == round(10_000 / (config.train.global_batch * config.train.sequence_length))
-
-
 def test_a_run_goes_on_with_another_mixture_only_where_it_is_named() -> None:
     new = resolved("data.mixture.code.weight=0.4", "data.stages=[{at: 4, weights: {web: 1}}]")
     (sentence,) = resume_problems(resolved(), new)

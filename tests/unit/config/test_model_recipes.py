@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import HubFiles
-from shardwise.config import load_config, load_config_of_program, recipe_name, recipe_names, require_data
-from shardwise.config.model_recipes import _place_of_model, model_recipe_remark
+from shardwise.config import load_config, load_config_of_program, recipe_name, require_data
+from shardwise.config.model_recipes import model_recipe_remark
 from shardwise.config.recipe_files import is_model_recipe, own_data, recipe_text
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
@@ -103,25 +102,6 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert load_config("gpt2").model.family == "gpt"
     with pytest.raises(ConfigError, match="is a run's folder"):
         recipe_text(str(folder))
-
-
-def test_the_recipe_of_a_repository_is_named() -> None:
-    """Whatever its publisher appends to the name; another size has another shape."""
-    of = {
-        "Qwen/Qwen3-8B": "qwen3-8b",
-        "Qwen/Qwen3-0.6B-Base@main": "qwen3-0.6b",
-        "meta-llama/Llama-3.1-70B-Instruct": "llama3.1-70b",
-        "meta-llama/Meta-Llama-3.1-8B": "llama3.1-8b",
-        "allenai/Olmo-3-1025-7B": "olmo3-7b",
-        "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
-        "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
-        "google/gemma-3-4b-pt": None,
-    }
-    assert {name for name in of.values() if name} <= set(recipe_names())
-    for named, recipe in of.items():
-        place = _place_of_model(named, recipe_names())
-        assert isinstance(place, HubFiles)
-        assert place.hint == ("" if recipe is None else f"; the recipe {recipe} has the shape of this model")
 
 
 def test_the_commands_take_it(folder: Path) -> None:

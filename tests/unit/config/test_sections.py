@@ -29,23 +29,6 @@ def test_precision_of_each_mode(keys: dict[str, str], accelerator: bool, expecte
 
 
 @pytest.mark.parametrize(
-    "scaling",
-    [
-        "{type: linear, factor: 2}",
-        "{rope_type: dynamic, factor: 2.0, original_max_position_embeddings: 32}",
-        "{rope_type: null, type: linear, factor: 2.0, original_max_position_embeddings: null}",
-        "{rope_type: yarn, factor: 4, beta_fast: 32, beta_slow: 1, truncate: false}",
-        "{rope_type: llama3, factor: 8, low_freq_factor: 1, high_freq_factor: 4, original_max_position_embeddings: 64}",
-        "{rope_type: longrope, short_factor: [1, 1, 1, 1, 1, 1, 1, 1], long_factor: [2, 2, 2, 2, 2, 2, 2, 2], "
-        "original_max_position_embeddings: 64}",
-    ],
-)
-def test_rope_scaling_as_hugging_face_writes_it(scaling: str) -> None:
-    model = load_config("llama2-tiny", [f"model.rope_scaling={scaling}"]).model
-    assert model.extends_positions == (model.rope_scaling["rope_type"] != "default")
-
-
-@pytest.mark.parametrize(
     ("scaling", "told"),
     [
         ("{factor: 2}", "rope_scaling.rope_type is missing: one of default, linear,"),
@@ -141,13 +124,6 @@ def test_what_an_optimizer_does_not_go_with(keys: str) -> None:
 )
 def test_masked_tokens_of_a_sequence(overrides: list[str], length: int, expected: int) -> None:
     assert load_config("bert-tiny", overrides).data.predictions(length) == expected
-
-
-@pytest.mark.parametrize(("value", "read"), [("auto", "auto"), ("0", 0), ("100", 100)])
-def test_a_run_goes_on_at_its_newest_checkpoint_or_a_step(value: str, read: str | int) -> None:
-    keys = [f"checkpoint.resume={value}", "train.steps=200"]
-    assert layout_of(keys, world=1)
-    assert load_config("llama2-tiny", keys).checkpoint.resume == read
 
 
 @pytest.mark.parametrize(("value", "shown"), [("latest", "'latest'"), ("true", "true"), ("-1", "-1"), ("null", "null")])

@@ -49,14 +49,6 @@ def test_each_stage_is_a_configuration_of_its_own() -> None:
     assert values_at_step(run.recorded(), 5) == stages[1].model_dump(mode="json")
 
 
-def test_a_run_without_sizes_in_stages_is_one_stage() -> None:
-    run = load_config("llama2-tiny", ["train.steps=8"])
-    assert size_stages_of(run) == [run]
-    assert (run.samples_together, run.last_step, run.run) == (1, 8, run)
-    assert tokens_of_run(run) == 8 * run.train.global_batch * run.train.sequence_length
-    assert values_at_step(run.recorded(), 5) == run.recorded()
-
-
 def test_the_place_in_the_data_is_the_same_in_samples_of_each_length() -> None:
     stages = size_stages_of(config(LONG, MIDDLE))
     assert tokens_of_run(stages[0]) == 4 * 512 + 2 * 512 + 2 * 256

@@ -24,11 +24,6 @@ def test_other_values_are_no_tokens(text: object) -> None:
     assert parse_tokens(text) is None
 
 
-@pytest.mark.parametrize(("tokens", "steps"), [(1, 1), (149, 1), (150, 2), (1000, 10), (1049, 10)])
-def test_steps_are_the_nearest(tokens: int, steps: int) -> None:
-    assert steps_of_tokens(tokens, 100) == steps
-
-
 def test_all_keys_that_count_steps_take_tokens() -> None:
     keys = {
         "train.steps": "4M",

@@ -149,13 +149,6 @@ def test_a_place_that_can_be_written_is_left_as_it_was(root: Root) -> None:
     assert behind.answer_in_time(root, lambda: 3) == 3
 
 
-def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path] = []
-    monkeypatch.setattr(os, "fsync", lambda _: seen.extend(tmp_path.iterdir()))
-    behind.require_writable_folder(Root.of(tmp_path))
-    assert seen == [], "a kill at this moment would leave the file"
-
-
 def test_a_place_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StoreError, match="file/run cannot be made: "):

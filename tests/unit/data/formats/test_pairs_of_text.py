@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from shardwise.config import Config
 from shardwise.data.formats.prepared_data import PreparedData, make_batches
