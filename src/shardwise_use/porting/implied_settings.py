@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwise.base.parsing import NotReadError, json_value
+from shardwise.base.parsing import json_value
 
 _SCHEDULE = "scheduler.params."
 _RULE = "optimizer.params."
@@ -29,7 +29,7 @@ def with_scheduler_arguments(settings: dict[str, Any]) -> dict[str, Any]:
     text = settings.get(_KWARGS)
     try:
         values = json_value(text) if isinstance(text, str) else text
-    except (ValueError, NotReadError):
+    except ValueError:
         return settings
     if not isinstance(values, dict):
         return settings
