@@ -2,7 +2,8 @@
 
 Sources: DeepSpeed 0.19.8 (`runtime/lr_schedules.py`, `runtime/engine.py`, `runtime/zero/muon/original_muon.py`),
 Megatron-LM of Megatron Core 0.20 (`training/config/training_config.py`, `training/arguments.py`), transformers 5.24
-(`optimization.py`), axolotl 0.19 (`core/builders/base.py`), litgpt 0.5.13 (`pretrain.py`).
+(`optimization.py`), trl 1.16 (`trainer/sft_config.py`), axolotl 0.19 (`core/builders/base.py`), litgpt 0.5.13
+(`pretrain.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ _SCHEDULE = "scheduler.params."
 _RULE = "optimizer.params."
 _KWARGS = "lr_scheduler_kwargs"
 _PEAK = f"{_SCHEDULE}warmup_max_lr"
+_OF_TRL = frozenset(
+    ("assistant_only_loss", "completion_only_loss", "dataset_text_field", "eval_packing", "packing", "packing_strategy")
+)
+"""Names of trl's SFTConfig, whose defaults are not those of the Trainer's arguments."""
 
 
 def implied_settings(program: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,8 +85,13 @@ def _of_megatron(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_trainer(settings: Mapping[str, Any]) -> dict[str, Any]:
-    is_stable = settings.get("lr_scheduler_type") == "warmup_stable_decay"
-    return _left_out({f"{_KWARGS}.decay_type": "cosine"} if is_stable else {}, settings)
+    implied: dict[str, Any] = {}
+    if settings.get("lr_scheduler_type") == "warmup_stable_decay":
+        implied[f"{_KWARGS}.decay_type"] = "cosine"
+    if _OF_TRL & settings.keys():
+        implied |= {"learning_rate": 2e-5, "gradient_checkpointing": True, "logging_steps": 10, "max_length": 1024}
+        implied |= {} if settings.get("fp16") else {"bf16": True}
+    return _left_out(implied, settings)
 
 
 def _of_axolotl(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -305,6 +305,20 @@ def test_arguments_of_a_trainers_schedule_are_read(form: str, tmp_path: Path) ->
     assert made["min_lr"] == pytest.approx(3e-5)
 
 
+def test_a_config_of_trl_has_its_defaults(others: Path) -> None:
+    """trl 1.16's SFTConfig: 2e-5, bf16, checkpointing of activations and 1,024 tokens; the Trainer has others."""
+    settings = {"per_device_train_batch_size": 2, "max_steps": 100, "dataset_text_field": "text", "output_dir": "out"}
+    wanted = {True: (2e-5, "mixed", "full", 1024), False: (5e-5, "float32", None, 64)}
+    for is_trl, values in wanted.items():
+        given = {name: value for name, value in settings.items() if is_trl or name != "dataset_text_field"}
+        (others / "run.json").write_text(json.dumps(given))
+        beside = [] if is_trl else ["train.sequence_length=64"]
+        made = recipe_of(str(others / "run.json"), [f"model.config={others / 'model'}", *beside]).sections
+        train = made["train"]
+        found = (made["optimizer"]["lr"], made["precision"]["mode"], train.get("recompute"), train["sequence_length"])
+        assert found == values
+
+
 def test_a_misspelt_key_is_not_advised(others: Path, cli: CommandLine) -> None:
     said = cli.refused("recipes", "--from", others / "megatron.sh", "train.stpes=3")
     assert "train.stpes: unknown key; did you mean train.steps?" in said
