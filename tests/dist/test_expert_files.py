@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.base.errors import ConfigError
 from shardwise.base.tensor_box import Box
 from shardwise.checkpoint.format import stored_tensors
-from shardwise.checkpoint.format.expert_weights import unfused_experts
+from shardwise.checkpoint.format.fused_weights import single_weights
 from shardwise.checkpoint.format.manifest import PieceEntry, TensorEntry
 from shardwise.checkpoint.load_weights import load_hugging_face
 from shardwise.checkpoint.storage.root import Root
@@ -195,4 +195,4 @@ def test_a_header_without_elements_makes_no_endless_list(tmp_path: Path) -> None
     shape = (2**60, 0, 4)
     entry = TensorEntry(shape, "F32", (PieceEntry(0, 8, Box.whole(shape)),))
     given = {"model.layers.0.mlp.experts.gate_up_proj": entry}
-    assert unfused_experts(Root.of(tmp_path), given) == given
+    assert single_weights(Root.of(tmp_path), given) == given

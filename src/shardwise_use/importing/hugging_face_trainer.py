@@ -22,12 +22,12 @@ from torch import Tensor
 
 from shardwise.base import files, parsing
 from shardwise.base.errors import ConfigError, listing
-from shardwise.checkpoint.format.export_checkpoint import ROUTER_BIAS
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
+from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
 from shardwise_use.importing import pickled
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
 from shardwise_use.importing.torch_dcp import LazyTensor
-from shardwise_use.sparse_models import place_in_fused_experts
+from shardwise_use.sparse_models import place_in_fused, trainer_balance
 
 OPTIMIZER = "optimizer.pt"
 _STATE = "trainer_state.json"
@@ -85,15 +85,9 @@ def _progress(
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
     model = parsing.read_record(folder / CONFIG)
-    if model.get("output_router_logits"):
-        keys["optimizer.router_pooled_loss"] = float(model["router_aux_loss_coef"])
-        notes.append(
-            "the Trainer's loss contains the balance loss, of each micro-batch by itself; here it is of the global "
-            "batch, and metrics.jsonl has it beside the loss"
-        )
-    if any(weight.name.endswith(ROUTER_BIAS) for weight in opened.weights):
-        keys["optimizer.router_bias_rate"] = 0.0
-        notes.append("the Trainer does not change the routers' correction biases, so optimizer.router_bias_rate is 0")
+    balance, remarks = trainer_balance(model, [weight.name for weight in opened.weights])
+    keys |= balance
+    notes += remarks
     if opened.config.family not in ("gpt", "gpt_neox") and isinstance(pad := model.get("pad_token_id"), int):
         notes.append(
             f"transformers does not train the embedding of pad_token_id ({pad}), and here it is trained: losses differ "
@@ -156,13 +150,13 @@ class _Parameter:
 def _by_name(
     opened: ForeignModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
-    shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(ROUTER_BIAS)}
+    shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(WITHOUT_GRADIENT)}
     numbers = [number for group in groups for number in group["params"]]
     of_both = [{tuple(states[number][state].shape) for state in MOMENTS if number in states} for number in numbers]
     saved = [found_shapes.pop() if len(found_shapes) == 1 else () for found_shapes in of_both]
-    # Some families have the router of a layer before its experts.
-    for router_first in (True, False):
-        parameters = _parameters(shapes, opened.config.family, router_first=router_first)
+    # Some families have the gate of a layer before the weights that it chooses from.
+    for gate_first in (True, False):
+        parameters = _parameters(shapes, opened.config.family, gate_first=gate_first)
         if len(groups) > 1:
             # By the Trainer's rule: biases and norms, which are the vectors, do not decay.
             parameters.sort(key=lambda parameter: len(parameter.shape) == 1)
@@ -187,7 +181,7 @@ def _by_name(
     return streamed, common.pop() if len(common) == 1 else updates
 
 
-def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_first: bool) -> list[_Parameter]:
+def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, gate_first: bool) -> list[_Parameter]:
     """The parameters of the model in transformers 5, in the order of their definition there."""
     first: dict[str, int] = {}
     places: dict[str, tuple[int, int, int, bool]] = {}
@@ -198,24 +192,24 @@ def _parameters(shapes: Mapping[str, tuple[int, ...]], family: str, *, router_fi
         for end in re.finditer(r"\.", name):
             first.setdefault(name[: end.start()], len(first))
         outer = first[layer[0][:-1] if layer else module]
-        rank = _rank(name.removeprefix(layer[0]), family, router_first=router_first) if layer else 0
+        rank = _rank(name.removeprefix(layer[0]), family, gate_first=gate_first) if layer else 0
         places[name] = (outer, rank, first[module], name.endswith("bias"))
     parameters: dict[str, _Parameter] = {}
     for name in sorted(shapes, key=lambda name: places[name]):
-        key, shape, place = place_in_fused_experts(name, shapes[name])
+        key, shape, place = place_in_fused(name, shapes[name])
         parts = parameters[key].parts if key in parameters else {}
         parameters[key] = _Parameter(shape, parts | {name: place})
     return list(parameters.values())
 
 
-def _rank(name: str, family: str, *, router_first: bool) -> int:
+def _rank(name: str, family: str, *, gate_first: bool) -> int:
     """The place of a module in its layer: attention, its norms, MLP, the layer's norms, which GPT-NeoX has first."""
     is_norm = "norm" in name
     if name.startswith(("self_attn.", "attention.")):
         return 1 + is_norm
     if is_norm:
         return 0 if family == "gpt_neox" else 5
-    return 3 if router_first and name.endswith(".gate.weight") else 4
+    return 3 if gate_first and name.endswith(".gate.weight") else 4
 
 
 # ---- rates
