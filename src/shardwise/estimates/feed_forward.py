@@ -139,7 +139,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     elements = routing.experts // layout.expert * width * hidden
     down, gate_up = (workload.weight_gradient(n * elements) for n in (1, 2))
     sources = layout.expert if workload.is_bit_equal else 1
-    amounts = expert_load_bytes(routing) + len(SUMS) * _FLOAT32
+    amounts = _load_bytes(routing) + len(SUMS) * _FLOAT32
     return FeedForwardBytes(
         saved=_saved_by_experts(workload, routing, traffic) + own_input + amounts + of_shared,
         activated=shared + (0 if workload.config.regathers else own_input),
@@ -185,13 +185,18 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 # ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
 
 
-def routed_block_counts(workload: RankWorkload) -> Counter[Routing]:
+def _sparse_blocks(workload: RankWorkload) -> Counter[Routing]:
     """The number of blocks on this rank for each rule of routers."""
     layers = (layer for stage in workload.stages for layer in stage.layers)
     return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
 
 
-def expert_load_bytes(routing: Routing) -> int:
+def mlp_blocks(workload: RankWorkload) -> int:
+    """The number of blocks on this rank whose second half is an MLP, which may gather its input again."""
+    return workload.layers - _sparse_blocks(workload).total()
+
+
+def _load_bytes(routing: Routing) -> int:
     """The estimated bytes of the row counts of each expert, [N] in int64."""
     return _INT64 * routing.experts
 
@@ -204,7 +209,7 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
     return Transfer(axis, "all_to_all", layout.expert, size, count, tensor)
 
 
-def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
+def forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
     """The transfers of the forward pass of experts in all blocks.
 
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
@@ -216,7 +221,7 @@ def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[
     transfers = []
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
     row = workload.a * workload.model.hidden_size
-    for routing, count in routed_block_counts(workload).items():
+    for routing, count in _sparse_blocks(workload).items():
         traffic = _Traffic.of(workload, routing)
         results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
         chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
@@ -232,12 +237,12 @@ def routing_forward_transfers(workload: RankWorkload, suffix: str = "") -> list[
     return transfers
 
 
-def routing_backward_transfers(workload: RankWorkload) -> list[Transfer]:
-    """The backward pass of `routing_forward_transfers`: tensors go the other way; the numbers of tokens are known."""
+def backward_transfers(workload: RankWorkload) -> list[Transfer]:
+    """The backward pass of `forward_transfers`: tensors go the other way; the numbers of tokens are known."""
     transfers = []
     row = workload.a * workload.model.hidden_size
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    for routing, count in routed_block_counts(workload).items():
+    for routing, count in _sparse_blocks(workload).items():
         traffic = _Traffic.of(workload, routing)
         arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * traffic.arriving
         weights = _FLOAT32 * workload.tokens * routing.per_token
@@ -258,6 +263,39 @@ def _choices(workload: RankWorkload, routing: Routing) -> int:
     return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
 
 
+def loss_transfers(workload: RankWorkload) -> list[Transfer]:
+    """The transfers that the objectives of routers add to a micro-batch (`layers/balance.py`).
+
+    Loads, in int64: [B·N] over context parallelism, [N] over all replicas in each block, again in full recompute. Where
+    those of the whole batch must be known before, `count_transfers` are theirs.
+    """
+    layout = workload.layout
+    losses = workload.config.optimizer.router_losses
+    forwards = 2 if workload.recompute == "full" else 1
+    samples = workload.config.train.micro_batch * ("sequence" in losses)
+    batches = "batch" in losses and not workload.counts_first
+    transfers = []
+    for routing, count in _sparse_blocks(workload).items():
+        loads, times = _load_bytes(routing), forwards * count
+        transfers += [
+            Transfer("cp", "all_reduce", layout.context, samples * loads, times, "loads of samples"),
+            Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batches * loads, times, "loads of the batch"),
+        ]
+    return transfers
+
+
+def count_transfers(workload: RankWorkload) -> list[Transfer]:
+    """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
+    layout = workload.layout
+    of_blocks = sum(_load_bytes(routing) * count for routing, count in _sparse_blocks(workload).items())
+    rule = workload.model.any_routing
+    pooled = 0 if rule is None else _load_bytes(rule) * ("pooled" in workload.config.optimizer.router_losses)
+    return [
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
+        Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
+    ]
+
+
 def load_reading_transfers(workload: RankWorkload) -> Transfer:
     """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
     rules = workload.model.routings.values()
@@ -265,7 +303,7 @@ def load_reading_transfers(workload: RankWorkload) -> Transfer:
     return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
 
 
-def expert_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
+def feed_forward_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
     """The experts of a model as a row of a dry run; none for a dense model."""
     rule = model.any_routing
     if rule is None:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from shardwise.base import units
 from shardwise.config import Config, Layout
 from shardwise.estimates.communication import step_transfers, wire_bytes
-from shardwise.estimates.feed_forward import expert_rows
+from shardwise.estimates.feed_forward import feed_forward_rows
 from shardwise.estimates.memory import estimated_memory, neediest_rank
 from shardwise.estimates.rank_workload import RankWorkload
 
 
 def unequal_load_rows(config: Config, layout: Layout, accelerator: bool) -> list[tuple[str, str]]:
     """Estimate the memory and bytes sent that a larger load of experts adds, as rows of text; none without routers."""
-    rows = [] if config.shapes is None else expert_rows(config.shapes, layout)
+    rows = [] if config.shapes is None else feed_forward_rows(config.shapes, layout)
     if not layout.exchanges_tokens:
         return rows
     rank = neediest_rank(config, layout, accelerator)

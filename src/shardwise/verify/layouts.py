@@ -143,7 +143,7 @@ def layout_candidates(config: Config, device: str, ranks: int, chosen: Mapping[s
     }
     values |= {key: default for key, default in defaults.items() if key not in chosen}
     values |= {key: named for key, named in chosen.items() if named is not None}
-    is_dense = config.shapes is None or config.shapes.any_routing is None
+    is_dense = config.shapes is None or not config.shapes.is_sparse
     if is_dense and not chosen.get("parallel.expert"):
         values["parallel.expert"] = [1]
     cells = []
