@@ -27,6 +27,12 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that a layout may set, with all their values; a degree has none here, as it divides the number of ranks."""
 
+RULE = (
+    "parallel.tensor × parallel.context × parallel.pipeline must divide the number of ranks (--nproc), and "
+    "parallel.expert the data-parallel degree × parallel.context"
+)
+"""Words on the degrees that a layout can have."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -87,6 +93,23 @@ class Cell:
     def facts(self) -> dict[str, Any]:
         """Return the fields and the data-parallel degree, for JSON."""
         return asdict(self) | {"data": self.data}
+
+
+def table_rows(cells: Sequence[Cell]) -> list[dict[str, str]]:
+    """Return the settings of each layout as users read them, by the heads of a table."""
+    has_experts = any(cell.expert > 1 for cell in cells)
+    return [
+        {
+            "TP": f"{cell.tensor}{' SP' if cell.sequence else ''}",
+            "CP": str(cell.context),
+            **({"EP": str(cell.expert)} if has_experts else {}),
+            "PP": str(cell.pipeline),
+            "DP": f"{cell.data}{f' Z{cell.zero}' if cell.zero else ''}",
+            "schedule": cell.schedule or "-",
+            "recompute": cell.recompute,
+        }
+        for cell in cells
+    ]
 
 
 def parse_layouts(given: Sequence[str]) -> dict[str, list[Any] | None]:
