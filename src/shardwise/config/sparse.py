@@ -5,12 +5,12 @@ As in `config/families.py`, `annotations` are not imported from `__future__`.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
 from shardwise.base.errors import divisors, listing, nearest_numbers
-from shardwise.config.decoders import DecoderConfig
+from shardwise.config.decoders import SIZES_OF_LLAMA, DecoderConfig
 from shardwise.config.families import AttentionBias, Longest, NormedWidth, RotaryBase
 from shardwise.config.hugging_face_names import ConfigFile, WeightNames
 from shardwise.config.routing import ExpertNames, Routing
@@ -48,7 +48,9 @@ class _SparseConfig(DecoderConfig):
 
     @property
     def router_rule(self) -> Routing:
-        raise NotImplementedError
+        fields: Any = self
+        normalized = getattr(self, "norm_topk_prob", True)
+        return Routing(getattr(self, self._experts_key), fields.num_experts_per_tok, normalized=normalized)
 
     @property
     def expert_width(self) -> int:
@@ -98,10 +100,6 @@ class OlmoeConfig(_SparseConfig):
     num_experts_per_tok: _PerToken = 8
     norm_topk_prob: _Normalized = False
 
-    @property
-    def router_rule(self) -> Routing:
-        return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
-
 
 class Qwen3MoeConfig(_SparseConfig):
     """Qwen3-MoE: a Qwen3 with experts in all blocks, or in every nth, or not in some."""
@@ -139,10 +137,6 @@ class Qwen3MoeConfig(_SparseConfig):
         default=(), strict=False, description="numbers of blocks, from 0, that have an MLP in place of experts"
     )
 
-    @property
-    def router_rule(self) -> Routing:
-        return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
-
     def routing(self, layer: int) -> Routing | None:
         is_sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
         return self.router_rule if is_sparse else None
@@ -154,15 +148,7 @@ class MixtralConfig(_SparseConfig):
     config_file: ClassVar[ConfigFile] = ConfigFile(
         "mixtral",
         "MixtralForCausalLM",
-        defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rope_theta": 1000000.0,
-        },
+        defaults=SIZES_OF_LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "rope_theta": 1000000.0},
         spellings={"num_experts": "num_local_experts"},
         only={"router_jitter_noise": 0.0},
         inert=_TRAINING_FIELDS,
@@ -191,10 +177,6 @@ class MixtralConfig(_SparseConfig):
     )
     num_local_experts: _Experts = 8
     num_experts_per_tok: _PerToken = 2
-
-    @property
-    def router_rule(self) -> Routing:
-        return Routing(self.num_local_experts, self.num_experts_per_tok, normalized=True)
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -277,11 +259,9 @@ class Glm4MoeConfig(_SparseConfig):
 
     @property
     def router_rule(self) -> Routing:
-        return Routing(
-            self.n_routed_experts,
-            self.num_experts_per_tok,
+        return replace(
+            super().router_rule,
             scores="sigmoid",
-            normalized=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
             groups=self.n_group,
             chosen_groups=self.topk_group,

@@ -139,7 +139,7 @@ def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
     elements = routing.experts // layout.expert * width * hidden
     down, gate_up = (workload.weight_gradient(n * elements) for n in (1, 2))
     sources = layout.expert if workload.is_bit_equal else 1
-    amounts = _load_bytes(routing) + len(SUMS) * _FLOAT32
+    amounts = _INT64 * routing.experts + len(SUMS) * _FLOAT32
     return FeedForwardBytes(
         saved=_saved_by_experts(workload, routing, traffic) + own_input + amounts + of_shared,
         activated=shared + (0 if workload.config.regathers else own_input),
@@ -194,11 +194,6 @@ def _sparse_blocks(workload: RankWorkload) -> Counter[Routing]:
 def mlp_blocks(workload: RankWorkload) -> int:
     """The number of blocks on this rank whose second half is an MLP, which may gather its input again."""
     return workload.layers - _sparse_blocks(workload).total()
-
-
-def _load_bytes(routing: Routing) -> int:
-    """The estimated bytes of the row counts of each expert, [N] in int64."""
-    return _INT64 * routing.experts
 
 
 def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
@@ -276,7 +271,7 @@ def loss_transfers(workload: RankWorkload) -> list[Transfer]:
     batches = "batch" in losses and not workload.counts_first
     transfers = []
     for routing, count in _sparse_blocks(workload).items():
-        loads, times = _load_bytes(routing), forwards * count
+        loads, times = _INT64 * routing.experts, forwards * count
         transfers += [
             Transfer("cp", "all_reduce", layout.context, samples * loads, times, "loads of samples"),
             Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batches * loads, times, "loads of the batch"),
@@ -287,9 +282,9 @@ def loss_transfers(workload: RankWorkload) -> list[Transfer]:
 def count_transfers(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = sum(_load_bytes(routing) * count for routing, count in _sparse_blocks(workload).items())
+    of_blocks = sum(_INT64 * routing.experts * count for routing, count in _sparse_blocks(workload).items())
     rule = workload.model.any_routing
-    pooled = 0 if rule is None else _load_bytes(rule) * ("pooled" in workload.config.optimizer.router_losses)
+    pooled = 0 if rule is None else _INT64 * rule.experts * ("pooled" in workload.config.optimizer.router_losses)
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
