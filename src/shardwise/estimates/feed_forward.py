@@ -6,7 +6,6 @@ where the text does not give their dtype. A block has N experts, which E ranks d
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -93,6 +92,7 @@ class _Traffic:
         arriving: U, those that arrive at a rank's experts, of which it gets at most all of each rank.
         are_apart: true if they are tensors by themselves, as those are that come from other ranks.
         are_grouped: true if one kernel computes the products of all experts, as accelerators are taken to have.
+        choices: bytes of the weights and numbers of experts that travel with a token.
     """
 
     rows: int
@@ -100,6 +100,7 @@ class _Traffic:
     arriving: int
     are_apart: bool
     are_grouped: bool
+    choices: int
 
     @staticmethod
     def of(workload: RankWorkload, routing: Routing) -> _Traffic:
@@ -108,9 +109,14 @@ class _Traffic:
         rows = rows if ranks == 1 else round(workload.imbalance * rows)
         visits = routing.per_token if is_bit_equal else routing.visits(ranks)
         most = rows if is_bit_equal else workload.tokens * ranks
-        arriving = min(round(workload.imbalance * workload.tokens * visits), most)
-        are_grouped = workload.accelerator and not is_bit_equal
-        return _Traffic(rows, round(workload.tokens * visits), arriving, ranks > 1 or is_bit_equal, are_grouped)
+        return _Traffic(
+            rows,
+            sent=round(workload.tokens * visits),
+            arriving=min(round(workload.imbalance * workload.tokens * visits), most),
+            are_apart=ranks > 1 or is_bit_equal,
+            are_grouped=workload.accelerator and not is_bit_equal,
+            choices=2 * _FLOAT32 * (1 if is_bit_equal else routing.per_token),
+        )
 
 
 def _experts(workload: RankWorkload, routing: Routing) -> FeedForwardBytes:
@@ -185,15 +191,14 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 # ---- collectives beside those of a block's regions: of E ranks a token travels to D, and U tokens arrive
 
 
-def _sparse_blocks(workload: RankWorkload) -> Counter[Routing]:
-    """The number of blocks on this rank for each rule of routers."""
-    layers = (layer for stage in workload.stages for layer in stage.layers)
-    return Counter(routing for routing in map(workload.model.routing, layers) if routing is not None)
-
-
 def mlp_blocks(workload: RankWorkload) -> int:
     """The number of blocks on this rank whose second half is an MLP, which may gather its input again."""
-    return workload.layers - _sparse_blocks(workload).total()
+    return workload.layers - _sparse_blocks(workload)
+
+
+def _sparse_blocks(workload: RankWorkload) -> int:
+    layers = (layer for stage in workload.stages for layer in stage.layers)
+    return sum(workload.model.routing(layer) is not None for layer in layers)
 
 
 def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) -> Transfer:
@@ -213,49 +218,44 @@ def forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer
     chosen experts are gathered, [T·k] in float32 and in int64. The expert that all tokens use is a region of tensor
     parallelism by itself; results are recomputed before it only.
     """
-    transfers = []
-    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = _Traffic.of(workload, routing)
     row = workload.a * workload.model.hidden_size
-    for routing, count in _sparse_blocks(workload).items():
-        traffic = _Traffic.of(workload, routing)
-        results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
-        chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
-        token = row + _choices(workload, routing)
-        transfers += [
-            _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
-            _over_experts(workload, token * traffic.sent, f"tokens and choices{suffix}", count),
-            _over_experts(workload, results, f"results of tokens{suffix}", count),
-            gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
-            gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
-            sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
-        ]
-    return transfers
+    shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
+    results = 0 if suffix and not shared else workload.parts_of_sums * row * traffic.arriving
+    chosen = (_FLOAT32 + _INT64) * workload.tokens * routing.per_token
+    sent = (row + traffic.choices) * traffic.sent
+    return [
+        _over_experts(workload, 2 * _INT64 * workload.layout.expert, f"numbers of tokens{suffix}", count),
+        _over_experts(workload, sent, f"tokens and choices{suffix}", count),
+        _over_experts(workload, results, f"results of tokens{suffix}", count),
+        gather_transfer(workload, chosen, f"weights and numbers of chosen experts{suffix}", count),
+        gather_transfer(workload, shared, f"input of the shared expert{suffix}", count),
+        sum_transfer(workload, shared, f"output of the shared expert{suffix}", count),
+    ]
 
 
 def backward_transfers(workload: RankWorkload) -> list[Transfer]:
     """The backward pass of `forward_transfers`: tensors go the other way; the numbers of tokens are known."""
-    transfers = []
+    routing, count = workload.model.any_routing, _sparse_blocks(workload)
+    if routing is None:
+        return []
+    traffic = _Traffic.of(workload, routing)
     row = workload.a * workload.model.hidden_size
     shared = workload.gathered_bytes if workload.model.shared_expert_width else 0
-    for routing, count in _sparse_blocks(workload).items():
-        traffic = _Traffic.of(workload, routing)
-        arrived = (workload.parts_of_sums * row + _choices(workload, routing)) * traffic.arriving
-        weights = _FLOAT32 * workload.tokens * routing.per_token
-        transfers += [
-            _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
-            _over_experts(workload, arrived, "gradients of tokens and choices", count),
-            sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
-            sum_transfer(workload, shared, "gradient of the shared expert's input", count),
-            gather_transfer(workload, shared, "gradient of the shared expert's output", count),
-        ]
-        if workload.config.regathers:
-            transfers.append(gather_transfer(workload, shared, "input of the shared expert, gathered again", count))
-    return transfers
-
-
-def _choices(workload: RankWorkload, routing: Routing) -> int:
-    """The bytes of the weights and numbers of experts that travel with a token."""
-    return 2 * _FLOAT32 * (1 if workload.is_bit_equal else routing.per_token)
+    arrived = (workload.parts_of_sums * row + traffic.choices) * traffic.arriving
+    weights = _FLOAT32 * workload.tokens * routing.per_token
+    again = shared * workload.config.regathers
+    return [
+        _over_experts(workload, row * traffic.sent, "gradients of results of tokens", count),
+        _over_experts(workload, arrived, "gradients of tokens and choices", count),
+        sum_transfer(workload, weights, "gradients of weights of chosen experts", count),
+        sum_transfer(workload, shared, "gradient of the shared expert's input", count),
+        gather_transfer(workload, shared, "gradient of the shared expert's output", count),
+        gather_transfer(workload, again, "input of the shared expert, gathered again", count),
+    ]
 
 
 def loss_transfers(workload: RankWorkload) -> list[Transfer]:
@@ -266,36 +266,36 @@ def loss_transfers(workload: RankWorkload) -> list[Transfer]:
     """
     layout = workload.layout
     losses = workload.config.optimizer.router_losses
-    forwards = 2 if workload.recompute == "full" else 1
-    samples = workload.config.train.micro_batch * ("sequence" in losses)
-    batches = "batch" in losses and not workload.counts_first
-    transfers = []
-    for routing, count in _sparse_blocks(workload).items():
-        loads, times = _INT64 * routing.experts, forwards * count
-        transfers += [
-            Transfer("cp", "all_reduce", layout.context, samples * loads, times, "loads of samples"),
-            Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batches * loads, times, "loads of the batch"),
-        ]
-    return transfers
+    times = _sparse_blocks(workload) * (2 if workload.recompute == "full" else 1)
+    samples = workload.config.train.micro_batch * _load_bytes(workload) * ("sequence" in losses)
+    batch = _load_bytes(workload) * ("batch" in losses and not workload.counts_first)
+    return [
+        Transfer("cp", "all_reduce", layout.context, samples, times, "loads of samples"),
+        Transfer(layout.replicas_axis, "all_reduce", layout.replicas, batch, times, "loads of the batch"),
+    ]
 
 
 def count_transfers(workload: RankWorkload) -> list[Transfer]:
     """Loads after the forward passes that only count: of the rank's blocks, and for `pooled` of all of them."""
     layout = workload.layout
-    of_blocks = sum(_INT64 * routing.experts * count for routing, count in _sparse_blocks(workload).items())
-    rule = workload.model.any_routing
-    pooled = 0 if rule is None else _INT64 * rule.experts * ("pooled" in workload.config.optimizer.router_losses)
+    of_blocks = _load_bytes(workload) * _sparse_blocks(workload)
+    pooled = _load_bytes(workload) * ("pooled" in workload.config.optimizer.router_losses)
     return [
         Transfer(layout.replicas_axis, "all_reduce", layout.replicas, of_blocks, 1, "loads of the batch"),
         Transfer("pp", "all_reduce", layout.pipeline, pooled, 1, "loads of all blocks"),
     ]
 
 
+def _load_bytes(workload: RankWorkload) -> int:
+    """The bytes of the row counts of each expert of a block, [N] in int64."""
+    routing = workload.model.any_routing
+    return 0 if routing is None else _INT64 * routing.experts
+
+
 def load_reading_transfers(workload: RankWorkload) -> Transfer:
     """The transfers that collect the loads of experts of all blocks for the log, [N + K] in int64 each."""
-    rules = workload.model.routings.values()
-    numbers = len(rules) * (max((rule.experts for rule in rules), default=0) + len(SUMS))
-    return Transfer("world", "all_reduce", workload.layout.world, _INT64 * numbers, 1, "loads of experts")
+    size = len(workload.model.routings) * (_load_bytes(workload) + _INT64 * len(SUMS))
+    return Transfer("world", "all_reduce", workload.layout.world, size, 1, "loads of experts")
 
 
 def feed_forward_rows(model: FamilyConfig, layout: Layout) -> list[tuple[str, str]]:
