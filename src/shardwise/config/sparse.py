@@ -5,7 +5,7 @@ As in `config/families.py`, `annotations` are not imported from `__future__`.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -48,9 +48,7 @@ class _SparseConfig(DecoderConfig):
 
     @property
     def router_rule(self) -> Routing:
-        fields: Any = self
-        normalized = getattr(self, "norm_topk_prob", True)
-        return Routing(getattr(self, self._experts_key), fields.num_experts_per_tok, normalized=normalized)
+        raise NotImplementedError
 
     @property
     def expert_width(self) -> int:
@@ -100,6 +98,10 @@ class OlmoeConfig(_SparseConfig):
     num_experts_per_tok: _PerToken = 8
     norm_topk_prob: _Normalized = False
 
+    @property
+    def router_rule(self) -> Routing:
+        return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
+
 
 class Qwen3MoeConfig(_SparseConfig):
     """Qwen3-MoE: a Qwen3 with experts in all blocks, or in every nth, or not in some."""
@@ -136,6 +138,10 @@ class Qwen3MoeConfig(_SparseConfig):
     mlp_only_layers: tuple[int, ...] = Field(
         default=(), strict=False, description="numbers of blocks, from 0, that have an MLP in place of experts"
     )
+
+    @property
+    def router_rule(self) -> Routing:
+        return Routing(self.num_experts, self.num_experts_per_tok, normalized=self.norm_topk_prob)
 
     def routing(self, layer: int) -> Routing | None:
         is_sparse = layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
@@ -177,6 +183,10 @@ class MixtralConfig(_SparseConfig):
     )
     num_local_experts: _Experts = 8
     num_experts_per_tok: _PerToken = 2
+
+    @property
+    def router_rule(self) -> Routing:
+        return Routing(self.num_local_experts, self.num_experts_per_tok, normalized=True)
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window
@@ -259,9 +269,11 @@ class Glm4MoeConfig(_SparseConfig):
 
     @property
     def router_rule(self) -> Routing:
-        return replace(
-            super().router_rule,
+        return Routing(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
             scores="sigmoid",
+            normalized=self.norm_topk_prob,
             scale=self.routed_scaling_factor,
             groups=self.n_group,
             chosen_groups=self.topk_group,
