@@ -275,9 +275,8 @@ def expert_problems(config: Config, layout: Layout) -> list[str]:
     model = config.model
     expert = layout.expert
     routing = None if model.is_own else model.any_routing
-    problems = []
-    if not model.is_own and (routing is None or not routing.has_bias):
-        problems += broken_rules(_RULES_WITHOUT_BIAS, config)
+    has_bias = model.is_own or (routing is not None and routing.has_bias)
+    problems = [] if has_bias else broken_rules(_RULES_WITHOUT_BIAS, config)
     if routing is None:
         none = f"parallel.expert ({expert}) must be 1 with model.family {model.family}, which has no experts"
         return problems + ([none] if expert > 1 else []) + broken_rules(_RULES_WITHOUT_EXPERTS, config)

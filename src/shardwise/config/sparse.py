@@ -52,8 +52,7 @@ class _SparseConfig(DecoderConfig):
 
     @property
     def expert_width(self) -> int:
-        width: int = getattr(self, "moe_intermediate_size", self.intermediate_size)
-        return width
+        return int(getattr(self, "moe_intermediate_size", self.intermediate_size))
 
     @property
     def _experts_key(self) -> str:
