@@ -23,7 +23,7 @@ from typing import Any, Literal
 from shardwise.base.parsing import read_mapping
 
 WITHOUT_GRADIENT = (".e_score_correction_bias",)
-"""Ends of names of weights that a rule moves in small steps; files of any dtype, as transformers', have them in float32."""
+"""Ends of names of weights that a rule moves in small steps, for which files of any dtype have them in float32."""
 
 
 @dataclass(frozen=True)
