@@ -47,7 +47,7 @@ TORCHTITAN_BIAS = re.compile(r"layers\.\d+\.moe\.expert_bias_E")
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """A canonical name without the number of its expert, and this number; None where it is of no expert."""
+    """For another program's names of experts, a canonical name without its expert's number, and that number or None."""
     match = _NUMBERED.fullmatch(name)
     return (f"{match[1]}{match[3]}", int(match[2])) if match else (name, None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import io
 import os
 import sys
 import threading
@@ -14,8 +13,8 @@ from typing import Any, NoReturn
 
 from shardwise import __version__
 from shardwise.base.errors import ConfigError, RunError, ShardwiseError
-from shardwise.base.files import path_refusal
 from shardwise.base.registered import imported
+from shardwise.base.terminal import take_any_character
 from shardwise.cli import output
 from shardwise.cli.help import COMMAND_GROUPS, HelpFormatter, help_of_actions, help_of_commands, module_of
 from shardwise.launch.environment import joined, keep_own, may_be_a_task
@@ -87,6 +86,8 @@ def _exit_code(arguments: list[str]) -> int:
         return _fail(ShardwiseError("stopped by Ctrl-C (SIGINT)"))
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
+            from shardwise.base.files import path_refusal
+
             if (refusal := path_refusal(error)) is None:
                 raise
             return _fail(refusal)
@@ -104,16 +105,10 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(number, mode))
 
 
-def take_any_character() -> None:
-    """Let stdout and stderr print a replacement for each character that their encoding lacks, such as × in ASCII."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def _fail(error: ShardwiseError, arguments: Sequence[str] = ()) -> int:
     """Show an error and return its exit code; `arguments`: those of the command line, for one that is refused."""
-    from shardwise.launch.first_failure import Failure, show_failure, text_of_error
+    from shardwise.base.errors import text_of_error
+    from shardwise.launch.first_failure import Failure, show_failure
 
     place = joined()
     text = text_of_error(error)

@@ -21,7 +21,7 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class FeedForwardBytes:
-    """Bytes of activations in the second half of a block.
+    """Estimated bytes of activations in the second half of a block.
 
     Attributes:
         saved: for the backward pass, with dropout and without the norm.
@@ -192,7 +192,7 @@ def _saved_by_experts(workload: RankWorkload, routing: Routing, traffic: _Traffi
 
 
 def mlp_blocks(workload: RankWorkload) -> int:
-    """The number of blocks on this rank whose second half is an MLP, which may gather its input again."""
+    """The number of blocks on this rank whose second half is an MLP: these may gather their inputs again, in estimates."""
     return workload.layers - _sparse_blocks(workload)
 
 
@@ -210,7 +210,7 @@ def _over_experts(workload: RankWorkload, size: int, tensor: str, count: int) ->
 
 
 def forward_transfers(workload: RankWorkload, suffix: str = "") -> list[Transfer]:
-    """The transfers of the forward pass of experts in all blocks.
+    """The estimated transfers of the forward pass of experts in all blocks.
 
     Ranks that divide the experts send two numbers to each, [2·E] in int64, tokens with their weights and numbers of
     experts, [T·D, H] and [T·D, 2k] in float32, and back what arrived, [U, H]. In bit-equal sums a token travels to each

@@ -20,12 +20,13 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from shardwise.base import files, parsing
+from shardwise.base import files
 from shardwise.base.errors import ConfigError, listing
 from shardwise.checkpoint.format.writing import CONFIG, StreamedWeight
 from shardwise.config.hugging_face_names import WITHOUT_GRADIENT
+from shardwise.runs.json_records import read_record
 from shardwise_use.importing import pickled
-from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, schedule_keys, schedule_points
+from shardwise_use.importing.hugging_face import ImportedModel, ImportedProgress, imported_points, schedule_keys
 from shardwise_use.importing.torch_dcp import LazyTensor
 from shardwise_use.sparse_models import place_in_fused, trainer_balance
 
@@ -43,7 +44,7 @@ States: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """The state of a parameter, by the number that the groups give it."""
 
 
-def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
+def with_trainer_progress(opened: ImportedModel, folder: Path) -> ImportedModel:
     """A model with the progress that a Hugging Face Trainer saved, if any; ConfigError: its files do not fit."""
     if not (folder / OPTIMIZER).exists():
         if not (folder / _STATE).exists():
@@ -51,7 +52,7 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
         note = f"{folder} has no {OPTIMIZER}, so the weights alone are imported, without step and optimizer"
         return replace(opened, notes=(*opened.notes, note))
     try:
-        saved = parsing.read_record(folder / _STATE)
+        saved = read_record(folder / _STATE)
     except (OSError, ValueError) as error:
         reason = files.reason_of(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
@@ -66,13 +67,13 @@ def with_trainer_progress(opened: ForeignModel, folder: Path) -> ForeignModel:
 
 
 def _progress(
-    opened: ForeignModel,
+    opened: ImportedModel,
     saved: Mapping[str, Any],
     groups: Groups,
     states: States,
     arguments: Mapping[str, Any],
     folder: Path,
-) -> tuple[ForeignProgress, list[str]]:
+) -> tuple[ImportedProgress, list[str]]:
     step, steps = (saved.get(key) for key in ("global_step", "max_steps"))
     if type(step) is not int or type(steps) is not int or not 0 < step <= steps:
         raise ConfigError(f"{folder / _STATE} must have a global_step ({step}) from 1 to its max_steps ({steps})")
@@ -84,7 +85,7 @@ def _progress(
         per_rank = int(saved.get("train_batch_size") or arguments["per_device_train_batch_size"])
         keys["train.global_batch"] = per_rank * int(arguments["gradient_accumulation_steps"]) * ranks
         samples = step * keys["train.global_batch"]
-    model = parsing.read_record(folder / CONFIG)
+    model = read_record(folder / CONFIG)
     balance, remarks = trainer_balance(model, [weight.name for weight in opened.weights])
     keys |= balance
     notes += remarks
@@ -100,7 +101,7 @@ def _progress(
         )
     tokens = saved.get("num_input_tokens_seen") or None
     losses = [float(entry["loss"]) for entry in saved.get("log_history") or () if "loss" in entry]
-    progress = ForeignProgress(
+    progress = ImportedProgress(
         step,
         streamed,
         samples=samples,
@@ -148,7 +149,7 @@ class _Parameter:
 
 
 def _by_name(
-    opened: ForeignModel, groups: Groups, states: States, path: Path
+    opened: ImportedModel, groups: Groups, states: States, path: Path
 ) -> tuple[list[StreamedWeight], int | dict[str, int]]:
     shapes = {weight.name: weight.shape for weight in opened.weights if not weight.name.endswith(WITHOUT_GRADIENT)}
     numbers = [number for group in groups for number in group["params"]]
@@ -305,4 +306,4 @@ def _curve_points(arguments: Mapping[str, Any], rate: float, steps: int) -> list
     elif schedule != "linear":
         return None
     first = least if schedule == "warmup_stable_decay" else 0.0
-    return schedule_points(first, warmup, stop, end, least, shape)
+    return imported_points(first, warmup, stop, end, least, shape)

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import HubFiles
-from shardwise.config import load_config, load_config_of_program, recipe_name, recipe_names, require_data
-from shardwise.config.model_recipes import _place_of_model, model_remark
-from shardwise.config.recipe_files import is_model, own_data, recipe_text
+from shardwise.config import load_config, load_config_of_program, recipe_name, require_data
+from shardwise.config.model_recipes import model_recipe_remark
+from shardwise.config.recipe_files import is_model_recipe, own_data, recipe_text
 from tests.e2e.command import within
 from tests.unit.config.hub import FILES, QWEN3_8B
 
@@ -64,7 +63,7 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(folder.parent)
     (folder / "odd.json").write_text((folder / "config.json").read_text())
     for named in (str(folder), "./Qwen3-8B", "Qwen3-8B", "Qwen3-8B/config.json", "./Qwen3-8B/odd.json"):
-        assert is_model(named)
+        assert is_model_recipe(named)
         assert load_config(named).model == load_config("qwen3-8b").model
     for named in ("Qwen3-8B/", "Qwen3-8B/config.json", "Qwen/Qwen3-8B@v1"):
         assert recipe_name(named) == "Qwen3-8B"
@@ -75,18 +74,18 @@ def test_the_places_of_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_its_tokenizer_comes_along(folder: Path) -> None:
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl data.tokenizer=YOUR_TOKENIZER_FOLDER"
-    assert "weights are new" in (said := model_remark(str(folder), load_config(str(folder))))
+    assert "weights are new" in (said := model_recipe_remark(str(folder), load_config(str(folder))))
     assert "tokenizer is that of" not in said
     (folder / "tokenizer.json").write_text("{}")
     config = load_config(str(folder / "config.json"), ["train.steps=7"])
     assert config.data.tokenizer == str(folder)
     assert own_data(str(folder)) == "data.path=YOUR_TEXT.jsonl"
     loading = load_config(str(folder), [f"checkpoint.load={folder}"])
-    assert "weights" not in (said := model_remark(str(folder), loading))
+    assert "weights" not in (said := model_recipe_remark(str(folder), loading))
     assert f"is that of {folder}, and the training is train.sequence_length=" in said
-    said = model_remark(str(folder / "config.json"), config)
+    said = model_recipe_remark(str(folder / "config.json"), config)
     assert f"(checkpoint.load={folder} starts" in said
-    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_remark("acme/tiny@v1", config)
+    assert "(checkpoint.load=acme/tiny checkpoint.revision=v1 starts" in model_recipe_remark("acme/tiny@v1", config)
     assert f"tokenizer is that of {folder};" in said
     assert "train.sequence_length=4096 train.global_batch=1024 train.steps=7 optimizer.lr=0.0003 " in said
 
@@ -99,49 +98,10 @@ def test_what_is_no_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder.parent / "gpt2/config.json").write_text(json.dumps(FILES["pythia-6.9b"]))
     paths = ("mine.yaml", "acme/mine.yaml", "Qwen3-8B/none", "./none/here", "a/b/c")
     for named in ("Qwen3-8B", "gpt2", "lama3-tiny", "", *paths):
-        assert not is_model(named)
+        assert not is_model_recipe(named)
     assert load_config("gpt2").model.family == "gpt"
     with pytest.raises(ConfigError, match="is a run's folder"):
         recipe_text(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"model_type": "gemma2"}, r'model_type \("gemma2"\) is not supported: shardwise lacks its soft caps'),
-        ({**QWEN3_8B, "alibi": True}, "model.config: .*alibi .true. is not supported"),
-        ({**QWEN3_8B, "frobs": 1}, r"set model.ignore=\[frobs\]"),
-        ({"family": "mine:Model", "vocab_size": 7}, "a class of its own, mine:Model, whose code would run"),
-    ],
-)
-def test_a_model_that_is_not_read_is_told(folder: Path, values: dict[str, Any], said: str) -> None:
-    (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=said):
-        load_config(str(folder))
-    if "frobs" in values:
-        assert load_config(str(folder), ["model.ignore=[frobs]"]).model.ignore == ("frobs",)
-
-
-def test_the_recipe_of_a_repository_is_named() -> None:
-    """Whatever its publisher appends to the name; another size has another shape."""
-    of = {
-        "Qwen/Qwen3-8B": "qwen3-8b",
-        "Qwen/Qwen3-0.6B-Base@main": "qwen3-0.6b",
-        "meta-llama/Llama-3.1-70B-Instruct": "llama3.1-70b",
-        "meta-llama/Meta-Llama-3.1-8B": "llama3.1-8b",
-        "allenai/Olmo-3-1025-7B": "olmo3-7b",
-        "allenai/Olmo-3-7B-Think": "olmo3-7b",
-        "HuggingFaceTB/SmolLM3-3B-Base": "smollm3-3b",
-        "google/gemma-3-1b-pt": "gemma3-1b",
-        "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
-        "meta-llama/Llama-2-7b-hf": "llama2-7b",
-        "google/gemma-3-4b-pt": None,
-    }
-    assert {name for name in of.values() if name} <= set(recipe_names())
-    for named, recipe in of.items():
-        place = _place_of_model(named, recipe_names())
-        assert isinstance(place, HubFiles)
-        assert place.hint == ("" if recipe is None else f"; the recipe {recipe} has the shape of this model")
 
 
 def test_the_commands_take_it(folder: Path) -> None:
@@ -158,11 +118,3 @@ def test_the_commands_take_it(folder: Path) -> None:
     assert again.out.splitlines()[1:] == shown.out.splitlines()[1:]
     wrong = within("plan", "Qwen3-8B", "--device", "h100:8", "--tokens", "100", at=folder.parent)
     assert "--tokens (100) must be a number with k, M, B or T" in wrong.failed(2)
-
-
-@pytest.mark.slow
-def test_it_is_verified_in_miniature(folder: Path) -> None:
-    said = within("verify", "config.json", "--nproc", "2", "--layouts", "parallel.tensor=2", at=folder)
-    assert said.code == 0, said.out + said.err
-    assert "Qwen3-8B in miniature: qwen3, 4 blocks" in said.out
-    assert "layouts trained like one process" in said.out

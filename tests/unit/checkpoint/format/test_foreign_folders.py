@@ -5,17 +5,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.base.errors import ConfigError
-from shardwise.base.hub import check_weights, no_weights_text
+from shardwise.checkpoint.format.weight_files import check_weights, no_weights_text
 from shardwise.cli import main
 
 FOLDERS = {
     "LoRA": (("adapter_config.json", "adapter_model.safetensors"), "M.from_pretrained('{0}').merge_and_unload()"),
     "ZeRO": (
         ("global_step3", "zero_to_fp32.py"),
-        "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
-    ),
-    "ZeRO without its script": (
-        ("global_step3", "latest"),
         "`python -m deepspeed.utils.zero_to_fp32 {0} OUT --safe_serialization`",
     ),
     "a step of ZeRO": (
@@ -52,9 +48,7 @@ def test_the_command_of_a_converter_is_named(case: str, tmp_path: Path) -> None:
     "command",
     [
         "checkpoint import {0} {0}/out",
-        "generate {0} --prompt x",
         "evaluate {0}",
-        "chat {0}",
         "train llama3-tiny checkpoint.load={0} --dry-run",
     ],
 )
@@ -63,7 +57,5 @@ def test_every_command_that_opens_a_model_names_the_converter(
 ) -> None:
     (tmp_path / "adapter_config.json").touch()
     assert main(command.format(tmp_path).split()) == 2
-    # The ranks of a chat write to the terminal themselves.
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
-    assert len(lines) == 1
-    assert "merge_and_unload" in lines[0]
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("shardwise: ")]
+    assert "merge_and_unload" in line
