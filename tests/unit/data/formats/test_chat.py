@@ -22,7 +22,6 @@ from tests.unit.data import small_runs
 from tests.unit.data.small_runs import refusal, saved_tokenizer
 
 GOOD = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."}]
-SYSTEM = {"role": "system", "content": "Be kind."}
 CHAT = {"format": "chat", "split": "1,0"}
 
 
@@ -197,13 +196,6 @@ def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     assert [chat.messages for _, chat in of_table] == [chat.messages for _, chat in of_lines]
     with pytest.raises(DataError, match=r"has no column 'talk': set data\.text_key to .* \(messages\)"):
         list(conversations_of_file(tmp_path / "a.parquet", "parquet", "talk"))
-
-
-def test_a_template_that_refuses_a_conversation_names_the_line(tmp_path: Path, base: str) -> None:
-    Path(base, CHAT_TEMPLATE).write_text("{{ raise_exception('no system') if messages[0].role == 'system' else '' }}a")
-    path = written(tmp_path / "chat.jsonl", "", {"messages": [SYSTEM, *GOOD]})
-    with pytest.raises(DataError, match=r"chat\.jsonl: line 2: the chat template in .* refuses .* no system"):
-        prepare_data(config(path=path, format="chat", tokenizer=base), tmp_path)
 
 
 def test_an_evaluation_set_of_conversations_has_each_answer_once(

@@ -226,13 +226,6 @@ def test_two_at_once_do_not_meet(folder: Folder, has_locks: bool, monkeypatch: p
     assert not second.folder.exists()
 
 
-def test_text_without_tokens_is_refused(folder: Folder) -> None:
-    json_lines(folder.at / "text.jsonl", [" ", "\n"])
-    with pytest.raises(DataError, match="holds no text that becomes tokens"):
-        folder.run(folder.job("out", append_eod=False, split_sentences=True))
-    assert not list(folder.at.glob("*out*")), "what nothing can be made of is not kept"
-
-
 def test_output_lies_outside_of_the_text_and_has_a_name(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="must lie outside INPUT"):
         folder.run(folder.job("texts/out", source="."))

@@ -59,15 +59,6 @@ def test_pieces_have_the_sentences_of_the_whole(texts: list[str]) -> None:
     assert "".join(cut_sentences(whole)) == whole
 
 
-def test_a_document_that_the_split_cuts_becomes_two() -> None:
-    parts: list[tuple[Part, TextPiece]] = [
-        ("train", TextPiece("One. Tw", ends_document=False)),
-        ("eval", TextPiece("o. Three.", ends_document=True)),
-        ("train", TextPiece("Four.", ends_document=True)),
-    ]
-    assert regrouped(parts) == [("train", ["One.", " Tw"]), ("eval", ["o.", " Three."]), ("train", ["Four."])]
-
-
 def test_a_sentence_without_end_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "PIECE_CHARACTERS", 10)
     parts: list[tuple[Part, TextPiece]] = [
