@@ -17,7 +17,7 @@ from tests.unit.data.prepare.jobs import Folder
 from tests.unit.data.small_runs import json_lines
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=50))
 def test_each_length_is_in_one_bin(values: list[int]) -> None:
     found = LengthStatistics.of("tokens", np.array(values), len(values))

@@ -12,7 +12,7 @@ from shardwise.data.tokens import encoding
 from shardwise.data.tokens.encoding import cut_sentences, sentence_pieces
 from tests.unit.data.samples.small_batches import arranged
 
-unhurried = settings(deadline=None)
+unhurried = settings(deadline=None, max_examples=50)
 
 
 @pytest.mark.parametrize(
