@@ -171,18 +171,6 @@ def test_rows_of_all_kinds_have_the_same_targets(tmp_path: Path, base: str, name
     assert tokenizer.decode(chats.tokens).count("A model.") == 1 + is_long
 
 
-def test_fields_that_nothing_reads_are_named_once(tmp_path: Path, base: str) -> None:
-    row = {"messages": [{**GOOD[0], "name": "Ann"}, GOOD[1]], "tools": [{"name": "weather"}], "id": 3}
-    path = written(tmp_path / "chat.jsonl", row, row)
-    settings = config(path=path, tokenizer=base, **CHAT)
-    text = "neither the chat template nor the training reads the fields id, name and tools"
-    assert f"; {text}" in dict(preview_data(settings).rows)["data"]
-    told: list[str] = []
-    data = prepare_data(settings, tmp_path / "cache", announce=told.append)
-    assert [line for line in told if "warning" in line] == [f"warning: {path}: {text}"]
-    assert f"; {text}" in data.summary
-
-
 def test_rows_of_a_table_lack_the_fields_that_are_null(tmp_path: Path) -> None:
     """A table has each field of any row in all rows."""
     calls = [[{"name": "a", "arguments": {"city": "Ulm"}}], [{"name": "b", "arguments": {"days": 3}}]]
