@@ -70,17 +70,6 @@ def test_the_iteration_brings_singular_values_near_1() -> None:
     assert torch.equal(orthogonalized(torch.zeros(3, 4), 5), torch.zeros(3, 4)), "a gradient of 0 moves nothing"
 
 
-def test_each_kind_of_parameter_keeps_its_own_state() -> None:
-    model = net()
-    optimizer = ZeroRedundancyOptimizer(groups(model), Muon, lr=LR)
-    train(model, optimizer, steps=1)
-    states = [
-        {name for master in group["params"] for name in optimizer.inner.state[master]}
-        for group in optimizer.inner.param_groups
-    ]
-    assert states == [{"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}]
-
-
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Muon([nn.Parameter(torch.zeros(3))]), r"of shape \[3\] must be a matrix, of two dimensions"),
     (
