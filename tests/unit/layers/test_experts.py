@@ -129,16 +129,6 @@ def test_grouped_products_hold_no_row_of_another_rank() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_gradients_of_experts_with_rows_are_written_once() -> None:
-    experts = CHOICES["one token"]
-    x, weights, gate_up, down = inputs(experts)
-    y = sum_of_experts(x, weights, experts, gate_up, down)
-    with Results() as results:
-        torch.autograd.grad(y, (x, weights, gate_up, down), torch.ones_like(y))
-    cleared = [size for name, size in results.calls if "zero" in name]
-    assert not {gate_up.numel(), down.numel()} & {*cleared}
-
-
 def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     """And those of the groups with the best two scores: here the second has the best expert, the first the pair."""
     scores = torch.tensor([[0.5, 1.0, 1.0, 1.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.5, 0.5]])
@@ -149,32 +139,6 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
 
 def layer(routing: Routing, **options: Any) -> Experts:
     return Experts(H, WIDTH, routing, group=Group(), seed=1, name="mlp", **options)
-
-
-def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
-    experts = layer(Routing(N, 1, scores="sigmoid", normalized=False, has_bias=True))
-    assert experts.router.bias is not None
-    assert not experts.router.bias.requires_grad
-    x = torch.randn(T, H)
-    scores = torch.sigmoid(x @ experts.router.weight.t())
-    with torch.no_grad():
-        experts.router.bias[2] = 10.0
-    weights, chosen, *_ = experts.router(x)
-    assert chosen.flatten().tolist() == [2] * T
-    torch.testing.assert_close(weights[:, 0], scores[:, 2])
-
-
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-def test_weights_are_divided_by_their_sum_and_scaled(scores: Any) -> None:
-    weights, *_ = layer(Routing(N, K, scores=scores, normalized=True, scale=2.5)).router(torch.randn(T, H))
-    torch.testing.assert_close(weights.sum(1), torch.full((T,), 2.5))
-
-
-def test_each_expert_has_tensors_of_its_own_name() -> None:
-    experts = layer(Routing(2, 1, has_bias=True, scores="sigmoid"))
-    names = [piece.name for parameter in experts.parameters() for piece in parameter.placement.pieces]  # type: ignore[attr-defined]
-    matrices = [f"experts.{number}.{kind}_proj.weight" for number in range(2) for kind in ("down", "gate", "up")]
-    assert sorted(names) == [f"mlp.{name}" for name in (*matrices, "gate.e_score_correction_bias", "gate.weight")]
 
 
 def test_the_router_computes_in_float32() -> None:
@@ -208,15 +172,6 @@ def test_a_scaler_scales_the_gradients_of_objectives_as_those_of_the_loss() -> N
     before = scaled.router.weight.detach().clone()
     scaler.step(optimizer)
     torch.testing.assert_close(scaled.router.weight, before - 0.1 * plain.router.weight.grad)
-
-
-def test_objectives_that_a_scaler_does_not_scale_are_refused() -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    experts = balanced(None)
-    optimizer = ZeroRedundancyOptimizer(experts.parameters(), torch.optim.SGD, lr=0.1)
-    scaler.scale(experts(torch.randn(T, 1, H)).sum()).backward()
-    with pytest.raises(RuntimeError, match=r"not the objectives of routers: .* Balance\(\.\.\., scaler=scaler\)"):
-        scaler.step(optimizer)
 
 
 def test_a_further_gradient_that_is_not_finite_is_found() -> None:

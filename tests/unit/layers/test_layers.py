@@ -25,7 +25,7 @@ from shardwise.layers.linear import (
 )
 from shardwise.layers.loss import SampleLosses, linear_cross_entropy, parallel_cross_entropy
 from shardwise.layers.matmul import let_products_add
-from shardwise.layers.norm import LayerNorm, QueryKeyNorm, RMSNorm
+from shardwise.layers.norm import LayerNorm, RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
@@ -73,17 +73,6 @@ def test_without_a_seed_torchs_generator_decides() -> None:
     again = ColumnParallelLinear(4, 6)
     assert torch.equal(first.weight, again.weight), "torch.manual_seed does not decide the weights"
     assert not torch.equal(first.weight, second.weight), "two layers without names drew the same weights"
-
-
-def test_init_device_and_dtype_are_the_callers() -> None:
-    layer = ColumnParallelLinear(64, 640, init=Init.normal(0.5), dtype=torch.bfloat16, name="c", seed=1)
-    assert layer.weight.dtype == torch.bfloat16
-    assert layer.bias is not None
-    assert layer.bias.dtype == torch.bfloat16
-    assert abs(float(layer.weight.detach().float().std()) - 0.5) < 0.01
-    assert bool((layer.bias == 0).all())
-    assert all(p.is_meta for p in ColumnParallelLinear(4, 4, device="meta", name="c", seed=1).parameters())
-    assert abs(float(ColumnParallelLinear(64, 640).weight.detach().std()) - 0.02) < 0.001, "the default is 0.02"
 
 
 def test_alone_layers_are_torchs() -> None:
@@ -143,14 +132,6 @@ def test_without_a_group_in_a_job_of_several_ranks_there_is_one_warning(
         other(group=None)
 
 
-def test_only_the_first_rank_warns_of_a_missing_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwise.layers.arguments._warned", [])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("RANK", "1")
-    for make in WITHOUT_GROUP.values():  # warnings are errors
-        make(group=None)
-
-
 @pytest.mark.parametrize("given", [Mesh(device="cpu"), 8, True, "tp", [0, 1]], ids=repr)
 def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
     for make in WITHOUT_GROUP.values():
@@ -158,7 +139,7 @@ def test_what_is_no_group_is_refused_with_what_to_pass(given: Any) -> None:
             make(group=given)
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
     group = pretend_group(rank, 4)
     table = ParallelEmbedding(9, 4, group=group, name="e", seed=1)
@@ -169,13 +150,6 @@ def test_a_tied_head_takes_the_embeddings_rows(rank: int) -> None:
     assert tied is not None
     assert untied is not None
     assert tied.pieces[0].box == untied.pieces[0].box, "the head's rows are not the embedding's"
-
-
-def test_a_keyword_that_no_layer_takes_is_refused() -> None:
-    """Swallowed, it would train another model than was asked for."""
-    for kind in MAKERS.keys() - {QueryKeyNorm}:
-        with pytest.raises(ArgumentError, match=r"does not take sequence_parallel \(did you mean sequence_"):
-            MAKERS[kind](sequence_parallel=True)
 
 
 def test_arguments_of_other_libraries_are_refused_with_what_replaces_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +178,7 @@ def test_fault_03_a_norm_takes_a_shape_as_torchs_does(shape: Any) -> None:
             LayerNorm(wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 2, 2), (16, 4, 4)])
+@pytest.mark.parametrize(("ranks", "multiplier", "copies"), [(1, 1, 1), (4, 1, 1), (16, 4, 4)])
 def test_fault_03_the_head_size_follows_from_the_multiplier(ranks: int, multiplier: int, copies: int) -> None:
     """4 K/V heads and 16 query heads of 8 features: the same pieces as with `head_dim`."""
     group = pretend_group(ranks - 1, ranks)
@@ -264,18 +238,7 @@ def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypa
     assert len(hooks) == 1
 
 
-def test_a_norm_with_an_offset_adds_one_before_it_rounds() -> None:
-    norm = RMSNorm(8, unit_offset=True, dtype=torch.bfloat16)
-    assert not norm.weight.any()
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    norm.weight.data.fill_(0.001)  # 1.001 in bfloat16 is 1
-    wanted = F.rms_norm(x.float(), (8,), 1.0 + norm.weight.float(), norm.eps)
-    torch.testing.assert_close(norm(x), wanted.bfloat16(), rtol=0, atol=0)
-    assert not torch.equal(norm(x), F.rms_norm(x, (8,), None, norm.eps))
-
-
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("act", "dtype"), [("silu", torch.bfloat16), ("gelu_tanh", torch.float32)], ids=str)
 def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype, act: Gate) -> None:
     torch.manual_seed(0)
     x = torch.randn(5, 3, 44).to(dtype).requires_grad_()
