@@ -7,9 +7,7 @@ import pytest
 from examples.own_model import plain
 from shardwise import pipelined
 from shardwise.base.errors import ConfigError
-from shardwise.config import check_layout
 from shardwise.models.blocks import ModelPart
-from shardwise.pipeline.partition import stage_plan
 from tests.dist.own_blocks import MODULES
 from tests.unit.models.own_classes import build, config, problem
 
@@ -74,11 +72,3 @@ def test_a_class_without_blocks_is_told_what_names_them() -> None:
     family = f"{__name__}:PlainDecoder"
     said = problem(config(family, PIPELINE, **SIZES))
     assert said.startswith(f"parallel.pipeline (2) must be 1 with {family}, which names no blocks: `Trained = shard")
-
-
-def test_stages_follow_the_keys_and_a_wide_vocabulary_counts() -> None:
-    chosen = config("mine:Model", PIPELINE, **SIZES | {"vocab_size": 400})
-    assert [len(stage.layers) for stage in stage_plan(chosen, check_layout(chosen, 2))] == [3, 1]
-    unknown = config("mine:Model", PIPELINE)
-    with pytest.raises(ConfigError, match=r"must be 1 with a model of your own .*: set both, and make the class"):
-        check_layout(unknown, 2)
