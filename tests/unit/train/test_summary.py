@@ -20,8 +20,6 @@ from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
 from shardwise.models.parameter_counts import local_parameter_count, parameter_count
 from shardwise.pipeline.partition import compute_shares, stage_plan
-from shardwise.pipeline.schedule_picture import schedule_picture
-from shardwise.pipeline.timeline import simulate
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
@@ -47,7 +45,7 @@ def rows(config: Config, layout: Layout = Layout(1), accelerator: bool = False) 
     return {line[2:16].rstrip(): line[17:] for line in text.splitlines() if line.startswith("# ")}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "gpt_neox", "bert"])
+@pytest.mark.parametrize("family", ["llama", "bert"])
 def test_every_family_is_told(family: str) -> None:
     chosen, layout = config(family), Layout(2, tensor=2)
     parameters = parameter_count(chosen.model) or 0
@@ -66,14 +64,11 @@ def test_every_family_is_told(family: str) -> None:
     assert "recompute" not in found
 
 
-@pytest.mark.parametrize(
-    ("recompute", "what"), [("selective", "norms and activations, and the attention core"), ("full", "each block")]
-)
-def test_recompute_tells_its_price(recompute: str, what: str) -> None:
-    chosen = config(recompute=recompute)
+def test_recompute_tells_its_price() -> None:
+    chosen = config(recompute="full")
     again = recomputed_flops_per_token(chosen.model, 64, chosen.recompute, fused_attention=False) or 0.0
     flops = flops_per_token(chosen.model, 64) or 0.0
-    assert rows(chosen)["recompute"] == f"{what}: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
+    assert rows(chosen)["recompute"] == f"each block: {units.count(again)} FLOPs per token more ({again / flops:+.1%})"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
@@ -90,8 +85,6 @@ def test_of_a_model_of_your_own_it_says_what_is_not_known(optimizer: str) -> Non
     [
         (100, {}, 1, "checkpoint.keep=3"),
         (100, {"every": 5}, 4, "checkpoint.keep=3"),  # the fourth is complete before the first goes
-        (101, {"every": 50, "keep": None}, 3, "checkpoint.keep=null"),
-        (100, {"every": 10, "keep": 2, "keep_every": 40}, 2 + 2 + 1, "checkpoint.keep=2"),
         (100, {"every_minutes": 5.0, "keep": 2, "keep_every": 50}, 5, "checkpoint.keep=2"),
     ],
 )
@@ -103,18 +96,6 @@ def test_checkpoints_on_the_disk(steps: int, checkpoint: dict[str, Any], at_once
         f"{units.size(each)} for each checkpoint, at most {at_once} at once ({kept}), "
         f"{units.size(at_once * each)} in all"
     )
-
-
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ({"every": 1000}, "every 1,000 steps, every 30 minutes and after the last step"),
-        ({"every_minutes": None, "memory_every": 5}, "after the last step; copies in memory every 5 steps"),
-    ],
-)
-def test_when_checkpoints_are_saved(settings: dict[str, Any], shown: str) -> None:
-    chosen = config().model_copy(update={"checkpoint": CheckpointConfig(**settings)})
-    assert rows(chosen)["checkpoints"] == shown
 
 
 # ---- a pipeline
@@ -138,15 +119,6 @@ def test_the_schedule_is_told_with_its_bubble(schedule: str, bubble: str) -> Non
     chosen = piped(schedule=schedule)
     told = f"{schedule}, 4 stages, 8 micro-batches: bubble {bubble}"
     assert rows(chosen, check_layout(chosen, 4))["pipeline"] == told
-
-
-def test_with_fewer_micro_batches_than_ranks_the_bubble_is_that_of_the_picture() -> None:
-    chosen = piped(schedule="interleaved", pipeline=4, global_batch=2)
-    layout = check_layout(chosen, 8)
-    shown = f"{simulate(chosen.parallel, 2).bubble:.1%}"
-    assert shown == "55.6%"
-    assert f"2 micro-batches: bubble {shown} by its order of work" in rows(chosen, layout)["pipeline"]
-    assert f"bubble {shown}" in schedule_picture(chosen.parallel, 2, chosen.recompute, 80)[-1].plain
 
 
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:

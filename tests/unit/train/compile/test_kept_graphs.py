@@ -103,9 +103,3 @@ def test_a_damaged_graph_is_told(tmp_path: Path) -> None:
         entry.path.write_bytes(content)
     told = f"compile: block (training) is not in {tmp_path} in a file that can be read; `shardwise compile` puts"
     assert run(tmp_path)[0][0].startswith(told)
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    told = f"compiled graphs are not kept: compile.cache_dir ({tmp_path}/file) cannot be written: "
-    assert (run(tmp_path / "file")[1] or "").startswith(told)
