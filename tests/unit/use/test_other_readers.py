@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardwise.base import registered
 from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config.model import FAMILIES
@@ -14,7 +13,6 @@ from shardwise_use import gguf_file, other_readers
 from shardwise_use.importing.hugging_face import open_hugging_face
 from tests.e2e.command import within
 from tests.hugging_face import save
-from tests.stored import write_checkpoint
 from tests.unit.use.importing.checks import write
 
 SIZES: dict[str, Any] = {
@@ -91,17 +89,6 @@ def test_the_command_refuses_before_it_writes(tmp_path: Path) -> None:
         failed = within("checkpoint", "export", tmp_path / "ours/step-00000000", *options, at=tmp_path)
         assert (failed.code, said in failed.err) == (2, True), failed.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "saved"]
-
-
-def test_without_the_package_the_command_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
-        raise ImportError(f"No module named '{name}'")
-
-    monkeypatch.setattr(registered, "import_module", absent)
-    with pytest.raises(
-        ConfigError, match=r"--gguf needs gguf \(No module named 'gguf'\): pip install 'shardwise\[gguf\]'"
-    ):
-        gguf_file.GGUFExport(write_checkpoint(tmp_path / "checkpoints"))
 
 
 def test_rows_in_the_order_of_llama_cpp() -> None:

@@ -66,8 +66,3 @@ def test_it_ends_when_the_run_is_asked_to_stop(model: Llama) -> None:
     """It may take minutes, and all of the training is saved by then."""
     answers = iter([True, True, False])
     assert drawn(model, [1, 2, 3], continues=lambda: next(answers)) == drawn(model, [1, 2, 3], 3)
-
-
-def test_no_gradient_is_kept(model: Llama) -> None:
-    drawn(model, [1])
-    assert all(parameter.grad is None for parameter in model.parameters())

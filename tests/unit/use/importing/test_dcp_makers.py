@@ -173,7 +173,7 @@ def refusal(action: Callable[..., object], *arguments: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("case", "fields"), [("llama", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3", FULL), ("qwen3_moe", {})]
+    ("case", "fields"), [("llama", {}), ("qwen3", FULL | {"tie_word_embeddings": True}), ("qwen3_moe", {})]
 )
 def test_torchtitan(tmp_path: Path, case: str, fields: dict[str, Any]) -> None:
     weights = titan(case, tmp_path, **fields)
@@ -254,14 +254,10 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
     )
     for path, value, reason in (
         (f"{mixer}.clip_qkv", 8.0, "clip_qkv (8.0) must be None"),
-        (f"{mixer}.bias", None, "attention.bias (None) must be False"),
         ("model.block.name", "peri_norm", "name ('peri_norm') must be 'default' or 'reordered_norm'"),
         ("model.name", "moe", "model.name ('moe') must be 'default'"),
         (f"{mixer}.qk_norm", None, "no family here has blocks 'reordered_norm' with norms of queries and keys none"),
-        ("model.block", {"a": 1}, "its model.block.name (None) must be 'default' or 'reordered_norm'"),
-        ("model", 3, "is no configuration as OLMo-core writes it"),
         ("train_module.max_sequence_length", None, "is no configuration as OLMo-core writes it"),
-        ("model.n_layers", "two", "is no configuration as OLMo-core writes it"),
         ("train_module.optim.step_increment_bugfix", False, "does not count its updates"),
         (f"{mixer}.sliding_window", {"pattern": [3, 5], **free}, "windows [3, 5]"),
     ):
@@ -307,7 +303,6 @@ def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:
         (lora, torch.zeros(2, 2), f"has adapters ({lora})"),
         ("more.weight", torch.zeros(3), "has more.weight [3], which the model lacks"),
         ("norm.weight", None, "lacks model.norm.weight [32]"),
-        ("optimizer.state.norm.weight.exp_avg", None, "lacks the exp_avg of model.norm.weight"),
         ("optimizer.param_groups.norm.weight.initial_lr", 0.5, "initial_lr must be the same for all weights"),
         ("optimizer.param_groups.norm.weight.weight_decay", 0.5, "weight_decay must be one rate"),
         ("train_state.step", None, "train_state.step, and has None"),

@@ -17,11 +17,11 @@ from shardwise.base.errors import ConfigError
 from shardwise.checkpoint.storage.root import Root
 from shardwise.config import OptimizerConfig
 from shardwise.optim.learning_rate import learning_rate
-from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face, write_imported_checkpoint
+from shardwise_use.importing.hugging_face import ForeignModel, open_hugging_face
 from shardwise_use.importing.hugging_face_trainer import _curve_points, with_trainer_progress
 from tests.hugging_face import CASES
 from tests.sweeps import few
-from tests.unit.use.importing.checks import assert_equal, changed, problems, states_of
+from tests.unit.use.importing.checks import assert_equal, problems, states_of
 from tests.unit.use.importing.trainer_files import save
 
 
@@ -29,7 +29,7 @@ def opened(folder: Path) -> ForeignModel:
     return with_trainer_progress(open_hugging_face(Root.of(folder)), folder)
 
 
-@pytest.mark.parametrize("case", few(CASES, "llama", "gpt", "neox", "bert", "qwen3_moe", "gemma3"))
+@pytest.mark.parametrize("case", few(CASES, "llama", "bert", "qwen3_moe"))
 def test_moments_are_those_of_their_weights(tmp_path: Path, case: str) -> None:
     """Of every family, the two groups of the Trainer and a single one."""
     for groups in (2, 1):
@@ -63,8 +63,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("warmup", [0, 3, 0.25])
+@pytest.mark.parametrize(("name", "warmup"), zip(SCHEDULES, (0, 0, 3, 3, 0.25, 0, 3), strict=True))
 def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
     from transformers import TrainingArguments, get_scheduler
 
@@ -193,17 +192,3 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     refused(r"as a Trainer saves it: ValueError")
     (saved / "trainer_state.json").unlink()
     refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read")
-
-
-def test_state_of_another_model_is_refused(tmp_path: Path, saved: Path) -> None:
-    other = save("gpt", tmp_path / "other")
-    shutil.copy(other / "optimizer.pt", saved)
-    with pytest.raises(ConfigError, match=r"optimizer.pt must hold .* of the llama model, .* it is of another model"):
-        opened(saved)
-
-
-def test_moments_that_are_not_finite_are_refused(saved: Path, tmp_path: Path) -> None:
-    changed(saved / "optimizer.pt", lambda held: held["state"][0]["exp_avg"][0, :2].fill_(torch.nan))
-    with pytest.raises(ConfigError, match=r"exp_avg of model.embed_tokens.weight \(2\)"):
-        write_imported_checkpoint(opened(saved), Root.of(tmp_path / "ours"))
-    assert not list((tmp_path / "ours").iterdir())
