@@ -107,16 +107,6 @@ def test_a_place_is_written_and_left_as_it_was(tmp_path: Path, monkeypatch: pyte
     assert found.mend.endswith("SHARDWISE_CACHE")
 
 
-def test_accelerators_that_a_run_would_not_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia0").touch()
-    (found,) = machine_checks._check_devices(tmp_path)
-    assert found.status == "warning"
-    assert "trainings here run on the CPU" in found.found
-    monkeypatch.setattr(machine_checks, "accelerators", lambda: ("nvidia", 1))
-    (found,) = machine_checks._check_devices(tmp_path)
-    assert (found.status, found.found.endswith("1 × nvidia")) == ("ok", True)
-
-
 def test_variables_of_a_launcher_that_is_not_there() -> None:
     assert machine_checks._check_launcher({}).status == "ok"
     assert machine_checks._check_launcher({"WORLD_SIZE": "2"}).status == "wrong"
