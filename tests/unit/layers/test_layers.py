@@ -14,7 +14,6 @@ from shardwise.base.errors import ArgumentError
 from shardwise.distributed import placement
 from shardwise.distributed.mesh import Group, Mesh
 from shardwise.distributed.placement import Init
-from shardwise.layers import loss
 from shardwise.layers.dropout import Dropout
 from shardwise.layers.embedding import ParallelEmbedding, ParallelLMHead, ReplicatedEmbedding
 from shardwise.layers.linear import (
@@ -29,7 +28,6 @@ from shardwise.layers.norm import LayerNorm, RMSNorm
 from shardwise.layers.recompute import compose
 from shardwise.models.blocks import ACTIVATIONS
 from shardwise.models.llama import Gate, gated
-from shardwise.models.rotary import rotate
 from tests.unit.layers.groups import pretend_group
 from tests.unit.layers.makers import MAKERS
 
@@ -217,27 +215,6 @@ def test_losses_of_each_sample_are_recorded_where_they_are_asked_for() -> None:
     torch.testing.assert_close(losses.sums[0].sum(), total)
 
 
-def test_the_loss_of_a_head_adds_products_to_the_gradient_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(11, 8).bfloat16().requires_grad_()
-    x = torch.randn(5, 3, 8).bfloat16()
-    target = torch.randint(11, (5, 3))
-    gradients = []
-    for adds in (False, True):
-        monkeypatch.setattr(loss, "adds_in_one_kernel", lambda *_, adds=adds: adds)
-        total = linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)
-        gradients.append(torch.autograd.grad(total, weight)[0])
-    assert torch.equal(*gradients)
-    let_products_add([weight])
-    weight.grad_dtype = None
-    weight.grad = torch.ones(11, 8)
-    hooks: list[torch.Tensor] = []
-    weight.register_post_accumulate_grad_hook(hooks.append)
-    (3 * linear_cross_entropy(x, weight, target, group=Group(), chunk_elements=2 * 3 * 11)).backward()
-    torch.testing.assert_close(weight.grad - 1, 3 * gradients[0].float(), rtol=2**-8, atol=1e-6)
-    assert len(hooks) == 1
-
-
 @pytest.mark.parametrize(("act", "dtype"), [("silu", torch.bfloat16), ("gelu_tanh", torch.float32)], ids=str)
 def test_a_gated_activation_has_the_bits_of_single_operations(dtype: torch.dtype, act: Gate) -> None:
     torch.manual_seed(0)
@@ -278,14 +255,6 @@ def test_a_product_that_owns_its_input_overwrites_it_unless_the_graph_is_kept() 
         assert torch.equal(torch.autograd.grad(y, x, retain_graph=keeps)[0], wanted)
         assert torch.equal(product.detach(), before) == keeps
     assert torch.equal(product.detach(), wanted)
-
-
-def test_gated_activations_and_rotary_positions_have_second_derivatives() -> None:
-    x = torch.randn(3, 2, 2, 8, dtype=torch.float64).requires_grad_()
-    cos, sin = torch.randn(2, 3, 1, 1, 3, dtype=torch.float64)
-    assert torch.autograd.gradgradcheck(lambda x: gated(x, "silu"), x)
-    assert torch.autograd.gradgradcheck(lambda x: gated(x, "gelu_tanh"), x)
-    assert torch.autograd.gradgradcheck(lambda x: rotate(x, cos, sin), x)
 
 
 def test_products_add_to_a_gradient_where_there_is_one() -> None:

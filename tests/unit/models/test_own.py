@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from shardwise.distributed.mesh import Group
-from shardwise.distributed.placement import placements
 from shardwise.distributed.torch_private import fake_tensors
 from shardwise.models.user_model import check_user_model
-from tests.unit.models.own_classes import HEAD, PLAIN, Write, build, config, problem, problems, unbuildable
+from tests.unit.models.own_classes import PLAIN, Write, build, config, problem, problems, unbuildable
 
 # ---- where it is looked for
 
@@ -63,30 +62,6 @@ def test_keys_become_keywords_and_the_run_adds_what_is_named(write: Write) -> No
     assert built.given == (3, group, False, "full", 5, "cpu", torch.bfloat16, rope)
 
 
-def test_what_a_constructor_passes_on_its_base_takes(write: Write) -> None:
-    """Whatever lies between that has none."""
-    base = """
-class Mixin:
-    pass
-
-class Base(nn.Module):
-    def __init__(self, width, recompute, group=None):
-        super().__init__()
-        self.layer, self.group = nn.Linear(3, width), group
-
-class Model(Mixin, Base):
-"""
-    passes_on = """
-    def __init__(self, depth=1, **kwargs):
-        super().__init__(kwargs.pop("vocab_size"), **kwargs)
-        self.depth = depth
-    """
-    group = Group()
-    built = build(config(write(passes_on, head=HEAD.partition("class")[0] + base), depth=2), group)
-    assert (built.depth, built.group) == (2, group)
-    assert built.layer.weight.shape == (16, 3)
-
-
 def test_a_constructor_may_take_the_section(write: Write) -> None:
     takes_config = """
     def __init__(self, config, group=None):
@@ -101,18 +76,6 @@ def test_a_constructor_may_take_the_section(write: Write) -> None:
     assert "cannot be built: AttributeError: 'UserModelConfig' object has no attribute 'depth'" in said
 
 
-def test_the_runs_seed_decides_the_weights(write: Write) -> None:
-    family = write()
-
-    def weight(seed: int) -> torch.Tensor:
-        return next(build(config(family, {"train": {"seed": seed}})).parameters()).detach()
-
-    first = weight(1)
-    torch.randn(3)
-    assert torch.equal(weight(1), first)
-    assert not torch.equal(weight(2), first)
-
-
 def test_a_model_without_data_is_converted(write: Write) -> None:
     """As `shardwise compile --capture-only` makes it; torch's own conversion of such tensors fails."""
     tied = ("self.head = nn.Linear(3, 3)", "self.head.weight = self.layer.weight")
@@ -122,17 +85,6 @@ def test_a_model_without_data_is_converted(write: Write) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert len(list(model.parameters())) == 3
     assert model.get_buffer("places").dtype == torch.int64
-
-
-def test_layers_without_names_have_those_of_their_paths(write: Write) -> None:
-    sharded = """
-    def __init__(self, vocab_size, group=None):
-        super().__init__()
-        self.qkv = sw.GQAQKVColumnParallelLinear(8, (8, 4), head_dim=4, group=group)
-        self.layer = sw.RowParallelLinear(3, 3, group=group)
-    """
-    record = {piece.name: piece.shape for _, _, r in placements(build(config(write(sharded)))) for piece in r.pieces}
-    assert record == {"qkv.weight": (16, 8), "qkv.bias": (16,), "layer.weight": (3, 3), "layer.bias": (3,)}
 
 
 # ---- what is said of one that cannot be trained

@@ -92,15 +92,6 @@ def test_decay_would_reach_the_minimum_one_step_after_the_last(schedule: str) ->
     assert found[:15] == pytest.approx(rates(make(schedule, steps=15)))
 
 
-@pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("cosine", 0), ("linear", 7), ("cosine", 7)])
-def test_transformers_is_one_update_behind(schedule: str, warmup: int) -> None:
-    """With a warmup its first update has a rate of 0. The others, in a run of one more, are the steps here."""
-    wasted = min(warmup, 1)
-    theirs = rates_of_transformers(schedule, warmup=warmup, steps=20 + wasted, lr=1e-3)
-    assert theirs[:wasted] == [0] * wasted
-    assert rates(make(schedule, warmup=warmup, min_lr=0.0)) == pytest.approx(theirs[wasted:])
-
-
 def test_the_documented_table_is_true() -> None:
     """Each row of rates in docs/configuration.md, of 100 steps with 10 of warmup, lr 1 and min_lr 0."""
     run = {"warmup": 10, "steps": 100, "lr": 1.0}

@@ -127,9 +127,6 @@ WAYS = [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
     [(*one, *WAYS[number % 2]) for number, one in enumerate(CLASSES)],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("bucket_mib", "chunk", "gradient_dtype"), [(1e-5, 2**17, torch.bfloat16), (1000.0, 7, torch.float32)]
-)
 def test_each_class_computes_in_float32_and_rounds_by_the_definition(
     name: str, options: dict[str, Any], bucket_mib: float, chunk: int, gradient_dtype: torch.dtype, monkeypatch: Any
 ) -> None:

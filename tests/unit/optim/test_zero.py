@@ -53,14 +53,6 @@ def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
     assert_equal(ours, plain)
 
 
-def test_fused_kernels() -> None:
-    """The last elements of a tensor take the kernel's scalar path, which rounds otherwise; a bucket has no such end."""
-    pair = Pair(fused=True)
-    for model, optimizer in pair.both:
-        train(model, optimizer)
-    pair.assert_close(rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("option", "value"), [("bucket_mib", float("nan")), ("stage", 4), ("replicate", 0), ("reduce", "never")]
 )
@@ -208,18 +200,6 @@ def test_step_uses_gradients_up() -> None:
     pair.assert_equal()
 
 
-def test_graph_of_the_gradient_is_let_go() -> None:
-    """create_graph=True gives gradients with a history; the bucket must not join it."""
-    pair = Pair(torch.optim.SGD, lr=0.1)
-    for model, _ in pair.both:
-        gradients = torch.autograd.grad(model(batch(0)), [model.first.weight], create_graph=True)
-        (model(batch(1)) + gradients[0].square().sum()).backward()
-    pair.optimizer.norms()
-    pair.step()
-    pair.assert_equal()
-    assert not any(bucket.gradients.requires_grad for bucket in pair.optimizer.buckets)
-
-
 def test_backward_after_the_reduction_is_an_error() -> None:
     """Also in one process: clipping would use a norm without the late gradients."""
     model = make()
@@ -279,27 +259,6 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
         train(model, optimizer, 1)
 
 
-def untie(model: Net) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    model.head.weight = model.embedding.weight
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        untie,
-        lambda model: setattr(model.second, "bias", None),
-        lambda model: model.load_state_dict({"frozen": torch.ones(6)}, strict=False, assign=True),
-        lambda model: setattr(model.first, "weight", model.first.weight),
-    ],
-)
-def test_assignments_that_leave_nothing_untrained_are_allowed(change: Callable[[Net], object]) -> None:
-    model = make()
-    optimizer = sharded(model)
-    change(model)
-    train(model, optimizer, 1)
-
-
 def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
     plain, ours = make(), make()
     old = sharded(ours)
@@ -316,10 +275,3 @@ def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
 
 
 # ---- saving
-
-
-def test_state_of_another_making_is_refused() -> None:
-    optimizer = sharded(make())
-    for other in (sharded(make(), bucket_mib=1e-5), sharded(make().bfloat16())):
-        with pytest.raises(ValueError, match=r"optimizer state is of layout .* which must be this optimizer's"):
-            optimizer.load_state_dict(other.state_dict())

@@ -83,13 +83,6 @@ def test_several_nodes_need_a_network(load: Callable[[str], Device], tmp_path: P
         parse_cluster(device, 2)
 
 
-@pytest.mark.parametrize(("name", "base", "gigabits"), [("p5", "h100", 3200), ("p4d", "a100-40gb", 400)])
-def test_nodes_of_a_cloud_are_devices_with_its_network(name: str, base: str, gigabits: int) -> None:
-    node, device = load_device(name), load_device(base)
-    assert node.require_network().bandwidth * 8 * node.per_node == gigabits * 1e9
-    assert (node.bfloat16, node.memory, node.node) == (device.bfloat16, device.memory, device.node)
-
-
 def test_a_base_gives_the_figures_that_a_file_leaves_out(load: Callable[[str], Device]) -> None:
     h100 = load_device("h100")
     price = "price_per_hour: {value: 3 USD, source: our contract}"

@@ -347,16 +347,6 @@ def test_a_budget_in_money_finds_the_fastest_cluster_for_it(cli: CommandLine) ->
     assert re.match(r"32 nodes train it for [\d,]+ USD in \d+ d \d\d h$", facts["budget"])
 
 
-def test_numbers_of_nodes_between_those_tried_first_keep_to_a_price(cli: CommandLine) -> None:
-    """8 nodes cost less than 10, 9 and 12 cost more."""
-    nodes = 10
-    command = ["plan", "gpt3-23b", "--device", "h100:8", "--price", "2 USD", "train.global_batch=60", *FEW]
-    facts = cli.facts(*command, "--nodes", nodes)
-    cost = facts["plans"][facts["recommended"] - 1]["cost"]
-    told = cli.facts(*command, "--budget", f"{cost + 1:,.0f} USD")["budget"]
-    assert told.startswith(f"{nodes} nodes train it for ")
-
-
 def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them(
     cli: CommandLine, tmp_path: Path
 ) -> None:
@@ -380,16 +370,6 @@ def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them
     lines = cli(*command, "--nodes", "64", "--device", "h100:8,h200:4").out.splitlines()
     assert "300,000 steps on 256 devices, 150,000 on 512" in " ".join(lines)
     assert max(map(len, lines)) <= 80
-
-
-def test_the_days_are_those_of_the_calendar(cli: CommandLine, tmp_path: Path) -> None:
-    command = [*GPT, *FEW, "checkpoint.every_minutes=60"]
-    without = cli.facts(*command, "--failures", "0")["plans"][0]
-    text = rewritten(cli(*command, "--failures", "20", "--restart", "1 hour").out)
-    assert "checkpoints every 1 h 00 min (as the recipe says; every " in text
-    assert "Assumed are 20 failures for each device and year, 1 h 00 min for a restart," in text
-    ((days, hours),) = re.findall(r" 1 TP .*?iB (\d+) d (\d+) h 1f1b", text)
-    assert int(days) + int(hours) / 24 > 1.05 * without["days"]
 
 
 def test_the_page_stands_alone(cli: CommandLine, tmp_path: Path) -> None:

@@ -110,19 +110,6 @@ def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
         )
 
 
-def test_the_optimizer_of_the_recipe_is_priced() -> None:
-    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8"]
-    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.tensor", "train.recompute")
-    on = parse_cluster("h100:8", 1)
-    adamw, muon = (
-        search_layouts(load_config("llama2-7b", [*keys, f"optimizer.name={name}"]), on, best=1, fixed=fixed).plans[0]
-        for name in ("adamw", "muon")
-    )
-    assert muon.config.optimizer.name == "muon"
-    assert muon.memory.optimizer < adamw.memory.optimizer, "one moment in place of two"
-    assert muon.time.optimizer > adamw.time.optimizer
-
-
 SPARSE = ["train.global_batch=64", "train.micro_batch=1", "model.num_hidden_layers=8", "model.num_local_experts=8"]
 
 

@@ -22,12 +22,10 @@ from shardwise.train.hooks import MetricsWithCallbacks, check_hooks, user_optimi
 from shardwise_watch.run import RunView
 from tests import own_hooks
 from tests.arch.source import ROOT
-from tests.dist.training import MODEL, make_config
+from tests.dist.training import make_config
 from tests.e2e.command import MINIATURE, within
 
 HERE = "tests.own_hooks"
-BERT = {**MODEL, "family": "bert"}
-BERT.pop("num_key_value_heads")
 
 
 @pytest.fixture
@@ -187,23 +185,6 @@ def test_a_wrong_hook_is_one_sentence_with_its_key(hooks: dict[str, Any], proble
         check_hooks(config.hooks, config.optimizer)
     assert any(problem in text for text in caught.value.problems), caught.value
     assert all("\n" not in text for text in caught.value.problems)
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        (
-            {"data": {"dataset": "tiny"}, "hooks": {"data": "a:B"}},
-            r"data.dataset \(tiny\) must be left out with hooks.data",
-        ),
-        ({"model": BERT, "hooks": {"loss": "a:b"}}, "hooks.loss .* must be left out with model.family bert"),
-        ({"compile": {"enabled": True}, "hooks": {"loss": "a:b"}}, "compile.enabled .* must be false with hooks.loss"),
-    ],
-    ids=str,
-)
-def test_keys_that_leave_no_place_for_a_hook(sections: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        check_layout(make_config(**sections), 1)
 
 
 @pytest.mark.parametrize(

@@ -57,25 +57,3 @@ def test_what_is_no_range_of_steps_is_refused(trace: object) -> None:
     assert caught.value.problems == [
         f"log.profile ({shown}) must be START:STOP with 1 ≤ START < STOP, such as 10:12 for the steps 10 and 11"
     ]
-
-
-RESUMED, STOPPED = {"checkpoint": {"resume": 10}}, {"train": {"steps": 20, "stop_after": 5}}
-
-
-@pytest.mark.parametrize(
-    ("profile", "keys", "steps"),
-    [
-        ("21:23", {}, "1 to 20"),
-        ("9:11", RESUMED, "11 to 20"),
-        ("9:12", RESUMED, None),
-        ("6:8", STOPPED, "1 to 5"),
-        ("5:8", STOPPED, None),
-    ],
-)
-def test_a_trace_of_steps_that_never_come_is_refused(profile: str, keys: dict[str, Any], steps: str | None) -> None:
-    config = make_config(**{"train": {"steps": 20}, **keys}, log={"profile": profile})
-    if steps is None:
-        assert check_layout(config, 1, is_new=True).world == 1
-    else:
-        with pytest.raises(ConfigError, match=rf"^log\.profile \({profile}\) must have one of the steps .*\({steps}\)"):
-            check_layout(config, 1, is_new=True)

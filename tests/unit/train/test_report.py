@@ -356,13 +356,6 @@ def test_the_time_of_a_run_that_went_on_has_what_it_took_over(tmp_path: Path, se
     assert "steps 41 to 100 in 5.0 s" in stream.getvalue()
 
 
-def test_steps_that_are_taken_again_replace_those_of_tensorboard(tmp_path: Path) -> None:
-    for before, loss in ((0, 1.0), (2, 2.0)):
-        with begun(tmp_path, before=before) as (made, _):
-            take(made, range(before + 1, 5), loss=loss)
-    assert scalars(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-
-
 def test_throughput_is_a_mean_over_the_last_ten_steps() -> None:
     throughput = Throughput({"samples": 8})
     assert [rate("samples") for rate in (throughput.recent, throughput.average, throughput.peak)] == [0.0, 0.0, 0.0]

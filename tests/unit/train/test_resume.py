@@ -116,19 +116,6 @@ def test_a_complete_checkpoint_that_a_crash_left_without_its_name_is_taken(folde
     assert not partial.exists()
 
 
-def test_no_manifest_is_read_to_see_what_is_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a large run takes rank 0 many seconds: a restore reads the newest, and older ones where it must."""
-    for step in (300, 400, 500):
-        write_checkpoint(folder, step)
-    read: list[str] = []
-    plain = Manifest.read
-    monkeypatch.setattr(Manifest, "read", lambda where: (read.append(where.name), plain(where))[1])
-    found_by(config(), folder.parent)
-    assert not read
-    found_by(config(resume=300), folder.parent)
-    assert read == ["step-00000500", "step-00000300"]
-
-
 def test_the_same_command_goes_back_once(tmp_path: Path) -> None:
     """Stopped after it went back to 100, it goes on from 300: neither back again, nor past the batches again."""
     asked = make_config(checkpoint={"resume": 100}, train={"skip_batches": 2})

@@ -107,20 +107,6 @@ def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     return chosen.with_keys(model={"num_hidden_layers": 8}, parallel=parallel)
 
 
-ZBV = (
-    "2.0% by its order of work, where stages are equal and a forward pass takes as long as each half of a backward pass"
-)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "bubble"), [("interleaved", "5.9% where stages are equal, (p-1) / (v·m+p-1)"), ("zbv", ZBV)]
-)
-def test_the_schedule_is_told_with_its_bubble(schedule: str, bubble: str) -> None:
-    chosen = piped(schedule=schedule)
-    told = f"{schedule}, 4 stages, 8 micro-batches: bubble {bubble}"
-    assert rows(chosen, check_layout(chosen, 4))["pipeline"] == told
-
-
 def test_the_stages_are_told_with_what_they_have_and_need() -> None:
     chosen = piped(schedule="1f1b")
     layout = check_layout(chosen, 4)

@@ -76,15 +76,6 @@ def test_an_unknown_command_is_told_with_those_that_exist(
     assert not requests, "the model read a command"
 
 
-def test_a_model_that_goes_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def model(channel: Connection) -> None:
-        channel.send({"ready": True, "has_template": True, "max_tokens": 16})
-        channel.recv()
-        channel.close()
-
-    talk(model, "one\ntwo\n", monkeypatch)
-
-
 EARLY_END = """\
 import argparse, threading
 from multiprocessing import Pipe

@@ -36,25 +36,6 @@ def test_every_family_was_tried_with_five_programs() -> None:
         ), family
 
 
-def test_a_model_is_described_by_the_lines_of_its_values() -> None:
-    assert other_readers.model_lines(model("llama")) == {}
-    scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    lines = other_readers.model_lines(
-        model("llama", rope_scaling=scaled | {"original_max_position_embeddings": 16}, head_dim=64)
-    )
-    assert set(lines) == {"rope_scaling=llama3", "head_dim"}
-    assert set(other_readers.model_lines(model("mistral", sliding_window=8))) == {"sliding_window"}
-    assert other_readers.model_lines(model("mistral", sliding_window=64)) == {}, "as long as the longest text"
-    assert set(other_readers.model_lines(model("gpt", activation_function="relu"))) == {
-        "activation_function=relu",
-        "intermediate_size",
-    }
-    sparse = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    assert set(other_readers.model_lines(model("qwen3_moe", **sparse))) == {"norm_topk_prob"}, (
-        "published models have the other"
-    )
-
-
 def test_what_a_program_computes_wrongly_is_refused() -> None:
     assert other_readers.require_readable(model("mistral"), "mlx-lm") == ()
     with pytest.raises(ConfigError) as caught:

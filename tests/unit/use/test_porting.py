@@ -177,22 +177,6 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path, cli: CommandLine) -> None
         assert not mark.exists()
 
 
-def test_a_config_of_torchtitans_package_has_more_than_its_name(tmp_path: Path) -> None:
-    """The defaults of the classes are not those of a registered config, which is not in the file."""
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b --training.steps=500 \\\n"
-        '  --training.local_batch_size 4 "$@"\n',
-        encoding="utf-8",
-    )
-    made = recipe_of(str(script))
-    assert made.sections["model"]["hidden_size"] == 4096
-    assert made.sections["train"] == {"steps": 500, "micro_batch": 4}
-    (row,) = (row for row in made.rows if row.name == "config")
-    assert row.reason.startswith("its settings are in torchtitan's program: give that file")
-    assert any(problem.startswith("train.global_batch is missing") for problem in made.problems)
-
-
 @pytest.mark.parametrize(
     ("file", "keys"),
     [("titan.toml", ["warmup_steps", "decay_steps"]), ("megatron.sh", ["warmup_steps", "constant_steps"])],

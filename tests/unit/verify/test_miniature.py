@@ -80,20 +80,6 @@ def test_every_cell_is_a_configuration_of_its_layout() -> None:
         assert here.parallel.replicate == (2 if cell.data * cell.context % 2 == 0 else 1)
 
 
-def test_collectives_overlap_where_the_layout_and_the_device_can() -> None:
-    chosen = ["parallel.tensor=2", "parallel.sequence=true", "parallel.tensor_overlap=symmetric_memory"]
-    cells = [
-        Cell("cpu", 2, tensor=2, sequence=True),
-        Cell("cuda", 2, tensor=2, sequence=True),
-        Cell("cuda", 2, tensor=2),
-        Cell("cuda", 4, tensor=2, sequence=True, pipeline=2, schedule="zbv"),
-    ]
-    config = miniature(load_config("llama2-tiny", chosen), cells, 2, has_accelerator=True)
-    found = [miniature_at_cell(config, cell).parallel.tensor_overlap for cell in cells]
-    assert found == ["pieces", "symmetric_memory", "pieces", None]
-    assert trainable_cells(config, cells)[0] == cells
-
-
 def test_the_steps_move_the_weights() -> None:
     """A warmup of thousands of steps would leave a rate of about 0, with which every layout agrees."""
     config, _ = small(load_config("llama2-7b"))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from shardwise.config import load_config
 from shardwise.config.routing import Routing
-from shardwise.distributed.mesh import Group
 from shardwise.layers.experts import choose
 from shardwise.verify import router_choices
 from shardwise.verify.cell_training import ReferenceTraining, train_cell, train_reference
@@ -65,9 +64,3 @@ def test_a_choice_is_explained_by_scores_that_are_nearly_equal(
     found._compare(layer, given, choose(routing, given), torch.tensor([wanted]), [(("gate", 3), 5)])
     assert list(found.differing) == [(("gate", 3), 5)]
     assert bool(found.wrong) == is_wrong
-
-
-def test_ranks_that_have_the_same_token_count_it_once() -> None:
-    by_rank = [{("gate", 1): 2, ("gate", 2): 1}, {("gate", 1): 2}]
-    with mock.patch.object(router_choices.collectives, "all_gather_objects", return_value=by_rank):
-        assert router_choices._joined({}, Group()) == {("gate", 1): 2, ("gate", 2): 1}

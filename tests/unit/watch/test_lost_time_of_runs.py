@@ -105,20 +105,3 @@ def test_device_hours_are_those_of_all_starts() -> None:
     stopped = event("stop", 140, step=10, reason="stopped by Ctrl-C (SIGINT)")
     assert lost(*first, stopped, *on_four, STOP).device_seconds == 2 * 40 + 4 * (15 + 15)
     assert math.isnan(lost(*FIRST).device_seconds)
-
-
-def test_an_older_run_without_these_fields_loses_what_is_known() -> None:
-    old = [
-        {"event": "start", "time": "2026-01-01T00:00:10+00:00"},
-        {"event": "step", "step": 9, "step_seconds": 2.0},
-        {"event": "start", "time": "2026-01-01T00:01:10+00:00"},
-        {"event": "resume", "time": "2026-01-01T00:01:10+00:00", "step": 5, "load_seconds": 1.5},
-        {"event": "step", "step": 12, "step_seconds": 2.0, "waited_seconds": None},
-        {"event": "stop", "time": "2026-01-01T00:02:10+00:00", "reason": "closed"},
-    ]
-    found = lost(*old)
-    assert found.by_cause["lost steps"] == 4 * 2.0
-    assert found.by_cause["load"] == 1.5
-    assert found.whole == 120
-    assert lost({"event": "step", "step": 1}).goodput is None
-    assert LostTime().goodput is None

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
-from shardwise_watch.report.chart import _LOADS, axis_numbers, line_chart, load_map, stacked_chart, time_ticks
+from shardwise_watch.report.chart import _LOADS, line_chart, load_map
 from shardwise_watch.report.numbers import curve_columns
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
@@ -348,20 +348,6 @@ def test_a_long_curve_keeps_its_spikes() -> None:
     assert curve_columns([1, 2, 3], [math.nan, 2.0, math.inf]) == [(2, 2.0, 2.0, 2.0)]
 
 
-def test_axes_have_round_numbers() -> None:
-    chart = line_chart("x", {"a": StepCurve([CurveColumn(1, 2.13, 2.13, 2.13), CurveColumn(900, 5.9, 5.9, 5.9)])})
-    assert all(f">{tick}<" in chart for tick in ("step", "2", "3", "4", "5", "6", "250", "500", "750"))
-    assert line_chart("x", {"a": StepCurve([])}) == ""
-    single = line_chart("x", {"a": StepCurve([CurveColumn(1, 3.0, 3.0, 3.0)])})
-    assert "circle" in single, "of a single step a line shows nothing"
-    assert axis_numbers([0.0, 5_000.0, 10_000.0]) == ["0", "5,000", "10,000"]
-    assert axis_numbers([0.0, 500_000.0, 1e6]) == ["0", "0.5 M", "1 M"]
-    assert (axis_numbers([100_000.0, 400_000.0]), axis_numbers([3e-5])) == (["100 k", "400 k"], ["3e-05"])
-    assert time_ticks(100.0) == [(at, f"{at:g} s") for at in (0.0, 15.0, 30.0, 45.0, 60.0, 75.0, 90.0)]
-    assert [text for _, text in time_ticks(5 * 3600.0)] == ["0 h", "1 h", "2 h", "3 h", "4 h", "5 h"]
-    assert len(time_ticks(3e8)) <= 9
-
-
 def test_few_columns_do_not_flatten_the_rest() -> None:
     """The steep beginning leaves the chart, which says how far; a curve without one is shown whole."""
     falling = [CurveColumn(step, value, value, value) for step in range(1, 101) for value in [2 + 9 / step**2]]
@@ -371,16 +357,6 @@ def test_few_columns_do_not_flatten_the_rest() -> None:
     assert "axis cut" not in line_chart("x", {"a": StepCurve(falling)}, is_cut=False)
     straight = [CurveColumn(step, step / 10, step / 10, step / 10) for step in range(1, 101)]
     assert "axis cut" not in line_chart("x", {"a": StepCurve(straight)})
-
-
-def test_parts_are_stacked() -> None:
-    chart = stacked_chart("x", ["a", "b", "c"], [[1, 1.0, 0.0, 2.0], [11, 2.0, 0.0, 2.0]])
-    assert chart.count("<polygon") == 2, "a part that takes no time has no area"
-    assert chart.index('class="f2"') < chart.index('class="f0"'), "the lower part lies above the higher one"
-    top = re.search(r'class="f2" points="([^ ]+) ([^ ]+) ', chart)
-    left, right = (float(point.partition(",")[2]) for point in top.groups())
-    assert (206 - left) / (206 - right) == pytest.approx(3 / 4, abs=0.01), "c reaches to the sum of all"
-    assert stacked_chart("x", ["a"], []) == ""
 
 
 @pytest.mark.slow

@@ -286,17 +286,6 @@ async def test_the_end_of_the_log(pilot: Pilot[None], log: Path) -> None:
     assert " line " not in await read(pilot, "p", "p")
 
 
-def test_tasks_are_told_in_words() -> None:
-    metrics = {"acc,none": 0.25, "acc_stderr,none": 0.1, "exact_match,strict": "nan"}
-    events = [
-        {"event": "eval_task", "task": "arc", "step": 5, "metrics": metrics},
-        {"event": "eval_task", "task": "arc", "metrics": 3},
-        {"event": "eval_set", "set": "code", "loss": 2.5},
-    ]
-    told = [panels.event_line(event, None).plain.partition("▌")[2] for event in events]
-    assert told == ["task arc: acc 0.2500, exact_match,strict nan", "task arc: ", "evaluation of code: loss 2.5000"]
-
-
 @on_screen
 async def test_a_silent_rank_is_named(pilot: Pilot[None], run: Path) -> None:
     set_written(run / "ranks" / "rank-0009.jsonl", NOW - 200)
@@ -391,23 +380,6 @@ def test_once(run: Path) -> None:
     assert "1 restart" in rows["goodput"]
     assert "lost steps 19.6 s" in rows["lost"]
     assert rows["evaluation"] == "loss 2.3000, perplexity 9.974 at step 400"
-
-
-def test_what_experts_do_is_told(tmp_path: Path, cli: CommandLine) -> None:
-    path = write_run(tmp_path / "sparse", experts=True)
-    told = "largest load ×2.50, 12.5% idle, entropy 0.750, switch 0.0125"
-    app = fixed(path)
-
-    async def body(pilot: Pilot[None]) -> None:
-        lines = picture(app).splitlines()
-        place = next(number for number, line in enumerate(lines) if line.startswith(" experts  "))
-        assert lines[place][10:] == told
-        assert "■ data" in lines[place - 1]
-        assert "ranks" in lines[place + 1]
-        assert "overview" in lines[-1]
-
-    show(app, body)
-    assert told in cli("top", path, "--once").out
 
 
 @pytest.fixture

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardwise.base.hub import check_weights
 from shardwise.checkpoint.storage.root import Root
 from shardwise_use.importing.hugging_face import ForeignModel, ForeignProgress, write_imported_checkpoint
 from shardwise_use.importing.olmo_core import open_olmo_core
 from shardwise_use.importing.torch_dcp import DcpFolder
 from shardwise_use.importing.torchtitan import open_torchtitan
 from tests.command_line import CommandLine
-from tests.hugging_face import make, save
+from tests.hugging_face import save
 from tests.unit.use.importing.checks import assert_equal, problems, states_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -266,27 +265,6 @@ def test_models_of_olmo_core(tmp_path: Path) -> None:
         assert "ConfigError" not in said, path
     file.write_text("{")
     assert "cannot be read" in refusal(open_olmo_core, tmp_path)
-
-
-def test_folders_of_others_are_named(tmp_path: Path) -> None:
-    titan("llama", tmp_path / "titan")
-    olmo(tmp_path / "olmo")
-    make("llama").save_pretrained(tmp_path / "hf")
-    (tmp_path / "megatron" / "iter_0000003").mkdir(parents=True)
-    config = tmp_path / "hf"
-    step = tmp_path / "titan" / "step-3"
-    assert "it is of torchtitan: give --from torchtitan" in refusal(open_olmo_core, step)
-    assert "it is of olmo-core: give --from olmo-core" in refusal(
-        open_torchtitan, tmp_path / "olmo" / "step3" / "model_and_optim", config
-    )
-    assert "is a Hugging Face folder: leave out --from" in refusal(open_torchtitan, tmp_path / "hf", config)
-    assert "give --from megatron" in refusal(open_torchtitan, tmp_path / "megatron", config)
-    assert "shardwise checkpoint import --from torchtitan" in refusal(check_weights, step)
-    assert "must be llama, qwen3 or qwen3_moe with torchtitan" in refusal(
-        open_torchtitan, step, tmp_path / "olmo" / "hf"
-    )
-    write({"a": torch.zeros(1)}, tmp_path / "own")
-    assert "its tensors are a" in refusal(open_torchtitan, tmp_path / "own", config)
 
 
 def test_what_torchtitan_has_more_is_named(tmp_path: Path) -> None:

@@ -220,14 +220,6 @@ def test_linear_goes_on(parts: Any, tmp_path: Path) -> None:
     assert untold.notes[1].startswith("clipping is not saved there: give optimizer.max_norm")
 
 
-def test_lightnings_content_is_read(parts: Any, tmp_path: Path) -> None:
-    """neuronx-distributed-training has the rates in its user content, and no arguments."""
-    content = {"global_step": 90, "lr_schedulers": [cosine_state(90, 0)], "loops": {"reduce_fx": torch.mean}}
-    done = opened(parts, tmp_path / "step", beside={"user_content": content}, lr=cosine(90, 0, first=0.0)).progress
-    assert (done.step, done.samples, done.keys["train.steps"]) == (90, None, 200)
-    assert done.keys["optimizer.schedule"] == "points"
-
-
 # ---- what is refused
 
 
