@@ -314,7 +314,7 @@ def broken(line: str, wrong: str, turn: int) -> str:
     )
 
 
-@pytest.mark.parametrize(("turn", "wrong"), zip((0, 1, 0, 1), BROKEN, strict=True), ids=lambda value: str(value)[:5])
+@pytest.mark.parametrize(("turn", "wrong"), [*enumerate(BROKEN)], ids=lambda value: str(value)[:5])
 def test_fault_21_every_view_bears_a_field_of_any_type(turn: int, wrong: str, tmp_path: Path, cli: CommandLine) -> None:
     """The last record of each kind counts, in every file."""
     path = write_run(tmp_path / "run", RESTARTED, compiles=True)

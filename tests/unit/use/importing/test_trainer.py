@@ -63,7 +63,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "warmup"), zip(SCHEDULES, (0, 0, 3, 3, 0.25, 0, 3), strict=True))
+@pytest.mark.parametrize(("name", "warmup"), [*zip(SCHEDULES, (0, 0, 3, 3, 0.25, 0, 3), strict=True)])
 def test_rates_are_the_trainers_at_each_step(name: str, warmup: float) -> None:
     from transformers import TrainingArguments, get_scheduler
 
