@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.distributed import devices
 from shardwise.layers import loss, matmul
-from shardwise.models.blocks import block_matrices
+from shardwise.optim.muon import block_matrices
 from tests.dist.checkpoints import make_trainer
 from tests.dist.training import make_config
 from tests.rank_pool import RankPool

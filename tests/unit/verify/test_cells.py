@@ -4,14 +4,14 @@ import pytest
 
 from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
-from shardwise.verify.layouts import layout_candidates, parse_layouts
+from shardwise.verify.layouts import layouts_to_verify, parse_layouts
 
 RECIPE = load_config("llama2-tiny")
 
 
 @pytest.mark.parametrize(("given", "number"), [([], 25), (["all"], 912), (["parallel.pipeline=8", "all"], 18)])
 def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) -> None:
-    cells = layout_candidates(RECIPE, "cpu", 8, parse_layouts(given))
+    cells = layouts_to_verify(RECIPE, "cpu", 8, parse_layouts(given))
     assert len(cells) == len(set(cells)) == number
     assert all(cell.tensor * cell.context * cell.pipeline * cell.data == 8 for cell in cells)
     assert not [cell for cell in cells if cell.sequence and cell.tensor == 1], "SP without TP is no layout of its own"
@@ -23,10 +23,10 @@ def test_every_layout_of_eight_ranks_occurs_once(given: list[str], number: int) 
 
 def test_keys_that_are_not_named_keep_the_recipes_schedule_and_recompute() -> None:
     recipe = load_config("llama2-tiny", ["parallel.schedule=zbv", "train.recompute=full"])
-    cells = layout_candidates(recipe, "cpu", 4, {})
+    cells = layouts_to_verify(recipe, "cpu", 4, {})
     assert {cell.schedule for cell in cells} == {None, "zbv"}
     assert {cell.recompute for cell in cells} == {"full"}
-    named = layout_candidates(recipe, "cpu", 4, parse_layouts(["parallel.schedule=1f1b,gpipe", "train.recompute=all"]))
+    named = layouts_to_verify(recipe, "cpu", 4, parse_layouts(["parallel.schedule=1f1b,gpipe", "train.recompute=all"]))
     assert {cell.schedule for cell in named} == {None, "1f1b", "gpipe"}
     assert {cell.recompute for cell in named} == {"none", "selective", "full"}
 

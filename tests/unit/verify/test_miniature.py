@@ -5,7 +5,7 @@ import math
 import pytest
 
 from shardwise.config import Config, check_layout, config_from_sections, load_config, recipe_names
-from shardwise.verify.layouts import Cell, layout_candidates, parse_layouts
+from shardwise.verify.layouts import Cell, layouts_to_verify, parse_layouts
 from shardwise.verify.miniature import miniature, miniature_at_cell, trainable_cells
 from shardwise.verify.tolerance import LayoutDifferences, Tolerance
 from tests.sweeps import few
@@ -14,7 +14,7 @@ DEGREES = (1, 2, 4, 8)
 
 
 def small(recipe: Config, ranks: int = 8, steps: int = 4) -> tuple[Config, list[Cell]]:
-    cells = layout_candidates(recipe, "cpu", ranks, parse_layouts(["all"]))
+    cells = layouts_to_verify(recipe, "cpu", ranks, parse_layouts(["all"]))
     return miniature(recipe, cells, steps, has_accelerator=False), cells
 
 
@@ -89,7 +89,7 @@ def test_the_steps_move_the_weights() -> None:
 
 def test_with_bits_all_layouts_have_micro_batches_of_two_samples() -> None:
     recipe = load_config("bert-tiny")
-    cells = layout_candidates(recipe, "cpu", 8, parse_layouts(["all"]))
+    cells = layouts_to_verify(recipe, "cpu", 8, parse_layouts(["all"]))
     cells = [cell for cell in cells if cell.tensor < 8 and cell.context == 1]
     bits = miniature(recipe, cells, 4, has_accelerator=False, bitwise=True)
     kept, reasons = trainable_cells(bits, cells)
