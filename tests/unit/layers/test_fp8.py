@@ -10,11 +10,8 @@ from torch import Tensor
 from shardwise.distributed.mesh import Group
 from shardwise.layers import fp8
 from shardwise.layers.bitwise.products import Section, column_products, row_products
-from shardwise.layers.execution import Execution, made_with
 from shardwise.layers.fp8 import GRADIENT, OPERAND, Scaling, fp8_linear, rounded
-from shardwise.layers.linear import ColumnParallelLinear, GQAQKVColumnParallelLinear, LinearOptions, RowParallelLinear
 from shardwise.layers.matmul import add_without_cast, graph_gradients, let_products_add
-from tests.unit.layers.groups import pretend_group
 
 FORMATS = {OPERAND: (3, -6), GRADIENT: (2, -14)}
 """Bits of the mantissa, and the exponent of the smallest normal number."""
@@ -134,14 +131,3 @@ def test_weight_gradients_in_graphs_are_summed_in_float32() -> None:
     assert not torch.equal(wanted, wanted.bfloat16().float())
     traced = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
     assert torch.equal(summed(traced, in_graph=True), wanted)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ranks_agree_on_scales_of_what_their_layers_cut(transposed: bool) -> None:
-    options = LinearOptions(group=pretend_group(1, 4), seed=0, transposed=transposed)
-    # More ranks than key heads: each rank has all of the keys.
-    with made_with(Execution(fp8=True)):
-        attention = GQAQKVColumnParallelLinear(32, (64, 16), head_dim=16, names=("q", "k", "v"), **options)
-        up = ColumnParallelLinear(32, 64, name="up", **options)
-        down = RowParallelLinear(64, 32, input_is_parallel=True, name="down", **options)
-    assert [layer.scaling and layer.scaling.cuts_outputs for layer in (attention, up, down)] == [True, True, False]

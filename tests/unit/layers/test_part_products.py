@@ -23,11 +23,9 @@ from shardwise.layers.bitwise.part_products import (
     weight_gradient_of_rows,
 )
 from shardwise.layers.bitwise.products import Section, column_products, row_products
-from shardwise.layers.embedding import ParallelLMHead
 from shardwise.layers.loss import linear_cross_entropy
 from shardwise.models.blocks import ACTIVATIONS
 from tests.dist.dense import random
-from tests.unit.layers.groups import pretend_group
 
 COUNTS = (2, 4, 8)
 SIZES = st.sampled_from([1, 2, 3, 5, 8, 13, 16, 31, 64, 100])
@@ -179,24 +177,6 @@ def test_fold_is_the_tree(levels: int, seed: int) -> None:
     assert bits_equal(fold_products(part.clone() for part in parts), tree_sum(parts))
 
 
-def two_ranks(rank: int) -> Group:
-    """Return the group of one of two ranks, each of which computes half of the parts."""
-    group = pretend_group(rank, 2)
-    group.grain = 2
-    return group
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by torch itself
-@pytest.mark.parametrize(("trained", "terms"), [(False, 1), (True, 2)])
-def test_row_products_are_traced_with_and_without_gradients(trained: bool, terms: int) -> None:
-    """A compiled model is evaluated, too."""
-    torch._dynamo.reset()
-    operands = [(random(number, 4, 8), random(10 + number, 6, 8).requires_grad_()) for number in range(terms)]
-    traced = torch.compile(row_products, backend="eager", fullgraph=True)
-    with torch.set_grad_enabled(trained):
-        torch.testing.assert_close(traced(operands, Group(grain=2)), row_products(operands, Group(grain=2)))
-
-
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 @pytest.mark.parametrize(("tokens", "width", "threads"), [(16, 43, 1), (1, 7, 1), (1000, 35, 3)])
 def test_activations_do_not_depend_on_the_width(
@@ -239,18 +219,3 @@ def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torc
         parts = [results(q_half.contiguous(), *half, grain // 2) for q_half, *half in halves]
         for number, tensor in enumerate(whole):
             assert torch.equal(torch.cat([part[number] for part in parts], 1), tensor)
-
-
-@torch.no_grad()
-def test_logits_of_chunks_do_not_depend_on_the_rows_of_a_rank() -> None:
-    x = torch.randn(1200, 8)
-
-    def logits(group: Group) -> list[Tensor]:
-        head = ParallelLMHead(8, 4001, row_multiple=8, group=group, seed=0, name="head")
-        return list(head._chunks_of_logits(x))
-
-    whole = logits(Group(grain=2))
-    by_rank = [logits(two_ranks(rank)) for rank in range(2)]
-    assert [len(chunk) for chunk in whole] == [len(chunk) for chunk in by_rank[0]]
-    for chunk, *parts in zip(whole, *by_rank, strict=True):
-        assert torch.equal(torch.cat(parts, -1), chunk)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from shardwise.distributed import devices
-from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients, fake_tensors
+from shardwise.distributed.torch_private import cpu_attention, cpu_attention_gradients
 from shardwise.models import attention_pieces
 from shardwise.models.attention_pieces import define_attention_by_pieces
 from shardwise.models.masks import BLOCK, AttentionMask, BlocksMask, DocumentSizes, DocumentsMask, PiecesMask
@@ -241,14 +241,3 @@ def test_documents_go_to_their_kernel_where_the_device_has_one(monkeypatch: pyte
         assert isinstance(form(replace(KNOWN, documents=DocumentSizes(number, 57))), expected), "blocks along a grid"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert isinstance(form(KNOWN), Tensor)
-
-
-def test_torch_describes_the_kernel_for_documents_as_it_is_called() -> None:
-    with fake_tensors():
-        whole = replace(KNOWN, starts_SB=torch.zeros(64, 2, dtype=torch.int64), window=5)
-        mask = whole.by_document(64, is_compiled=False)
-        inputs = [torch.empty(64, 2, heads, 16, dtype=torch.bfloat16).requires_grad_() for heads in (4, 2, 2)]
-        y = mask.attend(*inputs, 0.5)
-        gradients = torch.autograd.grad(y.flatten(2), inputs, torch.empty(64, 2, 64, dtype=torch.bfloat16))
-    assert (y.shape, y.dtype) == (inputs[0].shape, torch.bfloat16)
-    assert [x.shape for x in gradients] == [x.shape for x in inputs]

@@ -136,23 +136,3 @@ def test_forward_must_take_what_the_data_section_asks_for(write: Write) -> None:
     without = write(PLAIN, "    def logits(self, ids):\n        pass", path="without.py")
     assert problem(config(without)) == f"model.family ({without}) must have a method forward(ids, targets)"
     assert ", and positions_SB and starts_SB by name; every other" in problem(config(family, RESETS))
-
-
-@pytest.mark.parametrize(
-    ("layers", "said"),
-    [
-        (
-            "self.layer = sw.GQAQKVColumnParallelLinear(8, (6, 4), head_dim=4)",
-            r"cannot be built: ValueError: query size \(6\) .* \(.*mine\.py, line 10\)",
-        ),
-        ("pass", r"the number of trainable parameters \(0\) must be at least 1$"),
-        ("self.layer = nn.Linear(2, 2).requires_grad_(False)", r"the number of trainable parameters \(0\)"),
-    ],
-)
-def test_a_class_that_makes_no_model(layers: str, said: str, write: Write) -> None:
-    constructor = f"""
-    def __init__(self, vocab_size):
-        super().__init__()
-        {layers}
-    """
-    assert re.match(rf"model\.family \(mine:Model\).* {said}", unbuildable(config(write(constructor))))

@@ -21,21 +21,14 @@ class Tied(plain.Decoder):
         self.head.weight = self.embedding.weight
 
 
-class Repeating(plain.Decoder):
-    def __init__(self, **keys: Any) -> None:
-        super().__init__(**keys)
-        self.blocks[3] = self.blocks[0]
-
-
 class Shorter(plain.Decoder):
     def __init__(self, **keys: Any) -> None:
         super().__init__(**keys)
         del self.blocks[3]
 
 
-TiedStages, RepeatingStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Repeating, Shorter))
+TiedStages, ShorterStages = (pipelined(kind, *MODULES) for kind in (Tied, Shorter))
 NormlessStages = pipelined(plain.Decoder, "embedding", "blocks", "head")
-BlocklessStages = pipelined(plain.Decoder, "embedding", "norm", "head")
 NamelessStages = pipelined(plain.Decoder, "embeddings", "blocks")
 PlainDecoder = plain.Decoder
 
@@ -56,9 +49,7 @@ def test_a_stage_has_its_blocks_and_the_names_of_the_whole_model() -> None:
     [
         ("TiedStages", "embedding.weight must be in one module .* and is in embedding and head"),
         ("NormlessStages", "norm.weight must be in one module .* and is in none"),
-        ("RepeatingStages", r"blocks.0.attention_norm.weight must .* and is in blocks.0 and blocks.3"),
         ("ShorterStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(3\) in the one torch.nn"),
-        ("BlocklessStages", r"model.num_hidden_layers \(4\) must be the number of blocks \(0\) in the one torch.nn"),
         ("NamelessStages", "shardwise.pipelined must name modules of the class: .*no attribute `embeddings`"),
     ],
 )

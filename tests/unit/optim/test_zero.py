@@ -1,8 +1,6 @@
 """The optimizer in one process: it is the wrapped class, in every way that a training script may use it."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,14 +49,6 @@ def test_alone_each_stage_adds_up_micro_batches(stage: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert_equal(ours, plain)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("bucket_mib", float("nan")), ("stage", 4), ("replicate", 0), ("reduce", "never")]
-)
-def test_what_is_cut_must_be_known(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{option} \(.*{value}.*\) must be "):
-        sharded(make(), **{option: value})
 
 
 def test_norm_of_many_elements_is_exact() -> None:
@@ -257,21 +247,6 @@ def test_parameters_changed_behind_its_back(change: Callable[[Net], object], wan
     change(model)
     with pytest.raises(RuntimeError, match=wanted):
         train(model, optimizer, 1)
-
-
-def test_a_new_optimizer_takes_over_and_the_old_one_is_freed() -> None:
-    plain, ours = make(), make()
-    old = sharded(ours)
-    ours(batch(0)).backward()
-    old.norms()  # its gradients are reduced: its hooks would now object to another backward
-    new = sharded(ours, **PLAIN)
-    gone = weakref.ref(old)
-    del old
-    gc.collect()
-    assert gone() is None
-    train(ours, new)
-    train(plain, torch.optim.AdamW(plain.parameters()))
-    assert_equal(ours, plain)
 
 
 # ---- saving

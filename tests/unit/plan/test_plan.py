@@ -374,19 +374,6 @@ def test_compared_clusters_train_the_same_tokens_where_the_batch_grows_with_them
     assert max(map(len, lines)) <= 80
 
 
-def test_the_page_stands_alone(cli: CommandLine, tmp_path: Path) -> None:
-    file = tmp_path / "plan.html"
-    facts = cli.facts(*GPT, *FEW, "--price", "2 USD", "--html", file)
-    page = file.read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=\"(?!data:)", page), "it needs no network"
-    assert page.count('<svg class="timeline"') == 1
-    best = facts["plans"][0]
-    assert page.count(">rank ") == best["layout"]["pipeline"]
-    time = f"<td>{units.duration(86_400 * best['days'])}</td>"
-    assert [text for text in (time, "the network has 30% less bandwidth", "activations") if text not in page] == []
-    assert "--html" in cli.refused(*GPT, *FEW, "--html", file)
-
-
 def test_a_batch_that_no_layout_divides_is_told_with_what_it_must_be(cli: CommandLine) -> None:
     keys = ["train.global_batch=6", "train.micro_batch=1", "parallel.tensor=1", "parallel.pipeline=1"]
     assert re.search(

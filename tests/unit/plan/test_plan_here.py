@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.base.parsing import dump_yaml
-from shardwise.config import Config, UserModelConfig, check_layout, load_config
-from shardwise.runs.folder import JsonLines, RunDirectory
+from shardwise.config import check_layout, load_config
 from shardwise_plan.device_specs import Cluster, load_device
 from shardwise_plan.step_time import step_time
 from tests.command_line import CommandLine
 from tests.e2e.command import metrics, shardwise
-from tests.monitor_runs import Mesh, start_event, step_event
 
 SHORT = ("train.steps=6", "train.eval_every=0", "log.sample_tokens=0", "log.tensorboard=false")
 
@@ -68,31 +65,6 @@ def test_a_run_of_other_ranks_is_refused(run: Path, cli: CommandLine) -> None:
     said = cli.refused("plan", run, "--device", "cpu:2")
     assert "--device must name as many devices as the run had ranks (1)" in said
     assert "key=value must be left out: RUN" in cli.refused("plan", run, "train.steps=3", "--device", "cpu:1")
-
-
-def recorded(path: Path, config: Config, *, steps: int, parts: bool = True) -> Path:
-    """The folder of a run of one rank, as far as a comparison reads it."""
-    directory = RunDirectory(path).create()
-    directory.write_config(dump_yaml(config.model_dump(mode="json")))
-    with JsonLines(directory.metrics) as file:
-        file.write(start_event(Mesh(1, 1, 1, 1), 0.0, steps, 0))
-        for step in range(1, steps + 1):
-            event = step_event(step, float(step), {"data": 0.0, "checkpoint": 0.0})
-            file.write(event if parts else {key: event[key] for key in event if key != "split_seconds"})
-    return path
-
-
-def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, cli: CommandLine) -> None:
-    tiny = load_config("llama2-tiny")
-    own = tiny.model_copy(update={"model": UserModelConfig(family="mine:Model", vocab_size=300)})
-    bare = recorded(tmp_path / "bare", tiny, steps=5)
-    (bare / "config.yaml").unlink()
-    for run, text in (
-        (bare, f"RUN ({bare}) must hold the configuration of the run, config.yaml"),
-        (recorded(tmp_path / "short", tiny, steps=2), "short) must have recorded more than 2 steps, it has 2"),
-        (recorded(tmp_path / "own", own, steps=5), "model.family (mine:Model) must be one whose shapes are known"),
-    ):
-        assert text in cli.refused("plan", run, "--device", "cpu:1")
 
 
 @pytest.mark.slow

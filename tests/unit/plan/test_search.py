@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from shardwise.base.errors import ConfigError
 from shardwise.config import load_config
 from shardwise.estimates.memory import RESERVED, expected_memory
 from shardwise.estimates.memory_choice import first_fitting_candidate
@@ -92,22 +91,6 @@ def test_context_degrees_are_those_that_divide_with_chunks_of_1024_tokens(
     layouts = [layout for _, layout in layout_choices(config, on.world, on.per_node, fixed)]
     assert {layout.context for layout in layouts} == degrees
     assert all(layout.context * layout.data == on.world for layout in layouts)
-
-
-def test_a_recipe_in_fp8_is_searched_where_devices_multiply_in_fp8() -> None:
-    keys = ["train.global_batch=16", "train.micro_batch=1", "model.num_hidden_layers=8", "train.sequence_length=4096"]
-    fixed = ("train.micro_batch", "parallel.pipeline", "parallel.sequence", "train.recompute")
-    on = parse_cluster("h100:8", 1)
-    plain, fp8 = (
-        search_layouts(load_config("llama2-7b", [*keys, *more]), on, best=3, fixed=fixed)
-        for more in ([], ["precision.matmul=fp8"])
-    )
-    assert all(plan.config.precision.matmul == "fp8" for plan in fp8.plans)
-    assert fp8.plans[0].time.total < plain.plans[0].time.total
-    with pytest.raises(ConfigError, match=r"precision\.matmul \(fp8\) must be left out on NVIDIA A100"):
-        search_layouts(
-            load_config("llama2-7b", [*keys, "precision.matmul=fp8"]), parse_cluster("a100:8", 1), best=3, fixed=fixed
-        )
 
 
 SPARSE = ["train.global_batch=64", "train.micro_batch=1", "model.num_hidden_layers=8", "model.num_local_experts=8"]

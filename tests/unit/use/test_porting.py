@@ -152,20 +152,6 @@ def test_a_file_that_is_none_is_refused_in_a_sentence(name: str, tmp_path: Path,
     assert problem in cli.refused("recipes", "--from", tmp_path / name)
 
 
-def test_other_bad_input(others: Path, cli: CommandLine) -> None:
-    (others / "binary").write_bytes(b"\xff\xfe\x00")
-    for arguments, problem in {
-        f"--from {others / 'binary'}": "must be a text in UTF-8",
-        f"--from {others}": "cannot be read: ",
-        f"--from {others / 'nowhere.sh'}": "cannot be read: No such file",
-        f"--from {others / 'titan_configs.py'}": "must name one config of those in it, as in ",
-        f"--from {others / 'titan_configs.py'}:other": "small or small_on_eight",
-        f"--from {others / 'megatron.sh'} llama2-tiny": "goes with --write and key=value alone",
-        "llama2-tiny train.steps=3": "train.steps=3 must go with --from FILE",
-    }.items():
-        assert problem in cli.refused("recipes", *arguments.split()), arguments
-
-
 def test_nothing_in_a_file_is_executed(tmp_path: Path, cli: CommandLine) -> None:
     mark = tmp_path / "mark"
     script = tmp_path / "run.sh"

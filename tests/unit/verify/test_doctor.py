@@ -48,14 +48,6 @@ def test_software() -> None:
     assert "pip install 'shardwise[hdf5]'" in versions(h5py=None)["[hdf5]", "ok"]
 
 
-def test_an_extra_of_which_a_part_is_there_lacks_the_rest() -> None:
-    optional = "not installed, which is optional: pip install 'shardwise[pieces]' "
-    assert versions()["[pieces]", "ok"] == optional
-    assert versions(protobuf="7.36.2")["[pieces]", "ok"] == f"sentencepiece {optional}"
-    whole = versions(protobuf="7.36.2", sentencepiece="0.2.3")
-    assert whole["[pieces]", "ok"] == "protobuf 7.36.2, sentencepiece 0.2.3 "
-
-
 @pytest.mark.parametrize(
     ("value", "cpus", "limit", "status", "text"),
     [

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.runs.failure_record import FailureRecord
 from shardwise.runs.folder import RunDirectory, json_text
-from shardwise_watch.report.chart import _LOADS, line_chart, load_map
+from shardwise_watch.report.chart import line_chart
 from shardwise_watch.report.numbers import curve_columns
 from shardwise_watch.report.verdict import verdict
 from shardwise_watch.step_metrics import PARTS, CurveColumn, StepCurve
@@ -197,19 +197,6 @@ def test_loads_of_experts_have_maps(tmp_path: Path, cli: CommandLine) -> None:
     assert [data["axis"] for data in maps] == ["expert", "step"]
     assert maps[0]["curves"]["block 1,"] == loads["1"]
     page.says("mean of steps 4 to 23", "Balance losses")
-
-
-def test_a_map_of_loads_names_its_colours_and_a_dense_run_has_none(tmp_path: Path, cli: CommandLine) -> None:
-    loads = [*enumerate([0.0, 0.49, 0.5, 1.0, 1.25, 2.0, 9.0])]
-    drawn = load_map("Loads", {"0": loads, "1": loads}, "expert", "a note")
-    assert re.findall(r'key t(\d)">([^<]+)<', drawn) == [*zip("0123456", _LOADS, strict=True)]
-    paths = re.findall(r'<path class="t(\d)"[^>]* d="([^"]+)"', drawn)
-    assert [(colour, cells.count("M")) for colour, cells in paths] == [(colour, 2) for colour in "0123456"]
-    run = write_run(tmp_path / "dense")
-    assert cli.facts("report", run)["load_maps"] == {}
-    shown = page_of(run).text
-    assert "xperts" not in shown
-    assert "Load" not in shown
 
 
 def test_evaluation_sets_and_tasks_have_curves(tmp_path: Path, cli: CommandLine) -> None:

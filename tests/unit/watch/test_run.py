@@ -96,23 +96,6 @@ def test_a_run_that_was_replaced_forgets_what_was_there(tmp_path: Path) -> None:
     assert len([one for one in run.events if one["event"] == "start"]) == 1
 
 
-def test_a_run_of_an_older_version(tmp_path: Path) -> None:
-    """Its steps have no time, and its ranks no start."""
-    path = tmp_path / "run"
-    (path / "ranks").mkdir(parents=True)
-    append(path, {"event": "start", "time": "2026-01-01T00:00:10+00:00", "steps": 9})
-    append(path, *({"event": "step", "step": step, "loss": 2.0, "step_seconds": 0.5} for step in (1, 2)))
-    (path / "ranks/rank-0000.jsonl").write_text('{"step": 2, "step_seconds": 0.5, "peak_memory_bytes": 5}\n{"ha')
-    with RunLock(path):
-        run = opened(path)
-        assert (run.state, run.step, run.steps, run.eta_seconds) == ("running", 2, 9, 3.5)
-    assert run.config == run.environment == run.results == {}
-    [rank] = run.ranks()
-    assert (rank.rank, rank.host, rank.step, rank.memory_bytes, rank.relative) == (0, "", 2, 5, None)
-    [node] = run.nodes([rank])
-    assert (node.host, node.cpu, node.cores) == ("", None, None)
-
-
 @pytest.mark.parametrize(
     ("ending", "state"),
     [

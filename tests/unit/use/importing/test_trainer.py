@@ -168,27 +168,17 @@ def test_damaged_and_foreign_files_are_refused(saved: Path, good: Path) -> None:
     rows = {"step": 3, "exp_avg_sq_row": torch.ones(2), "exp_avg_sq_col": torch.ones(2)}
     adamw = r"must hold the state of AdamW \(exp_avg, exp_avg_sq and step\), and it holds "
     refused(rf"{adamw}exp_avg_sq_col, exp_avg_sq_row and step, of another", held | {"state": {0: rows}})
-    codes = {"step": 3, "state1": torch.ones(2, dtype=torch.uint8), "state2": torch.ones(2, dtype=torch.uint8)}
-    refused(rf"{adamw}state1, state2 and step, of another optimizer", held | {"state": {0: codes}})
     decay, vectors = held["param_groups"]
     adam = [decay | {"decoupled_weight_decay": False, "weight_decay": 0.1}, vectors]
     refused(r"must be of AdamW, and is of Adam with weight decay in its gradients", held | {"param_groups": adam})
     state = {number: kept for number, kept in held["state"].items() if number != 1}
     query = r"model.layers.0.self_attn.q_proj.weight \[32, 32\] is \[\] there"
     refused(rf"it holds 20 of 21; {query}", held | {"state": state})
-    halves = held["state"] | {1: held["state"][1] | {"exp_avg_sq": torch.ones(32, 16)}}
-    refused(rf"it holds 21 of 21; {query}", held | {"state": halves})
-    shorter = [decay | {"params": decay["params"][:-1]}, vectors]
-    refused(r"the 21 parameters of the llama model, and it holds .*; lm_head", held | {"param_groups": shorter})
     refused(
         r"as a Trainer saves it: KeyError: 'betas'",
         held | {"param_groups": [{name: decay[name] for name in ("params", "weight_decay", "eps", "lr")}, vectors]},
     )
     (saved / "trainer_state.json").write_text('{"global_step": 12, "max_steps": 9}')
     refused(r"must have a global_step \(12\) from 1 to its max_steps \(9\)")
-    (saved / "trainer_state.json").write_text("{")
-    refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read \(Expecting")
-    (saved / "trainer_state.json").write_text('{"global_step": 3, "max_steps": 9, "log_history": [{"loss": "a"}]}')
-    refused(r"as a Trainer saves it: ValueError")
     (saved / "trainer_state.json").unlink()
     refused(r"trainer_state.json, which has the step of optimizer.pt, cannot be read")
