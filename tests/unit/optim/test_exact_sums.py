@@ -38,16 +38,6 @@ def test_neither_order_nor_splits_change_a_sum(values: list[float], generator: R
     assert whole * UNIT == sum(Fraction(value) ** 2 for value in values)
 
 
-@given(st.lists(FLOATS, max_size=50), st.integers(1, 5))
-@settings(deadline=None, max_examples=40)
-def test_the_norm_is_the_root_of_the_sum_rounded_once(values: list[float], ranks: int) -> None:
-    terms = squares(values)
-    sums = [exact_sum(terms)] * ranks
-    added = sum(limbs([total], CPU) for total in sums)
-    assert isinstance(added, Tensor)
-    assert norms(added, ranks) == [math.sqrt(math.fsum(terms.tolist()))]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e160])
 def test_what_is_not_finite_makes_the_norm_nan(bad: float) -> None:
     total = exact_sum(torch.tensor([1.0, bad * bad, 2.0], dtype=torch.float64))

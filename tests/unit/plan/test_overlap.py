@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config import check_layout, load_config
+from shardwise.config import load_config
 from shardwise_plan.device_seconds import LinkedRanks, shipped_constants
 from shardwise_plan.device_specs import DeviceLink, load_device, parse_cluster
 from shardwise_plan.overlap import Product, TensorCollectives, TensorOverlap
-from shardwise_plan.step_time import shardwise_traits, step_time
+from shardwise_plan.step_time import shardwise_traits
 
 H100 = load_device("h100")
 EIGHT = LinkedRanks(8, 8)
@@ -54,20 +54,6 @@ def test_overlap_never_hides_more_than_there_is(overlap: TensorOverlap, seconds:
         exposed = added(_even(seconds))
         assert exposed >= max(0.0, sent - seconds) * (1 - 1e-9)
         assert exposed <= shipped_constants().start + sent * (1 + 16 / 116)
-
-
-def test_steps_are_shorter_the_more_is_hidden() -> None:
-    keys = ["parallel.tensor=8", "parallel.pipeline=8", "train.global_batch=64", "train.recompute=none"]
-    on = parse_cluster("h100:8", 16)
-
-    def tensor(overlap: TensorOverlap | None) -> float:
-        config = load_config("gpt3-175b", keys)
-        program = replace(shardwise_traits(config, on), tensor_overlap=overlap)
-        time = step_time(config, check_layout(config, 128), on, program)
-        return time.tensor
-
-    in_turn, pieces, ring, buffers = (tensor(overlap) for overlap in (None, *OVERLAPS))
-    assert in_turn > pieces > ring > 2 * buffers > 0
 
 
 def test_the_recipe_names_the_overlap_and_a_cpu_has_none() -> None:

@@ -5,7 +5,6 @@ import weakref
 
 import pytest
 
-from shardwise.train import observers
 from shardwise.train.observers import SteppedCollection
 
 
@@ -24,21 +23,6 @@ def test_a_cycle_lives_until_the_end_of_its_step() -> None:
         collection.after_step()
         assert cycle() is None
     del young
-
-
-def test_a_cycle_that_outlives_its_step_is_collected_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observers, "_FULL_EVERY", 6)
-    with SteppedCollection() as collection:
-        cycle = Cycle()
-        reference = weakref.ref(cycle)
-        gc.collect(1)
-        gc.collect(1)
-        del cycle
-        collection._steps = 4
-        collection.after_step()
-        assert reference() is not None, "all objects were searched"
-        collection.after_step()
-        assert reference() is None
 
 
 @pytest.mark.parametrize(

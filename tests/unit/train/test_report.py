@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shardwise.base.step_detail import StepDetail
 from shardwise.checkpoint.save import SavedCheckpoint
 from shardwise.config import Config, Layout, config_from_sections, size_stages_of
 from shardwise.estimates.device_peaks import peak_flops
@@ -173,24 +171,6 @@ def test_metrics_have_what_is_not_finite_and_why_the_run_ended(tmp_path: Path) -
     assert step["loss"] == "nan"
     assert (step["tokens_per_second"], step["samples_per_second"], step["mfu"]) == (512.0, 16.0, None)
     assert (stop["step"], stop["reason"]) == (2, "signal SIGTERM")
-
-
-def test_what_experts_did_is_recorded(tmp_path: Path) -> None:
-    loads = {1: (3, 1), 3: (4, 0)}
-    numbers = {"expert_load_max": 2.0, "expert_idle": 0.25, "expert_entropy": 0.75}
-    losses = {"switch": 0.5}
-    detail = StepDetail(numbers, {"balance_losses": losses}, {"balance": losses}, {"experts": {"loads": loads}})
-    with begun(tmp_path) as (made, _):
-        made.step(record(1, details=[detail]))
-        made.step(record(2, details=[detail], is_logged=False))
-        made.step(record(3, details=[replace(detail, facts={}, scalars={"balance": {}})]))
-    _, first, third, _ = lines(tmp_path / "run/metrics.jsonl")
-    assert {key: first[key] for key in {*first} - {*STEP_FIELDS}} == numbers | {"balance_losses": {"switch": 0.5}}
-    assert {key: third[key] for key in {*third} - {*STEP_FIELDS}} == numbers
-    by_block = {"1": [3, 1], "3": [4, 0]}
-    assert lines(tmp_path / "run/experts.jsonl") == [{"step": 1, "loads": by_block}, {"step": 3, "loads": by_block}]
-    assert [scalars(tmp_path, f"train/{name}")[0][1] for name in numbers] == [2.0, 0.25, 0.75]
-    assert scalars(tmp_path, "balance/switch") == [(1, 0.5)]
 
 
 def test_mfu_of_a_known_device(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from shardwise.config import (
 from shardwise.estimates.communication import step_transfers, wire_bytes
 from shardwise.estimates.memory import checkpoint_bytes, expected_memory, memory_by_rank, memory_of_machine
 from shardwise.models.flops import flops_per_token, recomputed_flops_per_token
-from shardwise.models.parameter_counts import local_parameter_count, parameter_count
-from shardwise.pipeline.partition import compute_shares, stage_plan
+from shardwise.models.parameter_counts import parameter_count
 from shardwise.train.summary import dry_run
 
 SIZES: dict[str, Any] = {
@@ -105,25 +104,6 @@ def piped(*, schedule: str, pipeline: int = 2, **train: object) -> Config:
     chosen = config(**{"global_batch": 8, "micro_batch": 1, **train})
     parallel = {"pipeline": pipeline, "schedule": schedule, "tensor": 2}
     return chosen.with_keys(model={"num_hidden_layers": 8}, parallel=parallel)
-
-
-def test_the_stages_are_told_with_what_they_have_and_need() -> None:
-    chosen = piped(schedule="1f1b")
-    layout = check_layout(chosen, 4)
-    found, memory, shares = (rows(chosen, layout), memory_by_rank(chosen, layout), compute_shares(chosen, layout))
-    assert memory is not None
-    for stage, blocks in ((0, "blocks 0-3, embedding"), (1, "blocks 4-7, head")):
-        plan = [stage_plan(chosen, layout)[stage]]
-        count = local_parameter_count(chosen.model, 2, stages=plan) or 0
-        assert found[f"  pp {stage}"] == (
-            f"ranks {2 * stage}-{2 * stage + 1}, stage {stage} ({blocks}): {units.count(count)} parameters, "
-            f"{shares[stage]:.1%} of the compute, "
-            f"{units.size(memory[stage].activations)} of activations, {units.size(memory[stage].total)} in all"
-        )
-    chosen = piped(schedule="zbv")
-    found = rows(chosen, check_layout(chosen, 4))
-    assert found["  pp 0"].startswith("ranks 0-1, stages 0 and 3 (blocks 0-1 and 6-7, embedding, head): ")
-    assert found["  pp 1"].startswith("ranks 2-3, stages 1 and 2 (blocks 2-3 and 4-5): ")
 
 
 def test_memory_and_communication_are_those_of_the_rank_that_needs_most() -> None:

@@ -215,28 +215,6 @@ async def test_a_run_is_chosen_from_the_list(
     assert " gpt3-tiny-1  ● running" in back, "a run that is gone leaves the list"
 
 
-@pytest.mark.parametrize("size", [(100, 24)])
-@on_screen
-async def test_the_marked_run_stays_marked_whichever_wrote_last(
-    pilot: Pilot[None], run: Path, others: Path, size: tuple[int, int]
-) -> None:
-    """Two live runs take turns; a third one that is gone makes place above the mark."""
-    third = write_run(run.parent / "third", [Start(0, 60)], mesh=Mesh(1, 1, 1, 1))
-
-    def names(text: str) -> list[list[str]]:
-        return [line.split()[:2] for line in text.splitlines()[4:7]]
-
-    first = names(await read(pilot, "r", "down"))
-    assert first == [["third", "finished"], ["▸", "worse"], ["shown", "gpt3-tiny-1"]]
-    for live in (run, others / "worse", run):
-        set_written(live / "metrics.jsonl", time.time() + 60)
-        assert names(await read(pilot, "p", "p")) == first
-    shutil.rmtree(third)
-    assert names(await read(pilot, "p", "p"))[:2] == first[1:]
-    assert " worse  ● running" in await read(pilot, "enter")
-    assert names(await read(pilot, "r"))[0][1] == "gpt3-tiny-1", "a list that is opened again has the newest first"
-
-
 @on_screen
 async def test_the_curves_of_another_run_stand_behind(pilot: Pilot[None], run: Path, others: Path) -> None:
     """Over the steps of the run in front; its own are drawn where the front has none."""

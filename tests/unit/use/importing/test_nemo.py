@@ -1,18 +1,15 @@
 """neuronx-nemo-megatron's checkpoints of GPT and Llama, as each of its layouts has them."""
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shardwise.config import GPTConfig, LlamaConfig
 from shardwise_use.importing import nemo
-from shardwise_use.importing.tensor_parallel_shards import replica_drift
 from tests.hugging_face import VOCABULARY, save
 from tests.sweeps import few
 from tests.unit.use.importing import checks
@@ -117,22 +114,3 @@ def test_replicas_that_drifted_are_taken_where_it_is_allowed(tmp_path: Path) -> 
     (note,) = opened.notes
     assert re.fullmatch(r"replicas of 8 tensors differ, at most by \d\d\.\d\d% of their norm \(.+\): .+ taken", note)
     assert_same_model(opened, model, tmp_path)
-
-
-def test_one_of_several_checkpoints_must_be_named(shards: Path) -> None:
-    last = NAME.replace("100", "200")
-    for rank in ("mp_rank_00", "mp_rank_01"):
-        (shards / rank / last).write_bytes((shards / rank / NAME).read_bytes())
-    assert problems(shards) == [
-        f"SOURCE must hold one checkpoint, and it holds {NAME} and {last}: name one, as SOURCE/{last}"
-    ]
-    assert open_nemo(shards / last, VOCABULARY).layout == {"tensor": 2, "pipeline": 1}
-    (found,) = problems(shards / "other.ckpt")
-    assert found.startswith(f"SOURCE must be a checkpoint in {shards}, which holds {NAME} and ")
-
-
-def test_zeros_of_either_sign_are_equal() -> None:
-    zeros = torch.zeros(4, 2)
-    assert replica_drift(zeros, -zeros) == 0.0
-    assert replica_drift(zeros, torch.zeros(2, 4)) == math.inf
-    assert replica_drift(zeros, torch.full((4, 2), math.nan)) == math.inf
