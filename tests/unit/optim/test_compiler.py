@@ -1,4 +1,4 @@
-"""Neither training without a pipeline nor optimizers import torch's compiler, which takes as long as importing torch."""
+"""Training without a pipeline imports no compiler of torch, which takes as long as torch itself; nor do optimizers."""
 
 import subprocess
 import sys
