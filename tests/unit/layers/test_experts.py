@@ -102,6 +102,19 @@ def layer(routing: Routing, **options: Any) -> Experts:
     return Experts(H, WIDTH, routing, group=Group(), seed=1, name="mlp", **options)
 
 
+def test_a_bias_decides_on_the_choice_and_not_on_the_weights() -> None:
+    experts = layer(Routing(N, 1, scores="sigmoid", normalized=False, has_bias=True))
+    assert experts.router.bias is not None
+    assert not experts.router.bias.requires_grad
+    x = torch.randn(T, H)
+    scores = torch.sigmoid(x @ experts.router.weight.t())
+    with torch.no_grad():
+        experts.router.bias[2] = 10.0
+    weights, chosen, *_ = experts.router(x)
+    assert chosen.flatten().tolist() == [2] * T
+    torch.testing.assert_close(weights[:, 0], scores[:, 2])
+
+
 def test_the_router_computes_in_float32() -> None:
     """Two experts whose logits are equal in bfloat16."""
     experts = layer(Routing(2, 1), dtype=torch.bfloat16)
