@@ -201,7 +201,8 @@ def test_activations_do_not_depend_on_the_width(
             assert torch.equal(torch.cat([part[number] for part in parts], -1), whole[number])
 
 
-@pytest.mark.parametrize(("grain", "dtype"), [(2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grain", [2, 4])
 def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torch.dtype) -> None:
     """Torch takes another kernel for other strides, and in bfloat16 where all heads together have few elements."""
 
@@ -211,7 +212,7 @@ def test_products_of_heads_do_not_depend_on_their_number(grain: int, dtype: torc
         scores = head_products(q, k.transpose(-1, -2), count)
         return [scores.detach(), *torch.autograd.grad(scores, (q, k), d_scores_BnSS.contiguous())]
 
-    for batch in (1, 2) * 100:
+    for batch in (1, 2) * 25:
         q, k = torch.randn(2, 16, batch, 4, 8).to(dtype).unbind()
         d_scores = torch.randn(batch, 4, 16, 16).to(dtype)
         whole = results(q, k, d_scores, grain)
