@@ -57,6 +57,7 @@ def seconds_of(nbytes: float, on: Cluster) -> float:
     return nbytes / (on.device.memory_bandwidth * shipped_constants().memory)
 
 
+@pytest.mark.slow
 def test_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The errors that benchmarks/results/planner.md publishes, and that what is fitted is only what may be."""
     import planner
