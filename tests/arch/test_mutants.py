@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants, table
+from scripts.check_mutants import Mutant, Result, load_mutants, stale_mutants
 
 LEAST = 400
 """Faults that fit the source: stale ones are not run, and many of them would go unnoticed."""
@@ -103,14 +103,3 @@ def test_a_time_out_is_noticed_only_where_the_fault_may_hang() -> None:
     assert not Result(MUTANT, "timed out").is_caught
     assert Result(replace(MUTANT, hangs=True), "timed out").is_caught
     assert not Result(MUTANT, "broken").is_caught
-
-
-def test_a_part_of_the_faults_updates_the_table() -> None:
-    plain = replace(MUTANT, id="plain")
-    other = replace(MUTANT, id="other")
-    first = table([Result(plain, "survived"), Result(other, "caught", by="t::a")], [plain, other], "")
-    assert "**1 of 2 are caught.**" in first
-    second = table([Result(plain, "caught", by="t::b")], [plain, other], first)
-    assert "**2 of 2 are caught.**" in second
-    assert second.index("`plain`") < second.index("`other`")
-    assert "`other`" not in table([], [plain], second), "a fault that is no more has no row"
