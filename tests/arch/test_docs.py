@@ -238,7 +238,7 @@ OTHER_NAMES = ("docs/comparison.md", "docs/porting.md")
 
 
 def test_keys_in_the_text_exist() -> None:
-    """In a tutorial the first column of a table and, in `ORIGINAL`, an item up to its colon have the original's keys."""
+    """The first column of a table of a tutorial and, in `ORIGINAL`, items up to a colon have the original's keys."""
     sections = "|".join({key.partition(".")[0] for key in config_fields()})
     groups = {key.rpartition(".")[0] for key in config_fields()}
     known = {*config_fields(), *groups, "model.config", "model.safetensors", "optimizer.pt"}
