@@ -166,9 +166,9 @@ def publish(reader: Reader, recipe: str, name: str) -> None:
     shutil.copytree(made, reader.at / name, ignore=shutil.ignore_patterns("optimizer", "manifest.json"))
 
 
-def follow(page: str, at: Path, *, quick: bool) -> Iterator[tuple[Block, int, str, str]]:
+def follow(page: str, at: Path) -> Iterator[tuple[Block, int, str, str]]:
     """Run the blocks of a page in their order; of each its exit code, standard output and standard error."""
-    reader = Reader(at, quick)
+    reader = Reader(at)
     equip(reader)
     published = {"EleutherAI/gpt-neox-20b": "gpt-neox-20b", "openai-community/gpt2": "gpt2", "my-model": "gpt2"}
     for name, recipe in published.items():
@@ -224,7 +224,7 @@ FOLLOWED = [
 
 @pytest.mark.parametrize("page", FOLLOWED)
 def test_every_command_runs(page: str, tmp_path: Path) -> None:
-    for block, code, out, err in follow(page, tmp_path, quick=True):
+    for block, code, out, err in follow(page, tmp_path):
         assert_healthy(block, code, out, err)
 
 
