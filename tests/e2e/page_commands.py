@@ -51,6 +51,7 @@ RECIPES = {
     "docs/tutorials/bert-mini.yaml": [*_BERT, "data.dataset=tiny"],
     # an odd number of heads, as GPT-2 XL's
     "gpt2-xl": [*_SMALL, "model.hidden_size=80", "model.intermediate_size=320", "model.num_attention_heads=5"],
+    "gpt-tiny": ["model.num_hidden_layers=2", *_LOG],
     "gpt3-tiny": ["log.sample_tokens=4"],
     "my-model": ["train.stop_after=2", "log.sample_tokens=4"],
     "olmoe-tiny": ["train.steps=4", "log.sample_tokens=4"],
@@ -138,7 +139,7 @@ class Reader:
         if not re.search(r"data\.(path|blend)=", " ".join(found)):
             found = [*(argument for argument in found if not argument.startswith("data.split=")), "data.dataset=tiny"]
         found += RECIPES[recipe]
-        if any(argument.startswith(("data.path=shards", "data.path=bert_pretrain")) for argument in found):
+        if any(argument.startswith("data.path=bert_pretrain") for argument in found):
             # Shards fix the size of samples: the short ones do for phase 2 as well.
             found = [argument.replace("seqlen512", "seqlen128") for argument in found]
             found += ["train.sequence_length=128", "data.max_predictions=20"]
