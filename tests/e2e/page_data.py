@@ -1,4 +1,4 @@
-"""Small data of a reader of docs/data-formats.md and docs/token-files.md: a function for each section that needs some."""
+"""Small data of a reader of docs/data-formats.md and docs/token-files.md: a function for each section that has data."""
 
 import gzip
 import json

@@ -100,19 +100,6 @@ def test_a_rank_that_dies_in_a_pipeline_is_named_with_what_another_waited_for(tm
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
-    job = started(tmp_path)
-    everyone = processes.descendants(job.pid)
-    assert len(everyone) >= 3, "an agent and two ranks"
-    job.kill()
-    job.communicate(timeout=SECONDS)
-    assert processes.wait_for(lambda: not any(map(processes.alive, everyone)), SECONDS), (
-        "ranks, or the agent that started them, outlive a launcher that was killed"
-    )
-
-
 FAILING_RANK = """
 import os
 if os.environ.get("RANK") == "1":

@@ -51,10 +51,6 @@ ELSEWHERE = {
     ("docs/hooks.md", ""): "tests/unit/api/test_examples.py::test_the_command_of_the_page_on_hooks_trains",
     ("docs/compile.md", ""): "tests/e2e/test_compile.py::test_the_page_runs",
     ("docs/verify.md", ""): "tests/e2e/test_verify.py::test_the_page_runs",
-    (
-        "docs/documents.md",
-        "Documents within a sample",
-    ): "tests/e2e/test_documents.py::test_the_page_runs_and_layouts_agree",
     ("docs/documents.md", "Whole documents in a sample"): (
         "tests/e2e/test_documents.py::test_packed_documents_go_on_at_another_layout"
     ),
