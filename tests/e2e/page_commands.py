@@ -15,7 +15,6 @@ bash runs the blocks of a page as they are, with a `Reader`'s commands in place 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import socket
@@ -32,7 +31,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from tests.arch.source import ROOT
-from tests.e2e.command import Outcome, environment, outcome, start
+from tests.e2e.command import Outcome, outcome, start
 
 _MODEL = ["model.hidden_size=64", "model.intermediate_size=128", "model.num_attention_heads=4"]
 _TRAIN = ["train.global_batch=8", "train.micro_batch=2", "train.sequence_length=64", "train.stop_after=2"]
@@ -88,12 +87,10 @@ class Reader:
     def shardwise(self, arguments: list[str]) -> Outcome:
         if arguments[0] == "train" and "--dry-run" not in arguments:
             return self._train(arguments)
-        if arguments[0] == "chat" or "--interactive" in arguments:
-            # Its input, which is empty, ends the conversation.
-            return self._process([sys.executable, "-m", "shardwise", *arguments])
         if arguments[0] in ("evaluate", "generate"):
             arguments = _without_ranks(arguments)
             arguments += ["data.path=own.txt"] if "train" in arguments else []  # that part of the built-in text is long
+        # The input of a conversation, which is empty, ends it.
         return self._run("-m", "shardwise", *self._newest(arguments))
 
     def torchrun(self, arguments: list[str]) -> Outcome:
@@ -114,8 +111,12 @@ class Reader:
         return _found(next((self.at / folder).rglob("events.*"), None), "files of events")
 
     def make(self, arguments: list[str]) -> Outcome:
-        done = self._process(["make", "-C", str(ROOT), "-n", *arguments])
-        return self._train(["train", "quickstart"]) if done.code == 0 and arguments == ["train"] else done
+        command = ["make", "-C", str(ROOT), "-n", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        is_training = done.returncode == 0 and arguments == ["train"]
+        return (
+            self._train(["train", "quickstart"]) if is_training else Outcome(done.returncode, done.stdout, done.stderr)
+        )
 
     def ssh(self, arguments: list[str]) -> Outcome:
         return _found(re.fullmatch(r"-L \d+:[\w.]+:\d+ \S+", " ".join(arguments)), "tunnel to a port")
@@ -156,13 +157,6 @@ class Reader:
 
     def _run(self, *arguments: str) -> Outcome:
         return outcome(start(at=self.at, program=(sys.executable, *arguments), HF_HUB_OFFLINE="1"))
-
-    def _process(self, command: list[str]) -> Outcome:
-        """Of what does not run in a fork."""
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env, empty = environment(PYTHONPATH=path), subprocess.DEVNULL
-        done = subprocess.run(command, cwd=self.at, env=env, stdin=empty, capture_output=True, text=True, check=False)
-        return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 @contextmanager

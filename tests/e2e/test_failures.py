@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.config import recipe_text
 from tests.e2e import processes
 from tests.e2e.command import (
     ALONE,
@@ -204,10 +205,21 @@ def test_under_torchrun_wrong_input_is_told_once(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+def closed_streams(folder: Path, *words: str | Path) -> int:
+    """The exit code of a command without standard streams, as a daemon starts programs."""
+    command = f"{shlex.join([*ALONE, *map(str, words)])} <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment(), timeout=SECONDS, check=False)
+    return done.returncode
+
+
 def test_closed_standard_streams_are_no_fault(tmp_path: Path) -> None:
-    """As a daemon starts programs; the ranks have the launcher's streams."""
-    words = [*ALONE, "train", miniature(tmp_path), "train.steps=1", "optimizer.warmup_steps=0", "parallel.tensor=2"]
-    command = f"{shlex.join([*map(str, words), '--run-dir', 'run'])} <&- >&- 2>&-"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment(), timeout=SECONDS, check=False)
-    assert done.returncode == 0
+    """No file takes the number of a stream, and what is printed."""
+    assert closed_streams(tmp_path, "recipes", "quickstart", "--write", "mine.yaml") == 0
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == recipe_text("quickstart")
+
+
+@pytest.mark.slow
+def test_ranks_have_the_closed_streams_of_the_launcher(tmp_path: Path) -> None:
+    keys = ("train.steps=1", "optimizer.warmup_steps=0", "parallel.tensor=2", "--run-dir", "run")
+    assert closed_streams(tmp_path, "train", miniature(tmp_path), *keys) == 0
     assert metrics(tmp_path / "run", "step")
