@@ -113,10 +113,9 @@ class Reader:
     def make(self, arguments: list[str]) -> Outcome:
         command = ["make", "-C", str(ROOT), "-n", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        is_training = done.returncode == 0 and arguments == ["train"]
-        return (
-            self._train(["train", "quickstart"]) if is_training else Outcome(done.returncode, done.stdout, done.stderr)
-        )
+        if done.returncode == 0 and arguments == ["train"]:
+            return self._train(["train", "quickstart"])
+        return Outcome(done.returncode, done.stdout, done.stderr)
 
     def ssh(self, arguments: list[str]) -> Outcome:
         return _found(re.fullmatch(r"-L \d+:[\w.]+:\d+ \S+", " ".join(arguments)), "tunnel to a port")
