@@ -30,7 +30,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_is_exported(trained: Path) -> None:
     checkpoint = trained / "run/checkpoints/step-00000004"
-    said = shardwise("checkpoint", "export", "run", "plain", at=trained).succeeded().out
+    said = within("checkpoint", "export", "run", "plain", at=trained).succeeded().out
     assert "plain: step 4, 21 tensors in bfloat16; " in said
     stored, plain = weights(checkpoint), weights(trained / "plain")
     assert all(torch.equal(plain[name], tensor) for name, tensor in stored.items())
@@ -80,7 +80,7 @@ def test_an_export_tells_of_dropout_that_transformers_lacks(tmp_path: Path) -> N
 def test_an_import_is_a_checkpoint_like_any_other(trained: Path, tmp_path: Path) -> None:
     """Imported, inspected, verified, compared, trained from and evaluated."""
     within("checkpoint", "export", trained / "run", "plain", at=tmp_path).succeeded()
-    said = shardwise("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
+    said = within("checkpoint", "import", "plain", "imported", at=tmp_path).succeeded().out
     assert "imported/step-00000000: llama, " in said
     folder = tmp_path / "imported/step-00000000"
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -75,7 +75,7 @@ def test_a_run_means_its_newest_intact_checkpoint(trained: Trained, tmp_path: Pa
     shutil.copytree(intact, run / "step-00000004")
     shutil.copytree(intact, run / "step-00000030")
     (run / "step-00000030" / "manifest.json").unlink()
-    done = shardwise("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
+    done = within("evaluate", run.parent, "data.path=own.txt", "--json", at=at)
     assert answer(done)["model"].endswith("step-00000004")
     assert "step-00000030 has no manifest.json" in done.err
 

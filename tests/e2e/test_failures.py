@@ -26,6 +26,7 @@ from tests.e2e.command import (
     outcome,
     shardwise,
     start,
+    within,
 )
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "parallel.tensor=2", "--run-dir", "run")
@@ -64,7 +65,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert (told["event"], told["run"], told["exit_code"]) == ("failure", "run", 1)
     assert told["reason"].startswith("rank 1 was killed (SIGKILL")
     assert f"FAILED at step {told['step']:,}: " in err
-    top = shardwise("top", "run", "--once", at=tmp_path).succeeded().out
+    top = within("top", "run", "--once", at=tmp_path).succeeded().out
     assert err in top, f"`top` shows another text:\n{top}"
     assert not processes.alive(ranks[0]), "the other rank goes on without the killed one"
     recorded = (tmp_path / "run/metrics.jsonl").read_text()

@@ -25,6 +25,7 @@ from tests.e2e.command import (
     outcome,
     shardwise,
     start,
+    within,
 )
 
 LONG = ("train.steps=1000000", "train.eval_every=0", "--run-dir", "run")
@@ -72,7 +73,7 @@ def go_on(folder: Path, step: int, *arguments: str) -> None:
     assert "steps: 1000000" in (run / "config-0001.yaml").read_text()
     assert (run / "environment-0001.json").exists()
     before = (run / "metrics.jsonl").read_bytes()
-    finished = shardwise(*again, *arguments, at=folder).succeeded()
+    finished = within(*again, *arguments, at=folder).succeeded()
     assert re.fullmatch(
         rf"the run in run is finished: {step + 1:,} of {step + 1:,} steps, results in run/results.json; .*\n",
         finished.out,
@@ -104,21 +105,19 @@ def test_a_run_is_stopped_by_its_folder_while_a_second_one_is_refused(tmp_path: 
     job = training(tmp_path, "parallel.tensor=2")
     run = tmp_path / "run"
     config = (run / "config.yaml").read_bytes()
-    for arguments in (("parallel.tensor=2",), ("model.hidden_size=64",)):
-        err = shardwise("train", miniature(tmp_path), *LONG, *arguments, at=tmp_path).failed(2)
-        assert re.fullmatch(
-            rf"shardwise: --run-dir \(run\) is in use by another run \(process {job.pid} on \S+, since \S+\): .*\n", err
-        )
+    err = within("train", miniature(tmp_path), *LONG, "model.hidden_size=64", at=tmp_path).failed(2)
+    in_use = rf"shardwise: --run-dir \(run\) is in use by another run \(process {job.pid} on \S+, since \S+\): .*\n"
+    assert re.fullmatch(in_use, err)
     assert (run / "config.yaml").read_bytes() == config
     assert not list(run.glob("config-*"))
-    asked = shardwise("stop", "--wait", at=tmp_path).succeeded()
+    asked = within("stop", "--wait", at=tmp_path).succeeded()
     ended = outcome(job, timeout=SECONDS)
     ended.failed(75)
     step = stopped_at(ended, run, "`shardwise stop`")
     assert asked.out.endswith(
         f"ended: stopped by `shardwise stop` after step {step:,}; its newest checkpoint is of step {step:,}\n"
     )
-    assert "no run is under way in run: stopped by" in shardwise("stop", "run", at=tmp_path).failed(2)
+    assert "no run is under way in run: stopped by" in within("stop", "run", at=tmp_path).failed(2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
