@@ -102,14 +102,6 @@ def working_in(at: Path) -> list[str]:
     return found
 
 
-def test_ctrl_c_is_one_line(at: Path, tmp_path: Path) -> None:
-    variables = imported_first(SIGNAL_AT_A_MOMENT, tmp_path)
-    given = ("a.jsonl", tmp_path / "out", "--format", "megatron", "--tokenizer", "vocabulary")
-    interrupted = f"{int(signal.SIGINT)} {tmp_path}/.out.preparing/lock -1"
-    err = shardwise("data", "prepare", *given, at=at, **variables, SIGNAL_AT=interrupted).failed(1)
-    assert err.splitlines()[-1] == "shardwise: stopped by Ctrl-C (SIGINT)"
-
-
 TO_OUT = "out --tokenizer vocabulary"
 BAD = {
     f"prepare no-such.txt {TO_OUT}": "INPUT (no-such.txt) does not exist",
